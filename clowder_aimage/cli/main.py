@@ -1,0 +1,98 @@
+"""``aimage``: the group of all verbs, and what becomes of errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from clowder_aimage import __version__
+from clowder_aimage.cli.option import common_options
+from clowder_aimage.errors import AImageError
+
+# verb: (module, first line of its help); the module is imported when the verb is used
+VERBS = {
+    "create": ("create", "Pack a model directory as an AImage."),
+    "push": ("push", "Send an AImage to the registry in its name."),
+    "pull": ("pull", "Fetch an AImage from the registry in its name."),
+    "run": ("run", "Make a picture from a prompt."),
+    "replay": ("replay", "Render a picture again and compare."),
+    "ls": ("ls", "List the AImages in the store."),
+    "show": ("show", "Show what an AImage consists of."),
+    "tag": ("tag", "Give an AImage another name."),
+    "rm": ("rm", "Forget a name."),
+    "login": ("login", "Keep credentials for a registry."),
+    "logout": ("login", "Forget the credentials of a registry."),
+    "registry": ("registry", "Be a registry."),
+}
+
+EXIT_CODES = """\b
+Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
+5 verification failed, 6 no space, 130 interrupted.
+"""
+
+
+class _Verbs(click.Group):
+    """A group that knows its verbs' names and imports only the one that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"clowder_aimage.cli.{VERBS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+
+
+@click.command(
+    cls=_Verbs,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="aimage")
+@common_options
+def cli() -> None:
+    """AI models as OCI artifacts: create, push, pull and run them.
+
+    A name is [HOST/]REPOSITORY[:TAG][@DIGEST]. Without a host it is local.
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line and leave with the documented exit code."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except AImageError as error:
+        _leave(error.exit_code, _sentence(error))
+    except (KeyboardInterrupt, click.Abort):
+        _leave(130, "interrupted; what was complete is kept")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _sentence(error: AImageError) -> str:
+    return f"{error.message}\n  {error.hint}" if error.hint else error.message
+
+
+def _leave(code: int, message: str) -> NoReturn:
+    """Say why and go at once: threads that wait for a dead network must not hold the user up."""
+    click.echo(f"aimage: {message}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

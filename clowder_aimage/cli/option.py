@@ -1,0 +1,146 @@
+"""Options that several verbs share, and what they mean."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from clowder_aimage import __version__
+from clowder_aimage.errors import UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.registry import Connection
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_META = "clowder_aimage.cli."
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Keep an option's value for the whole command line; the last one given counts."""
+    source = ctx.get_parameter_source(param.name or "")
+    given = source not in (None, click.core.ParameterSource.DEFAULT)
+    if given and (value not in (None, False)):
+        ctx.meta[_META + (param.name or "")] = value
+    return value
+
+
+def common_options(function: _F) -> _F:
+    """``-q``, ``--json`` and ``--store``: before the verb or after it."""
+    for option in (
+        click.option(
+            "--store",
+            type=click.Path(path_type=Path),
+            envvar="AIMAGE_STORE",
+            help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
+            callback=_remember,
+            expose_value=False,
+        ),
+        click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            help="Print the result as JSON.",
+            callback=_remember,
+            expose_value=False,
+        ),
+        click.option(
+            "-q",
+            "--quiet",
+            is_flag=True,
+            help="No progress on stderr.",
+            callback=_remember,
+            expose_value=False,
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def connection_options(function: _F) -> _F:
+    """How to reach a registry."""
+    for option in (
+        click.option(
+            "--ca-file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Trust the certificates in this PEM file.",
+        ),
+        click.option("--insecure", is_flag=True, help="Do not check the registry's certificate."),
+        click.option(
+            "--plain-http",
+            is_flag=True,
+            help="Speak HTTP without TLS. (The rule for loopback hosts.)",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="How many layers at once.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The common options of this command line."""
+
+    store: Path
+    as_json: bool
+    quiet: bool
+
+    @property
+    def layout(self) -> ImageLayout:
+        from clowder_aimage.layout import ImageLayout
+
+        return ImageLayout(self.store)
+
+
+def settings() -> Settings:
+    """The common options, wherever on the command line they stood."""
+    meta = click.get_current_context().meta
+    return Settings(
+        store=meta.get(_META + "store") or default_store(),
+        as_json=bool(meta.get(_META + "as_json")),
+        quiet=bool(meta.get(_META + "quiet")),
+    )
+
+
+def default_store() -> Path:
+    """The platform's place for a user's data (XDG Base Directory; macOS Library)."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support" / "aimage"
+    base = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else home / ".local" / "share") / "aimage"
+
+
+def connection(plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int = 8) -> Connection:
+    """The connection that the options and the environment describe."""
+    from clowder_aimage.registry import Connection
+
+    if plain_http and (insecure or ca_file):
+        raise UsageError(
+            "--plain-http leaves no certificate for --insecure or --ca-file to be about"
+        )
+    config = os.environ.get("DOCKER_CONFIG")
+    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "")
+    return Connection(
+        plain_http=plain_http,
+        insecure=insecure,
+        ca_file=ca_file,
+        docker_config=Path(config) if config else Path.home() / ".docker",
+        trusted_realms=frozenset(realm for realm in realms.lower().split(",") if realm),
+        pool_size=jobs,
+        user_agent=f"aimage/{__version__}",
+    )

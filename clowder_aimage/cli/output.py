@@ -1,0 +1,52 @@
+"""Results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> None:
+    """Print a result: ``text`` for people and shells, ``value`` for programs."""
+    click.echo(json.dumps(value, ensure_ascii=False) if as_json else text)
+
+
+def note(text: str) -> None:
+    """Say something that is not the result."""
+    click.echo(text, err=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000 as disks and networks count."""
+    unit = 0
+    while count >= 999.5 and unit < len(_UNITS) - 1:
+        count /= 1000
+        unit += 1
+    return f"{count:.3g} {_UNITS[unit]}" if unit else f"{count:.0f} B"
+
+
+def number(count: int) -> str:
+    """A count of parameters for people."""
+    for limit, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return str(count)
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 blob``, ``2 blobs``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns, the first row being their titles."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

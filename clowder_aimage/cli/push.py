@@ -1,0 +1,73 @@
+"""``aimage push``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage.cli.option import (
+    common_options,
+    connection,
+    connection_options,
+    jobs_option,
+    settings,
+)
+from clowder_aimage.cli.output import note, result
+from clowder_aimage.cli.progress import Progress
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.errors import ManifestRefusedError
+
+
+@click.command(short_help="Send an AImage to the registry in its name.")
+@click.argument("ref")
+@click.option(
+    "--dialect",
+    type=click.Choice(["clowder", "ollama", "container"]),
+    help="Rewrite the manifest. [default: as it is]",
+)
+@click.option("--no-fallback", is_flag=True, help="Fail where the registry refuses the manifest.")
+@jobs_option
+@connection_options
+@common_options
+def push(
+    ref: str,
+    dialect: str | None,
+    no_fallback: bool,
+    jobs: int,
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+) -> None:
+    """Send the AImage REF to the registry in its name; print the digest the registry holds.
+
+    Blobs that are there already are not sent. Where the registry refuses the kind of manifest, it
+    is rewritten in the next dialect (clowder, ollama, container), which changes no blob; a push
+    by digest never is.
+    """
+    from clowder_aimage.push import push as push_aimage
+
+    chosen = settings()
+    reference = Reference.parse(ref)
+
+    def on_fallback(name: str, error: ManifestRefusedError) -> None:
+        note(f"{error.message}; trying the {name} dialect")
+
+    with Progress(f"pushing {reference}", quiet=chosen.quiet) as progress:
+        descriptor = push_aimage(
+            chosen.layout,
+            reference,
+            connection(plain_http, insecure, ca_file, jobs),
+            dialect=dialect,
+            fallback=not no_fallback,
+            jobs=jobs,
+            on_event=progress.on_event,
+            on_fallback=on_fallback,
+        )
+    if not chosen.quiet:
+        note(progress.summary("pushed"))
+    value = {"reference": str(reference), **descriptor.to_json()}
+    result(value, str(descriptor.digest), as_json=chosen.as_json)

@@ -1,0 +1,152 @@
+"""``aimage run``"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.option import common_options, connection, connection_options, settings
+from clowder_aimage.cli.output import note, result
+from clowder_aimage.cli.progress import Progress
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.pipeline import Image, Request
+
+# An option's value is None when it was not given: then the AImage decides.
+
+
+@click.command(short_help="Make a picture from a prompt.")
+@click.argument("ref")
+@click.argument("prompt")
+@click.option("--width", type=int, help="Pixels, a multiple of 16. [default: the model's]")
+@click.option("--height", type=int, help="Pixels, a multiple of 16. [default: the model's]")
+@click.option("--steps", type=int, help="Denoising steps. [default: 8]")
+@click.option("--seed", type=int, help="The same seed makes the same picture. [default: drawn]")
+@click.option("--negative", metavar="TEXT", help="What to avoid; needs --guidance.")
+@click.option("--guidance", type=float, help="How hard to follow the prompt. [default: 0]")
+@click.option("--shift", type=float, help="Of the noise schedule. [default: the model's]")
+@click.option("--dtype", help="To compute in: float32 or bfloat16. [default: by device]")
+@click.option("-n", "count", type=int, default=1, help="How many pictures, with rising seeds.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A file or a directory. [default: NAME-SEED.png, here]",
+)
+@click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
+@connection_options
+@common_options
+def run(
+    ref: str,
+    prompt: str,
+    output: Path | None,
+    show: bool | None,
+    dtype: str | None,
+    count: int,
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+    **wishes: Any,
+) -> None:
+    """Make a picture of PROMPT with the AImage REF; print the path of the PNG file.
+
+    REF is pulled first if the store lacks it.
+    """
+    generate = needs_mlx()
+    chosen, reference = settings(), Reference.parse(ref)
+    if wishes["negative"] is not None and not wishes["guidance"]:
+        raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
+    reach = connection(plain_http, insecure, ca_file)
+    with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
+        stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
+    if wishes["seed"] is None:
+        wishes["seed"] = secrets.randbits(32)
+        note(f"seed {wishes['seed']}")
+    request = generate.make_request(stored.aimage, prompt, n=count, **wishes)
+    model = generate.load(chosen.layout, stored, dtype=dtype)
+    facts = describe(reference, str(stored.descriptor.digest), request, dtype)
+    written = []
+    for picture in render(model, request, quiet=chosen.quiet):
+        path = _path(output, reference, picture.seed, picture.picture, count)
+        _save(picture, path, facts | {"seed": picture.seed})
+        written.append({"path": str(path), "seed": picture.seed})
+        if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
+            click.launch(str(path))
+    value = facts | {"backend": model.backend, "pictures": written}
+    result(value, "\n".join(str(item["path"]) for item in written), as_json=chosen.as_json)
+
+
+def needs_mlx() -> Any:
+    """The module ``generate``. Raises UsageError where the extra [mlx] is not installed."""
+    try:
+        from clowder_aimage import generate
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        raise UsageError(
+            f"running a model needs {error.name}, which is not installed",
+            hint="pip install 'clowder-aimage[mlx]'",
+        ) from None
+    return generate
+
+
+def render(model: Any, request: Request, *, quiet: bool) -> list[Image]:
+    """Run the pipeline with a bar of its steps."""
+    from clowder_aimage.model.pipeline import Image
+
+    pictures = []
+    with Progress("rendering", quiet=quiet, unit="steps") as progress:
+        progress.begin(request.steps * request.n)
+        for event in model.generate(request):
+            if isinstance(event, Image):
+                pictures.append(event)
+            else:
+                progress.advance(1)
+    return pictures
+
+
+def describe(
+    reference: Reference, digest: str, request: Request, dtype: str | None
+) -> dict[str, Any]:
+    """All that is needed to render the picture again."""
+    return {
+        "reference": str(reference),
+        "digest": digest,
+        "prompt": request.prompt,
+        "negative": request.negative,
+        "width": request.width,
+        "height": request.height,
+        "steps": request.steps,
+        "seed": request.seed,
+        "guidance": request.guidance,
+        "shift": request.shift,
+        "dtype": dtype,
+    }
+
+
+def _save(picture: Image, path: Path, facts: dict[str, Any]) -> None:
+    from clowder_aimage.model.picture import save_picture
+
+    save_picture(picture.pixels, path, facts)
+
+
+def _path(output: Path | None, reference: Reference, seed: int, index: int, count: int) -> Path:
+    """Where a picture goes. A path that we make up never overwrites another picture."""
+    if output is None or output.is_dir():
+        stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
+        directory, number = output or Path(), 2
+        path = directory / f"{stem}.png"
+        while path.exists():
+            path = directory / f"{stem}-{number}.png"
+            number += 1
+        return path
+    output = output if output.suffix else output.with_suffix(".png")
+    if output.suffix.lower() != ".png":
+        raise UsageError(f"pictures are PNG files; {output.name} is called something else")
+    return output if count == 1 else output.with_stem(f"{output.stem}-{index + 1}")

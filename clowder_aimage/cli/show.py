@@ -1,0 +1,90 @@
+"""``aimage show``"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.option import common_options, settings
+from clowder_aimage.cli.output import number, plural, result, size, table
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.layout.aimage import Stored, read_aimage
+from clowder_aimage.oci import Reference
+
+
+@click.command(short_help="Show what an AImage consists of.")
+@click.argument("ref")
+@click.option("--layers", is_flag=True, help="List every layer.")
+@common_options
+def show(ref: str, layers: bool) -> None:
+    """Show the config, the parts and the sizes of the AImage REF in the store."""
+    chosen = settings()
+    reference = Reference.parse(ref)
+    stored = read_aimage(chosen.layout, reference)
+    text = _text(reference, stored)
+    if layers:
+        text += "\n\n" + _layers(stored.aimage)
+    result(_value(reference, stored), text, as_json=chosen.as_json)
+
+
+def _value(reference: Reference, stored: Stored) -> dict[str, Any]:
+    layers = stored.aimage.layers
+    return {
+        "reference": str(reference),
+        "digest": str(stored.descriptor.digest),
+        "mediaType": stored.descriptor.media_type,
+        "dialect": stored.dialect.name,
+        "size": sum(layer.descriptor.size for layer in layers),
+        "config": stored.aimage.properties,
+        "layers": [_layer(layer) for layer in layers],
+    }
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": layer.name, **layer.descriptor.to_json()}
+    if layer.dtype is not None:
+        value["dtype"] = layer.dtype
+    if layer.shape is not None:
+        value["shape"] = list(layer.shape)
+    return value
+
+
+def _text(reference: Reference, stored: Stored) -> str:
+    config = stored.aimage.properties
+    total = sum(layer.descriptor.size for layer in stored.aimage.layers)
+    facts = [
+        ("name", str(reference)),
+        ("digest", str(stored.descriptor.digest)),
+        ("dialect", stored.dialect.name),
+        ("family", str(config.get("family", "unknown"))),
+        ("pipeline", str(config.get("pipeline", "unknown"))),
+        ("size", size(total)),
+    ]
+    if isinstance(config.get("parameters"), int):
+        dtype = config.get("dtype", "")
+        facts.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
+    facts += [(key, str(config[key])) for key in ("license", "source", "created") if key in config]
+    lines = [f"{key:<11} {value}" for key, value in facts]
+    return "\n".join(lines) + "\n\n" + _components(stored.aimage)
+
+
+def _components(aimage: AImage) -> str:
+    described = aimage.properties.get("components", {})
+    rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE")]
+    for name in sorted({layer.component for layer in aimage.layers}):
+        layers = aimage.component(name)
+        kind = described.get(name, {}).get("class", "")
+        tensors = sum(layer.is_tensor for layer in layers)
+        total = sum(layer.descriptor.size for layer in layers)
+        rows.append((name or "(top)", str(kind), str(tensors), size(total)))
+    return table(rows)
+
+
+def _layers(aimage: AImage) -> str:
+    rows = [("LAYER", "DTYPE", "SHAPE", "SIZE", "DIGEST")]
+    for layer in aimage.layers:
+        shape = "x".join(map(str, layer.shape)) if layer.shape is not None else ""
+        plain = layer.descriptor
+        rows.append((layer.name, layer.dtype or "", shape, size(plain.size), plain.digest.short))
+    return table(rows) + f"\n{plural(len(aimage.layers), 'layer')}"

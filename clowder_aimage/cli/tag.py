@@ -1,0 +1,26 @@
+"""``aimage tag``"""
+
+from __future__ import annotations
+
+import click
+
+from clowder_aimage.cli.option import common_options, settings
+from clowder_aimage.cli.output import result
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+
+@click.command(short_help="Give an AImage another name.")
+@click.argument("src")
+@click.argument("dst")
+@common_options
+def tag(src: str, dst: str) -> None:
+    """Let DST name what SRC names. No blob is copied."""
+    chosen = settings()
+    source, target = Reference.parse(src), Reference.parse(dst)
+    if target.digest is not None:
+        raise UsageError(f"{dst} names a digest: a tag is needed", hint="leave the @... away")
+    descriptor = chosen.layout.resolve(source)
+    chosen.layout.tag(descriptor, target)
+    value = {"reference": str(target), **descriptor.to_json()}
+    result(value, str(descriptor.digest), as_json=chosen.as_json)

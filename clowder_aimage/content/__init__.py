@@ -1,0 +1,32 @@
+"""What a store of content is, and the one way to copy between two of them."""
+
+from clowder_aimage.content.copy import copy
+from clowder_aimage.content.event import Event, OnEvent
+from clowder_aimage.content.memory import MemoryStore, Overlay
+from clowder_aimage.content.store import (
+    Body,
+    ContentStore,
+    Ingest,
+    Source,
+    Target,
+    bytes_body,
+    file_body,
+)
+from clowder_aimage.content.verify import VerifyingReader, read_all
+
+__all__ = [
+    "Body",
+    "ContentStore",
+    "Event",
+    "Ingest",
+    "MemoryStore",
+    "OnEvent",
+    "Overlay",
+    "Source",
+    "Target",
+    "VerifyingReader",
+    "bytes_body",
+    "copy",
+    "file_body",
+    "read_all",
+]

@@ -1,0 +1,171 @@
+"""The one way to move an artifact from a store to another."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import BinaryIO, cast
+
+from clowder_aimage.content.event import Event, OnEvent, ignore
+from clowder_aimage.content.store import Body, Source, Target, bytes_body
+from clowder_aimage.content.verify import read_all, readinto
+from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
+
+DEFAULT_CONCURRENCY = 8
+_MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
+
+
+def copy(
+    source: Source,
+    reference: Reference,
+    target: Target,
+    target_reference: Reference | None = None,
+    *,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    on_event: OnEvent = ignore,
+) -> Descriptor:
+    """Copy what ``reference`` names, children before parents, and name it in ``target``.
+
+    Blobs that the target has are skipped, the others move ``concurrency`` at a time. The first
+    failure stops the rest. The root is pushed and named last, so a target never names what it
+    does not have in full.
+
+    Returns:
+        the descriptor of the root manifest or index.
+
+    Raises:
+        ContentError: what the source gave is not what it promised.
+        AccessError: it could not be read, or could not be kept.
+    """
+    root = source.resolve(reference)
+    documents = _documents(source, root, 0)
+    blobs = _blobs(document for _, document in documents)
+    on_event(Event("plan", root, sum(blob.size for blob in blobs), len(blobs)))
+    _copy_blobs(source, target, blobs, concurrency, on_event)
+    for descriptor, document in reversed(documents[1:]):
+        if not target.exists(descriptor):
+            target.push(descriptor, _raw(document))
+    target.push(root, _raw(documents[0][1]), target_reference or reference)
+    return root
+
+
+def _documents(
+    source: Source, root: Descriptor, depth: int
+) -> list[tuple[Descriptor, Manifest | Index]]:
+    """The root and all manifests below it, parents first."""
+    if depth > _MAX_DEPTH:
+        raise FormatError(f"{root.digest}: indexes are nested more than {_MAX_DEPTH} deep")
+    document = parse_document(read_all(source.open(root), root), root.media_type)
+    found = [(root, document)]
+    if isinstance(document, Index):
+        for child in document.manifests:
+            if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES:
+                found += _documents(source, child, depth + 1)
+    return found
+
+
+def _blobs(documents: Iterable[Manifest | Index]) -> list[Descriptor]:
+    """Every blob once, the largest first: a long one must not be what all others waited for."""
+    blobs = {
+        child.digest: child
+        for document in documents
+        for child in document.children
+        if child.media_type not in mediatype.MANIFESTS | mediatype.INDEXES
+    }
+    return sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
+
+
+def _raw(document: Manifest | Index) -> Body:
+    return bytes_body(document.raw)
+
+
+def _copy_blobs(
+    source: Source,
+    target: Target,
+    blobs: list[Descriptor],
+    concurrency: int,
+    on_event: OnEvent,
+) -> None:
+    stopped = threading.Event()
+
+    def one(blob: Descriptor) -> None:
+        if stopped.is_set():
+            raise _Stopped
+        if target.exists(blob):
+            on_event(Event("skip", blob, blob.size))
+            return
+        on_event(Event("start", blob, blob.size))
+        target.push(blob, _Watch(source, blob, stopped, on_event))
+        on_event(Event("done", blob, blob.size))
+
+    pool = ThreadPoolExecutor(max_workers=max(1, concurrency), thread_name_prefix="copy")
+    try:
+        futures = [pool.submit(one, blob) for blob in blobs]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        _raise_first(futures)
+    except BaseException:
+        stopped.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _raise_first(futures: list[Future[None]]) -> None:
+    for future in futures:
+        if future.done() and (error := future.exception()) is not None:
+            raise error
+
+
+class _Stopped(AImageError):
+    """Another blob failed, or the user left: this one stops between two reads."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
+
+
+class _Watch:
+    """A blob's body, counted as it passes and cut short when the copy stops."""
+
+    def __init__(
+        self, source: Source, blob: Descriptor, stopped: threading.Event, on_event: OnEvent
+    ) -> None:
+        self._source = source
+        self._blob = blob
+        self._stopped = stopped
+        self._on_event = on_event
+        self._passed = 0
+
+    def __call__(self, offset: int = 0, /) -> BinaryIO:
+        self._count(offset - self._passed)  # a retry begins again: progress must say so
+        return cast(BinaryIO, _WatchedReader(self._source.open(self._blob, offset), self))
+
+    def _count(self, count: int) -> None:
+        if count:
+            self._passed += count
+            self._on_event(Event("progress", self._blob, count))
+
+    def passed(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
+        self._count(count)
+
+
+class _WatchedReader(io.RawIOBase):
+    def __init__(self, source: BinaryIO, watch: _Watch) -> None:
+        self._source = source
+        self._watch = watch
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = readinto(self._source, buffer)
+        self._watch.passed(count)
+        return count
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()

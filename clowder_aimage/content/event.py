@@ -1,0 +1,26 @@
+"""What a copy tells whoever watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clowder_aimage.oci import Descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``kind`` is ``plan`` (blobs and bytes of the whole), ``skip`` (already there), ``start``,
+    ``progress`` (``count`` more bytes; negative where a retry begins again), ``done``."""
+
+    kind: str
+    content: Descriptor | None = None
+    count: int = 0
+    blobs: int = 0
+
+
+OnEvent = Callable[[Event], None]
+
+
+def ignore(_: Event) -> None:
+    """Watch nothing."""

@@ -1,0 +1,128 @@
+"""The small interfaces that every store of content has.
+
+A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content on this
+machine. The layout, a repository in a registry and the memory store of the tests implement
+them and pass one contract suite (tests/contract).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from clowder_aimage.oci import Descriptor, Reference
+
+
+class Body(Protocol):
+    """The bytes of a blob, opened anew from any offset: a retry sends true bytes again."""
+
+    def __call__(self, offset: int = 0, /) -> BinaryIO: ...
+
+
+class Source(Protocol):
+    """Content that can be read."""
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        """The descriptor of the manifest that ``reference`` names.
+
+        Raises:
+            NotFoundError: there is none.
+            AccessError: it cannot be told (no answer, no permission, a server's error).
+        """
+        ...
+
+    def exists(self, content: Descriptor, /) -> bool:
+        """Whether the content is here in full. Raises AccessError where it cannot be told."""
+        ...
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        """The bytes of the content from ``offset`` on, ``length`` of them, not yet verified.
+
+        Raises:
+            NotFoundError: it is not here.
+        """
+        ...
+
+
+class Target(Source, Protocol):
+    """Content that can also be written."""
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        """Store a blob or manifest, and name a manifest in the same breath where a reference is
+        given. It is here in full and verified, or not at all.
+
+        Raises:
+            VerificationError: ``body`` is not what ``content`` says.
+            AccessError: it cannot be kept here.
+        """
+        ...
+
+    def tag(self, content: Descriptor, reference: Reference, /) -> None:
+        """Let ``reference`` name a manifest that is here."""
+        ...
+
+
+class Ingest(Protocol):
+    """A blob on its way in. Ranges may arrive in any order; nothing is visible until commit."""
+
+    def missing(self) -> list[tuple[int, int]]:
+        """The spans [start, end) of the expected size that have not been written yet."""
+        ...
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
+        """Write ``data`` at ``offset``."""
+        ...
+
+    def commit(self, expected: Descriptor, /) -> None:
+        """Verify size and digest, make it durable, and give it its final name.
+
+        Raises:
+            VerificationError: and the ingest is gone.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Forget everything written so far."""
+        ...
+
+
+class ContentStore(Target, Protocol):
+    """Content kept on this machine, where other programs can map it."""
+
+    def path(self, content: Descriptor, /) -> Path:
+        """The file that holds the content. Raises NotFoundError."""
+        ...
+
+    def tags(self) -> Iterator[tuple[str, Descriptor]]:
+        """The names and the manifests they name."""
+        ...
+
+    def untag(self, reference: Reference, /) -> None:
+        """Forget a name. Raises NotFoundError."""
+        ...
+
+    def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:
+        """Begin to take a blob in; ``key`` names the ingest among those under way."""
+        ...
+
+
+def bytes_body(data: bytes) -> Body:
+    """A body over bytes in memory."""
+
+    def body(offset: int = 0, /) -> BinaryIO:
+        return io.BytesIO(data[offset:] if offset else data)
+
+    return body
+
+
+def file_body(path: Path) -> Body:
+    """A body over a file."""
+
+    def body(offset: int = 0, /) -> BinaryIO:
+        file = path.open("rb")
+        file.seek(offset)
+        return file
+
+    return body

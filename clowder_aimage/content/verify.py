@@ -1,0 +1,88 @@
+"""Verification while bytes stream past."""
+
+from __future__ import annotations
+
+import io
+from typing import BinaryIO
+
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
+
+CHUNK_SIZE = 1024 * 1024
+
+
+class VerifyingReader(io.RawIOBase):
+    """Reads ``source`` and raises before the last byte is believed if it is not ``expected``.
+
+    The error comes from the read that would have returned the end of the stream, or the first
+    byte too many; whoever has read to the end without an error has read the true bytes.
+    """
+
+    def __init__(self, source: BinaryIO, expected: Descriptor) -> None:
+        self._source = source
+        self._expected = expected
+        self._hasher = expected.digest.hasher()
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = readinto(self._source, buffer)
+        if count == 0:
+            self._check_end()
+            return 0
+        self._count += count
+        if self._count > self._expected.size:
+            raise VerificationError(
+                f"{self._expected.digest} is longer than the {self._expected.size} bytes "
+                "that its descriptor promises"
+            )
+        self._hasher.update(memoryview(buffer)[:count])
+        return count
+
+    def _check_end(self) -> None:
+        check(self._expected, self._count, self._hasher.hexdigest())
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def readinto(source: BinaryIO, buffer: memoryview) -> int:
+    """Fill ``buffer`` from ``source``, without a copy where the source can; 0 at the end."""
+    direct = getattr(source, "readinto", None)
+    if direct is not None:
+        return int(direct(buffer) or 0)
+    data = source.read(len(buffer))
+    buffer[: len(data)] = data
+    return len(data)
+
+
+def check(expected: Descriptor, size: int, encoded: str) -> None:
+    """Raise VerificationError unless ``size`` bytes with hash ``encoded`` are ``expected``."""
+    if size != expected.size:
+        raise VerificationError(
+            f"{expected.digest} has {size} bytes instead of the {expected.size} "
+            "that its descriptor promises"
+        )
+    if encoded != expected.digest.encoded:
+        raise VerificationError(
+            f"the content of {expected.digest} hashes to "
+            f"{expected.digest.algorithm}:{encoded} instead"
+        )
+
+
+def read_all(source: BinaryIO, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
+    """Read small content (a manifest, a config) into memory, verified.
+
+    Raises:
+        VerificationError: it is not ``expected``, or larger than ``limit`` bytes.
+    """
+    if expected.size > limit:
+        raise VerificationError(f"{expected.digest} claims {expected.size} bytes, over {limit}")
+    with VerifyingReader(source, expected) as reader:
+        data = bytearray()
+        while chunk := reader.read(CHUNK_SIZE):
+            data += chunk
+    return bytes(data)

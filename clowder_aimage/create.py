@@ -1,0 +1,54 @@
+"""create: a model directory becomes an AImage in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.content import ContentStore, bytes_body
+from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
+from clowder_aimage.importer import Plan, Provenance, make_plan, take_inventory, write_layers
+from clowder_aimage.importer.write import OnWritten, Written
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.schema import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The new AImage, and what became of its layers."""
+
+    descriptor: Descriptor
+    manifest: Manifest
+    layers: tuple[Written, ...]
+
+
+def create(
+    store: ContentStore,
+    reference: Reference,
+    directory: Path,
+    *,
+    dialect: str = DEFAULT,
+    provenance: Provenance | None = None,
+    jobs: int = 4,
+    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> Created:
+    """Pack the model in ``directory`` and name it ``reference``.
+
+    The same directory gives the same manifest digest on every machine.
+
+    Raises:
+        ModelError: the directory is not a model that can be packed; nothing was written then.
+        StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
+    """
+    chosen = DIALECTS[dialect]
+    plan = make_plan(take_inventory(directory), chosen, provenance or Provenance())
+    on_plan(plan)
+    written = write_layers(plan, store, jobs=jobs, on_written=on_written)
+    aimage = AImage(plan.config, tuple(item.layer for item in written))
+    validate("aimage-config", aimage.properties)
+    manifest, config = chosen.write(aimage)
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    return Created(manifest.descriptor, manifest, tuple(written))

@@ -1,0 +1,44 @@
+"""The ways to write an AImage down as a manifest: same blobs, other words."""
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.dialect.clowder import Clowder
+from clowder_aimage.dialect.container import Container
+from clowder_aimage.dialect.dialect import Dialect
+from clowder_aimage.dialect.ollama import Ollama
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Manifest
+
+# From the one that says most to the one that every registry takes: the order of the ladder.
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect for dialect in (Clowder(custom=True), Clowder(), Ollama(), Container())
+}
+DEFAULT = "clowder"
+
+
+def detect(manifest: Manifest) -> Dialect:
+    """The dialect that ``manifest`` is written in.
+
+    Raises:
+        FormatError: it is no AImage in any dialect that we know.
+    """
+    for dialect in DIALECTS.values():
+        if dialect.matches(manifest):
+            return dialect
+    kind = manifest.artifact_type or manifest.config.media_type or manifest.media_type
+    raise FormatError(
+        f"{manifest.digest} is not an AImage ({kind[:100]})",
+        hint="it can be pulled, pushed and listed, but not run or rewritten",
+    )
+
+
+__all__ = [
+    "DEFAULT",
+    "DIALECTS",
+    "AImage",
+    "Clowder",
+    "Container",
+    "Dialect",
+    "Layer",
+    "Ollama",
+    "detect",
+]

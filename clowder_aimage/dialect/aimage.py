@@ -1,0 +1,138 @@
+"""The artifact itself, free of the words any manifest uses for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.oci import Descriptor, mediatype
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One blob of an AImage.
+
+    ``descriptor`` has Clowder's media type and nothing else; ``name`` is path style
+    (``text_encoder/model.norm.weight``, ``vae/config.json``); ``dtype`` (safetensors' word) and
+    ``shape`` are set for a tensor.
+    """
+
+    descriptor: Descriptor
+    name: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def component(self) -> str:
+        """The first part of the name, or nothing for a file at the top."""
+        head, slash, _ = self.name.partition("/")
+        return head if slash else ""
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.descriptor.media_type == mediatype.AIMAGE_SAFETENSORS
+
+
+@dataclass(frozen=True, slots=True)
+class AImage:
+    """A model: the bytes of its AImage config (schemas/aimage-config.schema.json), its layers."""
+
+    config: bytes
+    layers: tuple[Layer, ...]
+
+    def layer(self, name: str) -> Layer:
+        """The layer of that name. Raises NotFoundError."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise NotFoundError(f"the AImage has no {name}")
+
+    def component(self, name: str) -> tuple[Layer, ...]:
+        """The layers of a component, in the manifest's order."""
+        return tuple(layer for layer in self.layers if layer.component == name)
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The config, parsed. Raises FormatError."""
+        try:
+            value = json.loads(self.config)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the AImage config is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise FormatError("the AImage config must be a JSON object")
+        return value
+
+
+def check_name(name: str) -> str:
+    """A layer's name, if it can be one.
+
+    Raises:
+        FormatError: it is empty, absolute, climbs with ``..``, or holds control characters: names
+            become file names when an AImage is exported.
+    """
+    parts = name.split("/")
+    if (
+        not name
+        or len(name) > 1024
+        or any(part in ("", ".", "..") for part in parts)
+        or "\\" in name
+        or any(ord(c) < 32 or ord(c) == 127 for c in name)
+    ):
+        raise FormatError(f"not a layer name: {name[:100]!r}")
+    return name
+
+
+def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers, if all names are good and none stands twice. Raises FormatError."""
+    seen: set[str] = set()
+    for layer in layers:
+        if check_name(layer.name) in seen:
+            raise FormatError(f"two layers are called {layer.name[:100]!r}")
+        seen.add(layer.name)
+    return layers
+
+
+def parse_shape(value: object) -> tuple[int, ...] | None:
+    """A shape from JSON (a list of numbers) or an annotation (that list as text)."""
+    if isinstance(value, str):
+        try:
+            return parse_shape(json.loads(value))
+        except (ValueError, RecursionError):
+            raise FormatError(f"not a shape: {value[:100]!r}") from None
+    if value is None:
+        return None
+    if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value):
+        return tuple(value)
+    raise FormatError(f"not a shape: {value!r:.100}")
+
+
+def parse_dtype(value: object) -> str | None:
+    """A dtype's name from JSON or an annotation."""
+    if value is None or isinstance(value, str):
+        return value
+    raise FormatError(f"not a dtype: {value!r:.100}")
+
+
+def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
+    """A descriptor with ``name``, ``dtype`` and ``shape`` as fields of its own (ollama's way)."""
+    plain = layer.descriptor
+    value = Descriptor(media_type, plain.digest, plain.size).to_json()
+    value["name"] = layer.name
+    if layer.dtype is not None:
+        value["dtype"] = layer.dtype
+    if layer.shape is not None:
+        value["shape"] = list(layer.shape)
+    return value
+
+
+def from_named(descriptor: Descriptor, media_type: str) -> Layer:
+    """The layer that such a descriptor describes. Raises FormatError."""
+    extra = descriptor.extra
+    name = extra.get("name")
+    if not isinstance(name, str):
+        raise FormatError(f"layer {descriptor.digest} has no name")
+    plain = Descriptor(media_type, descriptor.digest, descriptor.size)
+    return Layer(plain, name, parse_dtype(extra.get("dtype")), parse_shape(extra.get("shape")))

@@ -1,0 +1,96 @@
+"""An AImage dressed as a container image, for registries that take nothing else.
+
+The config is an OCI image config (image-spec, config.md) whose ``diff_ids`` are the digests of
+the blobs as we know them. Tools that copy images may compress such layers on the way and drop
+their annotations (skopeo does both); the config stays as it is, so it carries the table of the
+layers too, and a compressed blob is found again by its diff_id.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
+from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations
+from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, encode, foreign_config
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
+
+CARRIED_LAYERS = "vnd.clowder.aimage.layers"
+
+
+class Container:
+    """OCI image config and layer types; the true media type of a layer is an annotation."""
+
+    name = "container"
+
+    def matches(self, manifest: Manifest) -> bool:
+        return manifest.config.media_type in (mediatype.OCI_CONFIG, mediatype.DOCKER_CONFIG)
+
+    def read(self, manifest: Manifest, config: bytes) -> AImage:
+        try:
+            value = json.loads(config)
+            texts = value["rootfs"]["diff_ids"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise FormatError("the image config has no rootfs.diff_ids") from None
+        if not isinstance(texts, list) or len(texts) != len(manifest.layers):
+            raise FormatError("the image config has another number of diff_ids than of layers")
+        diff_ids = [Digest.parse(text) for text in texts]
+        table = value.get(CARRIED_LAYERS)
+        layers = _from_annotations(manifest) if table is None else _from_table(table)
+        if [layer.descriptor.digest for layer in layers] != diff_ids:
+            raise FormatError("the layers are not those that the image config's diff_ids name")
+        return AImage(carried_config(config) or foreign_config(layers), check_names(layers))
+
+    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
+        config = encode(
+            {
+                "architecture": "unknown",
+                "os": "unknown",
+                "config": {},
+                "rootfs": {
+                    "type": "layers",
+                    "diff_ids": [str(layer.descriptor.digest) for layer in aimage.layers],
+                },
+                CARRIED_CONFIG: aimage.config.decode(),
+                CARRIED_LAYERS: [
+                    to_named(layer, layer.descriptor.media_type) for layer in aimage.layers
+                ],
+            }
+        )
+        document = {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_MANIFEST,
+            "config": Descriptor.of(mediatype.OCI_CONFIG, config).to_json(),
+            "layers": [_write(layer) for layer in aimage.layers],
+        }
+        return Manifest.build(document), config
+
+
+def _from_table(table: object) -> tuple[Layer, ...]:
+    if not isinstance(table, list):
+        raise FormatError(f"{CARRIED_LAYERS} must be a list")
+    rows = (Descriptor.from_json(row, CARRIED_LAYERS) for row in table)
+    return tuple(from_named(row, row.media_type) for row in rows)
+
+
+def _from_annotations(manifest: Manifest) -> tuple[Layer, ...]:
+    return tuple(_read_annotated(layer) for layer in manifest.layers)
+
+
+def _read_annotated(layer: Descriptor) -> Layer:
+    media_type = layer.annotations.get(mediatype.MEDIATYPE)
+    if media_type is None:
+        raise FormatError(
+            "this is a container image, not an AImage",
+            hint="it can be pulled, pushed and listed, but not run",
+        )
+    return annotated_layer(layer, Descriptor(media_type, layer.digest, layer.size))
+
+
+def _write(layer: Layer) -> dict[str, Any]:
+    plain = layer.descriptor
+    annotations = layer_annotations(layer) | {mediatype.MEDIATYPE: plain.media_type}
+    value = Descriptor(mediatype.OCI_LAYER_TAR, plain.digest, plain.size).to_json()
+    return value | {"annotations": annotations}

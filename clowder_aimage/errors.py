@@ -1,0 +1,117 @@
+"""Every error that the project raises on purpose.
+
+    AImageError                    exit 1
+    ├── ContentError               what we received is wrong
+    │   ├── UsageError             exit 2   an argument that cannot be meant
+    │   ├── ModelError             exit 1   a model (directory, config, weights) that cannot be used
+    │   ├── FormatError            exit 5   bytes that do not parse as what they claim to be
+    │   └── VerificationError      exit 5   bytes that are not the ones the digest promised
+    └── AccessError                we could not get or keep it
+        ├── NotFoundError          exit 3   nothing by that name or digest
+        ├── UnauthorizedError      exit 4   the registry wants (other) credentials
+        ├── NetworkError           exit 1   no answer, or one that broke off
+        ├── RegistryError          exit 1   the registry answered with an error
+        │   └── ManifestRefusedError        ... to the kind of manifest, not to its content
+        ├── StoreError             exit 1   the store on disk cannot be used
+        └── NoSpaceError           exit 6   the disk is full
+
+A message says what went wrong and with what; the hint says what to do next.
+"""
+
+from __future__ import annotations
+
+
+class AImageError(Exception):
+    """Base of all errors a user may see. ``exit_code`` is what the command exits with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ContentError(AImageError):
+    """What we received is wrong."""
+
+
+class UsageError(ContentError):
+    """An argument that cannot be meant: a bad name, size or combination."""
+
+    exit_code = 2
+
+
+class ModelError(ContentError):
+    """A model that cannot be packed or run: its directory, configs or weights do not fit."""
+
+
+class FormatError(ContentError):
+    """Bytes that do not parse as what they claim to be."""
+
+    exit_code = 5
+
+
+class VerificationError(ContentError):
+    """Bytes whose size or digest is not the promised one."""
+
+    exit_code = 5
+
+
+class AccessError(AImageError):
+    """We could not get it, or could not keep it."""
+
+
+class NotFoundError(AccessError):
+    """There is nothing by that name or digest."""
+
+    exit_code = 3
+
+
+class UnauthorizedError(AccessError):
+    """The registry refuses us without credentials, or with the ones we have."""
+
+    exit_code = 4
+
+
+class NetworkError(AccessError):
+    """No answer, or an answer that broke off."""
+
+
+class RegistryError(AccessError):
+    """The registry answered with an error.
+
+    ``status`` is the HTTP status, ``code`` the first error code of the distribution
+    specification ("Error Codes") in its body, ``detail`` that error's detail as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        code: str = "",
+        detail: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+        self.detail = detail
+
+
+class ManifestRefusedError(RegistryError):
+    """The registry does not take this kind of manifest; another dialect may pass."""
+
+
+class StoreError(AccessError):
+    """The store on disk cannot be used."""
+
+
+class NoSpaceError(AccessError):
+    """The disk is full."""
+
+    exit_code = 6

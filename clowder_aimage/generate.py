@@ -1,0 +1,84 @@
+"""generate: a prompt becomes pictures, by an AImage that is fetched first if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from clowder_aimage.content import ContentStore, OnEvent
+from clowder_aimage.content.event import ignore
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
+from clowder_aimage.model.backend import describe
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.pipeline import Image, Pipeline, Request, Step
+from clowder_aimage.oci import Reference
+from clowder_aimage.pull import pull
+from clowder_aimage.registry import Connection
+
+DEFAULT_SIDE = 1024  # pixels; what the reference pipeline uses
+DEFAULT_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded AImage. It belongs to the thread that loaded it."""
+
+    stored: Stored
+    pipeline: Pipeline
+
+    @property
+    def backend(self) -> str:
+        """What computes: the device, and on a CPU the BLAS."""
+        return describe()
+
+    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
+        """Steps and pictures as they come; closing the generator cancels."""
+        return self.pipeline.generate(request)
+
+
+def fetch(
+    store: ContentStore,
+    reference: Reference,
+    connection: Connection,
+    *,
+    on_event: OnEvent = ignore,
+) -> Stored:
+    """The AImage, from the store or else from the registry in its name.
+
+    Raises:
+        NotFoundError: it is not in the store, and its name has no registry host or it is not
+            there either; and whatever ``pull`` raises.
+    """
+    try:
+        stored = read_aimage(store, reference)
+        complete = all(store.exists(blob) for blob in stored.manifest.children)
+    except NotFoundError:
+        if reference.registry is None:
+            raise
+        complete = False
+    if not complete:
+        pull(reference, store, connection, on_event=on_event)
+        stored = read_aimage(store, reference)
+    inflate(store, stored)
+    return stored
+
+
+def load(store: ContentStore, stored: Stored, *, dtype: str | None = None) -> Model:
+    """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
+    return Model(stored, load_pipeline(store, stored.aimage, dtype=dtype))
+
+
+def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
+    """A request in which what is not wished for (None) is as the AImage's config says."""
+    defaults = {
+        "width": DEFAULT_SIDE,
+        "height": DEFAULT_SIDE,
+        "steps": DEFAULT_STEPS,
+        **aimage.properties.get("defaults", {}),
+    }
+    names = {field.name for field in fields(Request)}
+    known = {key: value for key, value in defaults.items() if key in names}
+    return Request(prompt, **known | {k: v for k, v in wishes.items() if v is not None})

@@ -1,0 +1,157 @@
+"""What is in a diffusers model directory: names, headers and configs, no weights.
+
+Layout of such a directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
+transformers, "Sharded checkpoints".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.importer.shards import SourceTensor, read_weights
+from clowder_aimage.importer.tree import check_inside, list_directory
+
+MODEL_INDEX = "model_index.json"
+WEIGHTED = ("text_encoder", "transformer", "vae")
+COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
+_PIPELINES = {"ZImagePipeline": "z-image"}
+_FILES = (".json", ".jinja", ".txt")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_MAX_FILE = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A small file that becomes a layer as it is. ``size`` in bytes."""
+
+    name: str
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One part of a pipeline: its class and library, as model_index.json names them."""
+
+    name: str
+    library: str
+    class_name: str
+    tensors: tuple[SourceTensor, ...]
+    files: tuple[SourceFile, ...]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that a plan is made from."""
+
+    family: str
+    pipeline: str
+    components: tuple[Component, ...]
+    files: tuple[SourceFile, ...]
+    license: str | None
+
+
+def take_inventory(directory: Path) -> Inventory:
+    """Read everything about a model directory except its weights.
+
+    Raises:
+        ModelError: it is not a model that we pack, or not a whole and honest one.
+    """
+    index = _model_index(directory)
+    pipeline = str(index.get("_class_name", ""))
+    if pipeline not in _PIPELINES:
+        raise ModelError(
+            f"{directory / MODEL_INDEX} names the pipeline {pipeline[:80]!r}, which is not known",
+            hint=f"models of {', '.join(_PIPELINES)} can be packed",
+        )
+    return Inventory(
+        family=_PIPELINES[pipeline],
+        pipeline=pipeline,
+        components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
+        files=(_file(directory, MODEL_INDEX),),
+        license=_license(directory),
+    )
+
+
+def _model_index(directory: Path) -> Mapping[str, Any]:
+    if not directory.is_dir():
+        raise ModelError(
+            f"{directory} is not a directory", hint="name the directory that holds the model"
+        )
+    if not (directory / MODEL_INDEX).exists():
+        raise ModelError(
+            f"there is no {MODEL_INDEX} in {directory}: not a diffusers model directory",
+            hint="name the directory that holds model_index.json, text_encoder/, transformer/, "
+            "vae/, tokenizer/ and scheduler/",
+        )
+    list_directory(directory, directory, _PICKLED)
+    return _read_json(directory, MODEL_INDEX)
+
+
+def _component(root: Path, name: str, entry: object) -> Component:
+    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(e, str) for e in entry):
+        raise ModelError(f"{root / MODEL_INDEX} does not say what the {name} is")
+    directory = root / name
+    if not directory.is_dir():
+        raise ModelError(
+            f"the {name} is missing: there is no directory {directory}",
+            hint="download the model again, in full",
+        )
+    paths = list_directory(root, directory, _PICKLED)
+    tensors, bookkeeping = read_weights(directory, paths) if name in WEIGHTED else ((), set())
+    files = [p for p in paths if p.suffix in _FILES and p not in bookkeeping]
+    config = "scheduler_config.json" if name == "scheduler" else "config.json"
+    return Component(
+        name,
+        entry[0],
+        entry[1],
+        tensors,
+        tuple(_file(root, f"{name}/{path.name}") for path in files),
+        _read_json(root, f"{name}/{config}") if name != "tokenizer" else {},
+    )
+
+
+def _file(root: Path, name: str) -> SourceFile:
+    path = root / name
+    check_inside(root, path)
+    if path.suffix == ".json":
+        _read_json(root, name)
+    return SourceFile(name, path, path.stat().st_size)
+
+
+def _read_json(root: Path, name: str) -> Mapping[str, Any]:
+    path = root / name
+    if not path.is_file():
+        raise ModelError(f"{path} is missing", hint="download the model again, in full")
+    check_inside(root, path)
+    if path.stat().st_size > _MAX_FILE:
+        raise ModelError(f"{path} is too large for a JSON file")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _license(root: Path) -> str | None:
+    """The licence in the front matter of the model card (Hugging Face hub, "Model Cards")."""
+    path = root / "README.md"
+    if not path.is_file():
+        return None
+    check_inside(root, path)
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line in lines[1:]:
+        if line.strip() == "---":
+            return None
+        key, colon, value = line.partition(":")
+        if key == "license" and colon and value.strip():
+            return value.strip().strip("\"'")
+    return None

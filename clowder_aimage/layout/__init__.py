@@ -1,0 +1,6 @@
+"""The OCI image layout (OCI image-spec, image-layout.md) that the processes of a node share."""
+
+from clowder_aimage.layout.ingest import FileIngest
+from clowder_aimage.layout.layout import ImageLayout
+
+__all__ = ["FileIngest", "ImageLayout"]

@@ -1,0 +1,187 @@
+"""The image layout as a content store."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from clowder_aimage.content.store import Body
+from clowder_aimage.content.verify import CHUNK_SIZE, read_all, readinto
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.index import edit_index, read_index, sync_directory
+from clowder_aimage.layout.ingest import FileIngest, blob_path
+from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype, parse_document
+
+_NAMES = (
+    mediatype.REF_NAME,
+    mediatype.CONTAINERD_NAME,
+    mediatype.CONTAINERD_NAME_MISSPELT,
+)
+
+
+class ImageLayout:
+    """Content in ``root``: ``oci-layout``, ``index.json`` and ``blobs/<algorithm>/<encoded>``.
+
+    What only we need (the lock, blobs on their way in) lies in ``root/.aimage``. The directory
+    is made by the first write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    # -- reading
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        """The manifest that ``reference`` names; with a digest, any manifest of that digest.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        for name, descriptor in self._entries():
+            if reference.digest is not None:
+                if descriptor.digest == reference.digest:
+                    return descriptor
+            elif name == str(reference) or _same(name, reference):
+                return descriptor
+        raise NotFoundError(
+            f"no {reference} in the store {self.root}",
+            hint="'aimage ls' lists what is there; 'aimage pull' fetches from a registry",
+        )
+
+    def exists(self, content: Descriptor, /) -> bool:
+        with store_errors(self.root):
+            try:
+                return blob_path(self.root, content).stat().st_size == content.size
+            except FileNotFoundError:
+                return False
+
+    def path(self, content: Descriptor, /) -> Path:
+        path = blob_path(self.root, content)
+        if not path.is_file():
+            raise NotFoundError(
+                f"{content.digest} is not in the store {self.root}",
+                hint="pull the AImage again to complete it",
+            )
+        return path
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        with store_errors(self.root):
+            file = self.path(content).open("rb", buffering=0)
+            file.seek(offset)
+        if length is None:
+            return cast(BinaryIO, file)
+        with file:
+            return io.BytesIO(file.read(length) or b"")
+
+    def tags(self) -> Iterator[tuple[str, Descriptor]]:
+        """The names in index.json, as they stand there, and what they name."""
+        return ((name, descriptor) for name, descriptor in self._entries() if name)
+
+    def _entries(self) -> Iterator[tuple[str, Descriptor]]:
+        for entry in read_index(self.root)["manifests"]:
+            with contextlib.suppress(FormatError):  # a foreign entry that we cannot read
+                descriptor = Descriptor.from_json(entry, "index.json")
+                yield _name(descriptor.annotations), descriptor
+
+    # -- writing
+
+    def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
+        """Begin to take a blob in. Raises StoreError or NoSpaceError."""
+        return FileIngest(self.root, key, expected)
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        if not self.exists(content):
+            self._take_in(content, body)
+        if reference is not None:
+            self.tag(content, reference)
+
+    def _take_in(self, content: Descriptor, body: Body) -> None:
+        ingest = self.ingest(content.digest.encoded, content)
+        try:
+            buffer, offset = memoryview(bytearray(min(CHUNK_SIZE, content.size + 1))), 0
+            with body() as source:
+                while (count := readinto(source, buffer)) and offset <= content.size:
+                    ingest.write_at(offset, buffer[:count])
+                    offset += count
+        except BaseException:
+            ingest.abort()
+            raise
+        ingest.commit(content)
+
+    def tag(self, content: Descriptor, reference: Reference, /) -> None:
+        """Let ``reference`` name a manifest that is here, durably.
+
+        The blobs' directories are synchronised first: the index never names what a power cut
+        could take back.
+        """
+        document = parse_document(read_all(self.open(content), content), content.media_type)
+        for name in {child.digest.algorithm for child in document.children} | {
+            content.digest.algorithm
+        }:
+            with store_errors(self.root):
+                directory = self.root / "blobs" / name
+                if directory.is_dir():
+                    sync_directory(directory)
+        entry = document.descriptor.to_json() | {"digest": str(content.digest)}
+        if isinstance(document, Manifest) and document.artifact_type:
+            entry["artifactType"] = document.artifact_type
+        name = _index_name(reference)
+        entry["annotations"] = {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}
+        with edit_index(self.root) as index:
+            _replace(index["manifests"], entry, name)
+
+    def untag(self, reference: Reference, /) -> None:
+        """Forget a name; the blobs stay until they are collected. Raises NotFoundError."""
+        wanted = _index_name(reference)
+        with edit_index(self.root) as index:
+            kept = [e for e in index["manifests"] if not _is_named(e, wanted)]
+            if len(kept) == len(index["manifests"]):
+                raise NotFoundError(
+                    f"no {reference} in the store {self.root}",
+                    hint="'aimage ls' lists what is there",
+                )
+            index["manifests"] = kept
+
+
+def _name(annotations: Any) -> str:
+    if not isinstance(annotations, dict):
+        return ""
+    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
+
+
+def _index_name(reference: Reference) -> str:
+    """How index.json calls it: a tag wins over the digest, which the entry holds anyway."""
+    if reference.tag and reference.digest:
+        return str(Reference(reference.registry, reference.repository, reference.tag))
+    return str(reference)
+
+
+def _same(name: str, reference: Reference) -> bool:
+    """Whether a foreign entry's name means ``reference`` (``model`` is ``model:latest``)."""
+    try:
+        return bool(name) and Reference.parse(name) == reference
+    except UsageError:
+        return False
+
+
+def _is_named(entry: Any, name: str) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    found = _name(entry.get("annotations"))
+    return found == name or _same(found, Reference.parse(name))
+
+
+def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> None:
+    """Put ``entry`` where the entry of that name stands, keeping what others wrote on it."""
+    for i, old in enumerate(entries):
+        if _is_named(old, name):
+            if old.get("digest") == entry["digest"]:
+                entry["annotations"] = old["annotations"] | entry["annotations"]
+                entry = old | entry
+            entries[i] = entry
+            return
+    entries.append(entry)

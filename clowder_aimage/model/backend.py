@@ -1,0 +1,89 @@
+"""The one place that imports MLX, after a fast BLAS has been looked for.
+
+``BLAS`` names the library that was found ("mkl", "openblas") or is None. All MLX work belongs on
+one thread: a lazy array cannot be evaluated on another one than the thread that made it.
+"""
+
+from __future__ import annotations
+
+from clowder_aimage.model import blas
+
+BLAS = blas.preload()
+
+import mlx.core as mx  # noqa: E402
+from mlx.nn.layers import convolution  # noqa: E402
+from mlx.nn.layers.base import Module  # noqa: E402
+from mlx.nn.layers.embedding import Embedding  # noqa: E402
+from mlx.nn.layers.linear import Linear  # noqa: E402
+from mlx.nn.layers.normalization import GroupNorm, LayerNorm, RMSNorm  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+
+from clowder_aimage.errors import UsageError  # noqa: E402
+
+__all__ = [
+    "BLAS",
+    "Conv2d",
+    "Embedding",
+    "GroupNorm",
+    "LayerNorm",
+    "Linear",
+    "Network",
+    "RMSNorm",
+    "compute_dtype",
+    "describe",
+    "mx",
+    "on_gpu",
+    "silu",
+    "tree_flatten",
+]
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+class Network(Module):
+    """``mlx.nn.Module`` with types."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+class Conv2d(convolution.Conv2d):
+    """``mlx.nn.Conv2d`` with types: (batch, height, width, channels), channels last."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        result: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def silu(x: mx.array) -> mx.array:
+    """x times sigmoid(x). MLX's own is compiled, which on a CPU takes a C++ compiler."""
+    return x * mx.sigmoid(x)
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU (Metal or CUDA) rather than on the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def compute_dtype(name: str | None) -> mx.Dtype:
+    """The type to compute in; None picks bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        UsageError: for float16, in which Z-Image overflows, and for an unknown name.
+    """
+    if name is None:
+        return mx.bfloat16 if on_gpu() else mx.float32
+    if name in ("float16", "fp16", "f16", "half"):
+        raise UsageError(
+            "float16 cannot be used to compute: activations of these models reach 1e6, "
+            "float16 ends at 65504, and the picture turns black",
+            hint="use bfloat16 or float32; weights that are stored as float16 are fine",
+        )
+    if name not in DTYPES:
+        raise UsageError(f"unknown compute type {name!r}: use {' or '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def describe() -> str:
+    """The device and, on a CPU, the BLAS: ``gpu``, ``cpu (mkl)``, ``cpu (no fast BLAS)``."""
+    return "gpu" if on_gpu() else f"cpu ({BLAS or 'no fast BLAS'})"

@@ -1,0 +1,72 @@
+"""A picture as a PNG file that remembers how it was made.
+
+The facts stand as JSON in an international text chunk named ``aimage`` (PNG specification,
+11.3.3.4), beside the registered keywords ``Description`` and ``Software``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from clowder_aimage.errors import NotFoundError, StoreError, UsageError
+
+KEY = "aimage"
+
+
+def save_picture(pixels: npt.NDArray[np.uint8], path: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``pixels`` (height, width, 3) to ``path``; it is there whole, or not at all.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
+    info.add_itxt("Description", str(facts.get("prompt", "")))
+    info.add_text("Software", "aimage")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            Image.fromarray(pixels).save(file, format="PNG", pnginfo=info)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"cannot write the picture {path}: {error.strerror or error}",
+            hint="name another place with -o",
+        ) from None
+
+
+def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
+    """The pixels (height, width, 3) of a PNG file, and the facts it remembers.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UsageError: it is not a PNG, or not one of ours.
+    """
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            image.load()
+            texts = dict(getattr(image, "text", {}))
+            pixels = np.asarray(image.convert("RGB"))
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no picture {path}") from None
+    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
+        raise UsageError(f"{path} is not a PNG picture") from None
+    try:
+        facts = json.loads(texts[KEY])
+    except (KeyError, ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise UsageError(
+            f"{path} does not say how it was made",
+            hint="only pictures that 'aimage run' wrote can be replayed, and only unedited ones",
+        )
+    return pixels, facts

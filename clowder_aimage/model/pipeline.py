@@ -1,0 +1,125 @@
+"""What every image pipeline takes and gives: a request in, steps and pictures out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.errors import UsageError
+
+MAX_STEPS = 1000
+MAX_PICTURES = 1024
+MAX_SEED = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to make.
+
+    width, height: pixels. steps: denoising steps. seed: of the first picture; the next one takes
+    the next seed. guidance: 0 switches classifier-free guidance off; w adds w times the
+    difference between prompt and ``negative`` (the empty text, if None). shift: replaces the
+    model's own shift of the noise schedule. n: how many pictures.
+    """
+
+    prompt: str
+    width: int = 1024
+    height: int = 1024
+    steps: int = 8
+    seed: int = 0
+    negative: str | None = None
+    guidance: float = 0.0
+    shift: float | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Step ``index`` of ``total`` is done (1 to total), for picture ``picture`` (0 to n - 1)."""
+
+    index: int
+    total: int
+    picture: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """A finished picture: RGB ``pixels`` of shape (height, width, 3), uint8."""
+
+    pixels: npt.NDArray[np.uint8]
+    seed: int
+    picture: int = 0
+
+    @property
+    def width(self) -> int:
+        """In pixels."""
+        return int(self.pixels.shape[1])
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+        return int(self.pixels.shape[0])
+
+
+class Pipeline(Protocol):
+    """A loaded model. It lives on the thread that loaded it."""
+
+    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
+        """Steps and pictures, as they come; closing the generator cancels.
+
+        Raises:
+            UsageError: at once, for a request that this model cannot serve.
+        """
+        ...
+
+
+def check_request(request: Request, *, multiple: int, max_width: int, max_height: int) -> None:
+    """Refuse a request out of bounds: sides must be multiples of ``multiple`` pixels.
+
+    Raises:
+        UsageError: in one sentence, with the field and the bound.
+    """
+    for name, side, limit in (
+        ("width", request.width, max_width),
+        ("height", request.height, max_height),
+    ):
+        if not _is_int(side) or side < multiple or side % multiple:
+            raise UsageError(f"{name} must be a multiple of {multiple} pixels, not {side!r}")
+        if side > limit:
+            raise UsageError(f"{name} can be {limit} pixels at most with this model, not {side}")
+    _check_count("steps", request.steps, MAX_STEPS)
+    _check_count("n", request.n, MAX_PICTURES)
+    if not _is_int(request.seed) or not 0 <= request.seed <= MAX_SEED - (request.n - 1):
+        raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
+    if not math.isfinite(request.guidance) or request.guidance < 0:
+        raise UsageError(f"guidance must be 0 or above, not {request.guidance!r}")
+    if request.shift is not None and not (math.isfinite(request.shift) and request.shift > 0):
+        raise UsageError(f"shift must be above 0, not {request.shift!r}")
+    _check_text("prompt", request.prompt)
+    _check_text("negative", request.negative or "")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: int, limit: int) -> None:
+    if not _is_int(value) or not 1 <= value <= limit:
+        raise UsageError(f"{name} must be a whole number from 1 to {limit}, not {value!r}")
+
+
+def _check_text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} holds characters that are not valid Unicode") from None
+
+
+def to_pixels(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Values from 0 to 1 as bytes: times 255 in float32, rounded half to even."""
+    return (np.clip(values, 0, 1) * np.float32(255)).round().astype(np.uint8)

@@ -1,0 +1,216 @@
+"""Z-Image from prompt to picture: encode, denoise, decode.
+
+Follows ``ZImagePipeline`` of diffusers 0.42, with pictures one after another and texts never
+padded (the reference masks its padding away). Latents stay float32 between steps whatever the
+networks compute in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.file import read_object
+from clowder_aimage.model.pipeline import Image, Request, Step, check_request, to_pixels
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.model.zimage.config import (
+    PATCH,
+    TextEncoderConfig,
+    TransformerConfig,
+    VaeConfig,
+)
+from clowder_aimage.model.zimage.noise import randn
+from clowder_aimage.model.zimage.scheduler import Schedule, Scheduler
+from clowder_aimage.model.zimage.text_encoder import TextEncoder
+from clowder_aimage.model.zimage.tokenizer import Tokenizer
+from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
+from clowder_aimage.model.zimage.vae import Vae
+
+Network = TypeVar("Network", TextEncoder, Transformer, Vae)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guide:
+    """What leads the denoising: a caption, and with guidance one to lead away from."""
+
+    positive: Caption
+    negative: Caption | None = None
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZImagePipeline:
+    """The loaded networks. ``skipped`` names the tensors that were left out on purpose."""
+
+    tokenizer: Tokenizer
+    text_encoder: TextEncoder
+    transformer: Transformer
+    vae: Vae
+    scheduler: Scheduler
+    dtype: mx.Dtype
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, store: ContentStore, aimage: AImage, dtype: mx.Dtype) -> ZImagePipeline:
+        """Load every component strictly.
+
+        Raises:
+            ModelError: for configurations or weights that do not fit, or not each other.
+        """
+        scheduler_file = "scheduler/scheduler_config.json"
+        scheduler = Scheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
+        tokenizer = Tokenizer.load(store, aimage)
+        skipped: list[str] = []
+
+        def network(component: str, make: Callable[[ModelWeights], Network]) -> Network:
+            weights = ModelWeights.open(store, aimage, component)
+            module = make(weights)
+            left_out = weights.apply(module, skip=module.skip, dtype=dtype)
+            skipped.extend(f"{component}/{name}" for name in left_out)
+            return module
+
+        text_encoder = network("text_encoder", _text_encoder)
+        transformer = network("transformer", _transformer)
+        vae = network("vae", _vae)
+        _check_fit(text_encoder, transformer, vae)
+        return cls(tokenizer, text_encoder, transformer, vae, scheduler, dtype, tuple(skipped))
+
+    @property
+    def multiple(self) -> int:
+        """Pixels of which both sides must be multiples."""
+        return self.vae.config.scale * PATCH
+
+    def check(self, request: Request) -> None:
+        """Refuse what this model cannot make. Raises UsageError."""
+        _, rows, columns = self.transformer.config.axes_lens
+        check_request(
+            request,
+            multiple=self.multiple,
+            max_width=columns * self.multiple,
+            max_height=rows * self.multiple,
+        )
+
+    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
+        """Steps and pictures, as they come; closing the generator cancels.
+
+        Raises:
+            UsageError: at once, for a request that this model cannot serve.
+            ModelError: while it runs, when the model computes what is not a picture.
+        """
+        self.check(request)
+        return self._generate(request, self.schedule(request))
+
+    def _generate(
+        self, request: Request, schedule: Schedule
+    ) -> Generator[Step | Image, None, None]:
+        guide = self.guide(request)
+        for picture in range(request.n):
+            seed = request.seed + picture
+            latents = mx.array(self.noise(request, seed))
+            for index, state in enumerate(self.denoise(latents, schedule, guide), 1):
+                latents = state
+                yield Step(index, request.steps, picture)
+            yield Image(self.decode(latents), seed, picture)
+
+    def schedule(self, request: Request) -> Schedule:
+        """The noise levels for the request's steps, size and shift. Raises UsageError."""
+        rows, columns = request.height // self.multiple, request.width // self.multiple
+        return self.scheduler.schedule(request.steps, rows * columns, request.shift)
+
+    def guide(self, request: Request) -> Guide:
+        """The request's texts, encoded and refined. Raises as ``encode`` does."""
+        positive = self.transformer.caption(self.encode(request.prompt))
+        if not request.guidance:
+            return Guide(positive)
+        negative = self.transformer.caption(self.encode(request.negative or ""))
+        return Guide(positive, negative, request.guidance)
+
+    def denoise(self, latents: mx.array, schedule: Schedule, guide: Guide) -> Iterator[mx.array]:
+        """The latents after every Euler step, in float32 and evaluated."""
+        changes = np.diff(schedule.sigmas)
+        for time, change in zip(schedule.times, changes, strict=True):
+            latents = latents - float(change) * self.velocity(latents, float(time), guide)
+            mx.eval(latents)
+            yield latents
+
+    def encode(self, prompt: str) -> mx.array:
+        """The text features of a prompt, (tokens, hidden size).
+
+        Raises:
+            UsageError: when the transformer has fewer positions than the prompt needs.
+            ModelError: when tokenizer and text encoder are not of one mind.
+        """
+        tokens = self.tokenizer.encode(prompt)
+        if max(tokens) >= self.text_encoder.embed_tokens.weight.shape[0]:
+            raise ModelError("the tokenizer makes tokens that the text encoder does not know")
+        positions = self.transformer.config.axes_lens[0]
+        if padded(len(tokens)) + 2 > positions:
+            raise UsageError(f"the prompt is too long: {len(tokens)} tokens, {positions} positions")
+        return self.text_encoder(mx.array(tokens))
+
+    def noise(self, request: Request, seed: int) -> npt.NDArray[np.float32]:
+        """The initial latents, (channels, height / scale, width / scale), as torch draws them."""
+        scale = self.vae.config.scale
+        channels = self.transformer.config.in_channels
+        return randn(seed, (channels, request.height // scale, request.width // scale))
+
+    def velocity(self, latents: mx.array, time: float, guide: Guide) -> mx.array:
+        """The predicted direction from noise to picture, in float32.
+
+        Guided, it is positive + weight * (positive - negative).
+        """
+        typed = latents.astype(self.dtype)
+        towards = self.transformer(typed, time, guide.positive).astype(mx.float32)
+        if guide.negative is None:
+            return towards
+        away = self.transformer(typed, time, guide.negative).astype(mx.float32)
+        return towards + guide.weight * (towards - away)
+
+    def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
+        """Latents (channels, height, width) to RGB pixels.
+
+        Raises:
+            ModelError: when values are infinite or not numbers.
+        """
+        values = self.vae.decode(latents.astype(self.dtype))
+        shown = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
+        if not np.isfinite(shown).all():
+            raise ModelError("the model computed values that are not numbers")
+        return to_pixels(shown)
+
+
+def _text_encoder(weights: ModelWeights) -> TextEncoder:
+    return TextEncoder(TextEncoderConfig.parse("text_encoder/config.json", weights.config))
+
+
+def _transformer(weights: ModelWeights) -> Transformer:
+    return Transformer(TransformerConfig.parse("transformer/config.json", weights.config))
+
+
+def _vae(weights: ModelWeights) -> Vae:
+    return Vae(VaeConfig.parse("vae/config.json", weights.config))
+
+
+def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
+    """Refuse components that are not of one model."""
+    hidden = text_encoder.embed_tokens.weight.shape[1]
+    if hidden != transformer.config.cap_feat_dim:
+        raise ModelError(
+            f"the text encoder gives {hidden} features, "
+            f"the transformer takes {transformer.config.cap_feat_dim}"
+        )
+    if vae.config.latent_channels != transformer.config.in_channels:
+        raise ModelError(
+            f"the vae has {vae.config.latent_channels} latent channels, "
+            f"the transformer {transformer.config.in_channels}"
+        )
+    if vae.config.out_channels != 3:
+        raise ModelError(f"the vae makes {vae.config.out_channels} channels, pictures have 3")

@@ -1,0 +1,147 @@
+"""Rotary position embeddings: one axis in halves (Qwen), three axes in pairs (Z-Image).
+
+Angles are computed as the references do, in float64 rounded to float32 (Z-Image) or in float32
+(Qwen), then their cosines and sines once per length on the CPU, so that every device sees the
+same tables. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.fields import Fields
+
+Table = tuple[mx.array, mx.array]  # cosines and sines
+Floats = npt.NDArray[np.float32]
+
+
+def table(angles: Floats, scale: float = 1.0) -> Table:
+    """Cosine and sine of float32 angles, each rounded once, times ``scale``."""
+    exact = angles.astype(np.float64)
+    cosines = np.cos(exact).astype(np.float32) * np.float32(scale)
+    sines = np.sin(exact).astype(np.float32) * np.float32(scale)
+    return mx.array(cosines), mx.array(sines)
+
+
+def rotate_halves(x: mx.array, rope: Table) -> mx.array:
+    """Rotate channel i with channel i + d/2. x: (..., length, d); tables: (length, d/2)."""
+    cosines, sines = (part.astype(x.dtype) for part in rope)
+    first, second = mx.split(x, 2, axis=-1)
+    return mx.concatenate(
+        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
+    )
+
+
+def rotate_pairs(x: mx.array, rope: Table) -> mx.array:
+    """Rotate channel 2i with 2i + 1, in float32. x: (..., length, d); tables: (length, d/2)."""
+    cosines, sines = rope
+    pairs = x.astype(mx.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = mx.stack([first * cosines - second * sines, first * sines + second * cosines], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+def axes_table(positions: npt.NDArray[np.int64], axes_dims: tuple[int, ...], theta: float) -> Table:
+    """Tables of shape (length, sum(axes_dims) / 2) for positions of shape (length, axes)."""
+    angles = []
+    for axis, dim in enumerate(axes_dims):
+        frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        angles.append(np.outer(positions[:, axis].astype(np.float64), frequencies))
+    return table(np.concatenate(angles, axis=1).astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How a Qwen text encoder rotates: base, and what stretches it to longer contexts."""
+
+    dim: int
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    original_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def parse(cls, config: Fields, dim: int) -> RopeConfig:
+        """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (4).
+
+        Raises:
+            ModelError: for a kind other than default, linear and yarn.
+        """
+        raw = config.raw("rope_parameters", config.raw("rope_scaling", {}))
+        if not isinstance(raw, dict):
+            raise config.refuse("rope_parameters", "must be an object")
+        fields = Fields(config.name, {"rope_theta": config.raw("rope_theta"), **raw})
+        theta = fields.positive("rope_theta", 10000.0)
+        kind = fields.text("rope_type", fields.text("type", "default"))
+        fields.only("partial_rotary_factor", 1.0)
+        if kind == "default":
+            return cls(dim, theta)
+        factor = fields.positive("factor")
+        if kind == "linear":
+            return cls(dim, theta, kind, factor)
+        if kind != "yarn":
+            raise config.refuse("rope_parameters", "only default, linear and yarn are supported")
+        return cls(
+            dim,
+            theta,
+            kind,
+            factor,
+            _yarn_attention(fields, factor),
+            fields.integer(
+                "original_max_position_embeddings", config.integer("max_position_embeddings")
+            ),
+            fields.positive("beta_fast", 32.0),
+            fields.positive("beta_slow", 1.0),
+            fields.boolean("truncate", True),
+        )
+
+    def table(self, length: int) -> Table:
+        """Tables of shape (length, dim / 2) for the positions 0 to length - 1."""
+        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        inverse = 1.0 / np.float32(self.theta) ** exponents
+        if self.kind == "linear":
+            inverse = inverse / np.float32(self.factor)
+        elif self.kind == "yarn":
+            keep = self._yarn_keep()
+            inverse = inverse / np.float32(self.factor) * (1 - keep) + inverse * keep
+        angles = np.outer(np.arange(length, dtype=np.float32), inverse.astype(np.float32))
+        return table(angles.astype(np.float32), self.attention_factor)
+
+    def _yarn_keep(self) -> Floats:
+        """The share of every frequency that YaRN leaves as it was trained, 1 to 0."""
+
+        def dimension(turns: float) -> float:
+            period = self.original_length / (turns * 2 * math.pi)
+            return self.dim * math.log(period) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = (np.arange(self.dim // 2, dtype=np.float32) - low) / (high - low)
+        keep: Floats = (1 - np.clip(ramp, 0, 1)).astype(np.float32)
+        return keep
+
+
+def _yarn_attention(fields: Fields, factor: float) -> float:
+    """The factor on cosines and sines: as given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
+    if fields.raw("attention_factor") is not None:
+        return fields.positive("attention_factor")
+
+    def scaled(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if fields.raw("mscale") and fields.raw("mscale_all_dim"):
+        return scaled(fields.number("mscale")) / scaled(fields.number("mscale_all_dim"))
+    return scaled(1.0)

@@ -1,0 +1,141 @@
+"""The noise levels of the sampler: Euler steps of flow matching.
+
+Computed as ``FlowMatchEulerDiscreteScheduler`` of diffusers does when ``ZImagePipeline`` drives
+it: sigmas from 1 to 1/N, shifted towards 1 (arXiv 2403.03206, section 5.3.2), a 0 at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.fields import Fields
+
+Floats = npt.NDArray[np.float32]
+_RHO = 7.0  # arXiv 2206.00364
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Noise levels: ``sigmas`` has one entry more than ``times``, which is 1 - sigma."""
+
+    sigmas: Floats
+    times: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """What ``scheduler/scheduler_config.json`` says."""
+
+    num_train_timesteps: int
+    shift: float
+    dynamic: bool
+    base_shift: float
+    max_shift: float
+    base_image_seq_len: int
+    max_image_seq_len: int
+    shift_terminal: float | None
+    time_shift_type: str
+    spacing: str  # "shifted", "karras" or "exponential"
+    invert: bool
+
+    @classmethod
+    def parse(cls, name: str, values: Mapping[str, Any]) -> Scheduler:
+        """Read the configuration.
+
+        Raises:
+            ModelError: for another scheduler, stochastic sampling (the reference draws it from
+                an unseeded generator) and beta sigmas.
+        """
+        fields = Fields(name, values)
+        fields.only("_class_name", "FlowMatchEulerDiscreteScheduler")
+        fields.only("use_beta_sigmas", False)
+        fields.only("stochastic_sampling", False)
+        kind = fields.text("time_shift_type", "exponential")
+        if kind not in ("exponential", "linear"):
+            raise fields.refuse("time_shift_type", "must be exponential or linear")
+        karras = fields.boolean("use_karras_sigmas", False)
+        exponential = fields.boolean("use_exponential_sigmas", False)
+        if karras and exponential:
+            raise fields.refuse("use_karras_sigmas", "excludes use_exponential_sigmas")
+        terminal = fields.raw("shift_terminal")
+        if terminal is not None and not 0 <= fields.number("shift_terminal") < 1:
+            raise fields.refuse("shift_terminal", "must be from 0 to below 1")
+        scheduler = cls(
+            num_train_timesteps=fields.integer("num_train_timesteps", 1000),
+            shift=fields.positive("shift", 1.0),
+            dynamic=fields.boolean("use_dynamic_shifting", False),
+            base_shift=fields.number("base_shift", 0.5),
+            max_shift=fields.number("max_shift", 1.15),
+            base_image_seq_len=fields.integer("base_image_seq_len", 256),
+            max_image_seq_len=fields.integer("max_image_seq_len", 4096),
+            shift_terminal=terminal or None,
+            time_shift_type=kind,
+            spacing="karras" if karras else "exponential" if exponential else "shifted",
+            invert=fields.boolean("invert_sigmas", False),
+        )
+        fields.finish()
+        return scheduler
+
+    def schedule(self, steps: int, image_tokens: int, shift: float | None = None) -> Schedule:
+        """The noise levels of ``steps`` steps for a picture of ``image_tokens`` tokens.
+
+        ``shift`` replaces the static shift of the model.
+
+        Raises:
+            UsageError: when ``shift`` is given but the model shifts by picture size.
+        """
+        if shift is not None and self.dynamic:
+            raise UsageError("this model derives its shift from the picture size; leave shift out")
+        sigmas = _linspace(1.0, 1.0 / steps, steps)
+        if self.dynamic:
+            sigmas = self._shift_by_size(sigmas, image_tokens)
+        else:
+            factor = np.float32(self.shift if shift is None else shift)
+            sigmas = factor * sigmas / (1 + (factor - np.float32(1)) * sigmas)
+        if self.shift_terminal is not None:
+            rest = 1 - sigmas
+            sigmas = 1 - rest / (rest[-1] / np.float32(1 - self.shift_terminal))
+        sigmas = self._space(sigmas).astype(np.float32)
+        if self.invert:
+            sigmas = np.float32(1) - sigmas
+        timesteps = sigmas * np.float32(self.num_train_timesteps)
+        times = (np.float32(1000) - timesteps) / np.float32(1000)
+        end = np.float32(1 if self.invert else 0)
+        return Schedule(np.append(sigmas, end), times)
+
+    def _shift_by_size(self, sigmas: Floats, tokens: int) -> Floats:
+        span = self.max_image_seq_len - self.base_image_seq_len
+        slope = (self.max_shift - self.base_shift) / span
+        mu = tokens * slope + self.base_shift - slope * self.base_image_seq_len
+        factor = np.float32(math.exp(mu) if self.time_shift_type == "exponential" else mu)
+        return (factor / (factor + (1 / sigmas - 1))).astype(np.float32)
+
+    def _space(self, sigmas: Floats) -> npt.NDArray[np.floating[Any]]:
+        """Keep the sigmas, or only their ends with another spacing between them."""
+        first, last = float(sigmas[0]), float(sigmas[-1])
+        if self.spacing == "karras":
+            ramp = np.linspace(0, 1, len(sigmas))
+            start, end = first ** (1 / _RHO), last ** (1 / _RHO)
+            return np.asarray((start + ramp * (end - start)) ** _RHO)
+        if self.spacing == "exponential":
+            return np.exp(np.linspace(math.log(first), math.log(last), len(sigmas)))
+        return sigmas
+
+
+def _linspace(start: float, end: float, count: int) -> Floats:
+    """torch.linspace in float32: from the start up to the middle, then from the end."""
+    if count == 1:
+        return np.array([start], dtype=np.float32)
+    first, last = np.float32(start), np.float32(end)
+    step = (last - first) / np.float32(count - 1)
+    index = np.arange(count)
+    rising = first + step * index.astype(np.float32)
+    falling = last - step * (count - 1 - index).astype(np.float32)
+    return np.where(index < count // 2, rising, falling).astype(np.float32)

@@ -1,0 +1,113 @@
+"""The Qwen3 or Qwen2 text encoder of Z-Image, up to its second to last hidden state.
+
+Z-Image conditions on ``hidden_states[-2]``: what comes out of the last layer but one, before the
+final norm. So the last layer and the final norm are never built, and their weights are skipped.
+Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.10671).
+"""
+
+from __future__ import annotations
+
+import re
+
+from clowder_aimage.model.backend import Embedding, Linear, Network, RMSNorm, mx, silu
+from clowder_aimage.model.zimage.config import TextEncoderConfig
+from clowder_aimage.model.zimage.rope import Table, rotate_halves
+
+
+class Attention(Network):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scale, self.window = config.head_dim**-0.5, window
+        width, kv_width = self.heads * config.head_dim, self.kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+        """x: (1, length, hidden) to the same shape."""
+        batch, length, _ = x.shape
+        queries = self.q_proj(x).reshape(batch, length, self.heads, -1)
+        keys = self.k_proj(x).reshape(batch, length, self.kv_heads, -1)
+        values = self.v_proj(x).reshape(batch, length, self.kv_heads, -1)
+        if "q_norm" in self:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = rotate_halves(queries.transpose(0, 2, 1, 3), rope)
+        keys = rotate_halves(keys.transpose(0, 2, 1, 3), rope)
+        mixed = mx.fast.scaled_dot_product_attention(
+            queries,
+            keys,
+            values.transpose(0, 2, 1, 3),
+            scale=self.scale,
+            mask=self._mask(length),
+        )
+        return self.o_proj(mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+    def _mask(self, length: int) -> mx.array | str:
+        if self.window is None or self.window >= length:
+            return "causal"
+        back = mx.arange(length)[:, None] - mx.arange(length)[None, :]
+        return (back >= 0) & (back < self.window)
+
+
+class MLP(Network):
+    """SwiGLU feed-forward network."""
+
+    def __init__(self, config: TextEncoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(Network):
+    """Attention and feed-forward network, each on a normed input and added to it."""
+
+    def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, window)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), rope)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TextEncoder(Network):
+    """Token ids to the hidden states that Z-Image conditions on."""
+
+    def __init__(self, config: TextEncoderConfig) -> None:
+        super().__init__()
+        self.rope = config.rope
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, window) for window in config.windows[:-1]]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """tokens: (length,) whole numbers; returns (length, hidden)."""
+        rope = self.rope.table(tokens.shape[0])
+        hidden: mx.array = self.embed_tokens(tokens[None])
+        for layer in self.layers:
+            hidden = layer(hidden, rope)
+        return hidden[0]
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """A Hugging Face tensor name as the name of a parameter here."""
+        return name.removeprefix("model.")
+
+    def skip(self, name: str) -> bool:
+        """Whether a tensor is dead weight for imaging: last layer, final norm, language head."""
+        last = len(self.layers)
+        own = self.sanitize(name)
+        return own in ("norm.weight", "lm_head.weight") or bool(re.match(rf"layers\.{last}\.", own))

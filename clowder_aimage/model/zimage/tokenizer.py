@@ -1,0 +1,225 @@
+"""A prompt to token ids: the chat template, then the tokenizer.
+
+The template comes with the model, from anyone, so it is rendered in Jinja's immutable sandbox
+with the few names that transformers gives templates. No code of the model is run.
+Reference: transformers, ``apply_chat_template`` and ``tokenization_qwen2``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError
+from clowder_aimage.model.fields import parse_object
+from clowder_aimage.model.file import find, find_object
+
+MAX_TOKENS = 512
+FOLDER = "tokenizer"
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# How Qwen2 and Qwen3 split text before the byte-level BPE.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """Encodes a prompt as the one message of a chat."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str, config: Mapping[str, Any]):
+        side = config.get("truncation_side") or "right"
+        backend.enable_truncation(MAX_TOKENS, direction=side)
+        backend.no_padding()
+        self._backend = backend
+        self._special = _special_tokens(config)
+        try:
+            self._template = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def load(cls, store: ContentStore, aimage: AImage) -> Tokenizer:
+        """Read the files below ``tokenizer/``.
+
+        Raises:
+            ModelError: when there is no tokenizer, no chat template, or one that is malformed.
+        """
+        config = find_object(store, aimage, f"{FOLDER}/tokenizer_config.json") or {}
+        special = find_object(store, aimage, f"{FOLDER}/special_tokens_map.json") or {}
+        template = _template(store, aimage, config)
+        try:
+            backend = _backend(store, aimage)
+            _add_tokens(backend, config, find_object(store, aimage, f"{FOLDER}/added_tokens.json"))
+            return cls(backend, template, {**special, **config})
+        except ModelError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ModelError(f"the tokenizer cannot be read: {error}") from error
+
+    def render(self, prompt: str) -> str:
+        """The prompt as the model's chat template writes it, ready for an answer."""
+        try:
+            return self._template.render(
+                messages=[{"role": "user", "content": prompt}],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **{**self._special, "enable_thinking": True},
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise ModelError(f"the chat template failed: {error}") from error
+
+    def encode(self, prompt: str) -> list[int]:
+        """The token ids of the prompt in its template, 512 at most.
+
+        Raises:
+            ModelError: when nothing is left of it.
+        """
+        tokens: list[int] = self._backend.encode(self.render(prompt)).ids
+        if not tokens:
+            raise ModelError("the tokenizer made no tokens of the prompt")
+        return tokens
+
+
+def _backend(store: ContentStore, aimage: AImage) -> tokenizers.Tokenizer:
+    """From tokenizer.json, or built from vocab.json and merges.txt as Qwen's is."""
+    data = find(store, aimage, f"{FOLDER}/tokenizer.json")
+    if data is not None:
+        return tokenizers.Tokenizer.from_str(data.decode())
+    vocabulary = find_object(store, aimage, f"{FOLDER}/vocab.json")
+    merges = find(store, aimage, f"{FOLDER}/merges.txt")
+    if vocabulary is None or merges is None:
+        raise ModelError("the model has no tokenizer.json, nor vocab.json with merges.txt")
+    model = models.BPE(vocab=vocabulary, merges=_merges(merges.decode()))
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _merges(text: str) -> list[tuple[str, str]]:
+    lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
+    pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ModelError("tokenizer/merges.txt: every line must hold two tokens")
+    return [(first, second) for first, second in pairs]
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any] | None
+) -> None:
+    """Add the tokens that the configuration lists and the backend does not know, in id order."""
+    listed = config.get("added_tokens_decoder") or {
+        index: {"content": content, "special": content.startswith("<|")}
+        for content, index in (added or {}).items()
+    }
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, fields in sorted(listed.items(), key=lambda item: int(item[0])):
+        if fields["content"] in known:
+            continue
+        options = {
+            key: fields[key]
+            for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            if key in fields
+        }
+        backend.add_tokens([AddedToken(fields["content"], **options)])
+
+
+def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) -> str:
+    """chat_template.jinja, else the configuration's own (the one named default of several),
+    else chat_template.json.
+    """
+    data = find(store, aimage, f"{FOLDER}/chat_template.jinja")
+    if data is not None:
+        return data.decode()
+    found = config.get("chat_template")
+    if found is None and (data := find(store, aimage, f"{FOLDER}/chat_template.json")) is not None:
+        found = parse_object(f"{FOLDER}/chat_template.json", data).get("chat_template")
+    if isinstance(found, list):
+        found = {item["name"]: item["template"] for item in found}
+    if isinstance(found, dict):
+        found = found.get("default")
+    if not isinstance(found, str):
+        raise ModelError(
+            "the model has no chat template",
+            hint="Z-Image expects tokenizer/chat_template.jinja, or chat_template in "
+            "tokenizer/tokenizer_config.json",
+        )
+    return found
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by role, as templates may ask for them."""
+    tokens = {}
+    for role in _ROLES:
+        value = config.get(f"{role}_token")
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[f"{role}_token"] = value
+    return tokens
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what an assistant said; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002
+    return datetime.now().strftime(format)

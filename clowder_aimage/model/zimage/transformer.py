@@ -1,0 +1,245 @@
+"""Z-Image's single-stream diffusion transformer (S3-DiT).
+
+Image and caption tokens are refined apart, then run through the same blocks as one sequence, the
+image first. Both are filled up to a multiple of 32 with learned pad tokens, which take part in
+attention. Reference: diffusers, models/transformers/transformer_z_image.py (arXiv 2511.22699).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from clowder_aimage.model.backend import LayerNorm, Linear, Network, RMSNorm, mx, silu
+from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
+from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
+
+MULTIPLE = 32  # image and caption are each padded to a multiple of this many tokens
+FREQUENCIES = 256  # sinusoidal features of the time
+TIME_HIDDEN = 1024
+QK_EPS = 1e-5  # fixed in the reference, whatever norm_eps says
+_NAMES = {  # parts of diffusers' names, and what they are called here
+    f"all_x_embedder.{PATCH}-1.": "x_embedder.",
+    f"all_final_layer.{PATCH}-1.": "final_layer.",
+    "final_layer.adaLN_modulation.1.": "final_layer.adaLN_modulation.",
+    "adaLN_modulation.0.": "adaLN_modulation.",
+    "cap_embedder.0.": "cap_norm.",
+    "cap_embedder.1.": "cap_linear.",
+    "t_embedder.mlp.0.": "t_embedder.linear1.",
+    "t_embedder.mlp.2.": "t_embedder.linear2.",
+    "attention.to_out.0.": "attention.to_out.",
+}
+
+
+def padded(length: int) -> int:
+    """The length rounded up to a multiple of 32."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
+class Attention(Network):
+    """Full attention with normed queries and keys and rotary positions on three axes."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        width = config.n_heads * config.head_dim
+        self.heads, self.scale = config.n_heads, config.head_dim**-0.5
+        self.to_q = Linear(config.dim, width, bias=False)
+        self.to_k = Linear(config.dim, width, bias=False)
+        self.to_v = Linear(config.dim, width, bias=False)
+        self.to_out = Linear(width, config.dim, bias=False)
+        if config.qk_norm:
+            self.norm_q = RMSNorm(config.head_dim, eps=QK_EPS)
+            self.norm_k = RMSNorm(config.head_dim, eps=QK_EPS)
+
+    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+        """x: (1, length, dim) to the same shape."""
+        batch, length, _ = x.shape
+        shape = (batch, length, self.heads, -1)
+        queries, keys = self.to_q(x).reshape(shape), self.to_k(x).reshape(shape)
+        if "norm_q" in self:
+            queries, keys = self.norm_q(queries), self.norm_k(keys)
+        mixed = mx.fast.scaled_dot_product_attention(
+            rotate_pairs(queries.transpose(0, 2, 1, 3), rope),
+            rotate_pairs(keys.transpose(0, 2, 1, 3), rope),
+            self.to_v(x).reshape(shape).transpose(0, 2, 1, 3),
+            scale=self.scale,
+        )
+        return self.to_out(mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+class FeedForward(Network):
+    """SwiGLU feed-forward network."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, hidden, bias=False)
+        self.w2 = Linear(hidden, dim, bias=False)
+        self.w3 = Linear(dim, hidden, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(Network):
+    """A transformer block with norms before and after; the time scales and gates it."""
+
+    def __init__(self, config: TransformerConfig, *, modulated: bool) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.attention_norm1 = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm2 = RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm1 = RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm2 = RMSNorm(config.dim, eps=config.norm_eps)
+        if modulated:
+            self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
+
+    def __call__(self, x: mx.array, rope: Table, time: mx.array | None = None) -> mx.array:
+        """x: (1, length, dim); time: (1, modulation_dim), only for a modulated block."""
+        if time is None:
+            x += self.attention_norm2(self.attention(self.attention_norm1(x), rope))
+            x += self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
+            return x
+        modulation = mx.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
+        attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
+        normed = self.attention_norm1(x) * (1 + attention_scale)
+        mixed = self.attention_norm2(self.attention(normed, rope))
+        x += mx.tanh(attention_gate) * mixed
+        normed = self.ffn_norm1(x) * (1 + ffn_scale)
+        x += mx.tanh(ffn_gate) * self.ffn_norm2(self.feed_forward(normed))
+        return x
+
+
+class FinalLayer(Network):
+    """A norm scaled by the time, then the projection to patches."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm_final = LayerNorm(config.dim, eps=1e-6, affine=False)
+        self.linear = Linear(config.dim, PATCH * PATCH * config.in_channels)
+        self.adaLN_modulation = Linear(config.modulation_dim, config.dim)
+
+    def __call__(self, x: mx.array, time: mx.array) -> mx.array:
+        """x: (1, length, dim) to (1, length, patch * patch * channels)."""
+        scale = self.adaLN_modulation(silu(time))[:, None]
+        return self.linear(self.norm_final(x) * (1 + scale))
+
+
+class TimestepEmbedder(Network):
+    """Cosines then sines of the scaled time, through a small network."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.linear1 = Linear(FREQUENCIES, TIME_HIDDEN)
+        self.linear2 = Linear(TIME_HIDDEN, config.modulation_dim)
+
+    def __call__(self, time: float) -> mx.array:
+        """time: already scaled; returns (1, modulation_dim)."""
+        features = mx.array(sinusoid(time))[None].astype(self.linear1.weight.dtype)
+        return self.linear2(silu(self.linear1(features)))
+
+
+def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The 256 features of a time: float32 angles, whose cosines and sines are rounded once."""
+    half = FREQUENCIES // 2
+    exponents = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32)
+    frequencies = np.exp((exponents / np.float32(half)).astype(np.float64)).astype(np.float32)
+    angles = (np.float32(time) * frequencies).astype(np.float64)
+    return np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """A refined caption: it does not depend on the time, so it is made once a prompt."""
+
+    tokens: mx.array  # (1, length, dim), padded to a multiple of 32
+    rope: Table
+
+
+class Transformer(Network):
+    """Latents, a time and a caption to the predicted velocity."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.x_embedder = Linear(PATCH * PATCH * config.in_channels, config.dim)
+        self.final_layer = FinalLayer(config)
+        refiners = range(config.n_refiner_layers)
+        self.noise_refiner = [Block(config, modulated=True) for _ in refiners]
+        self.context_refiner = [Block(config, modulated=False) for _ in refiners]
+        self.t_embedder = TimestepEmbedder(config)
+        self.cap_norm = RMSNorm(config.cap_feat_dim, eps=config.norm_eps)
+        self.cap_linear = Linear(config.cap_feat_dim, config.dim)
+        self.x_pad_token = mx.zeros((1, config.dim))
+        self.cap_pad_token = mx.zeros((1, config.dim))
+        self.layers = [Block(config, modulated=True) for _ in range(config.n_layers)]
+
+    def caption(self, features: mx.array) -> Caption:
+        """Embed and refine text features of shape (length, cap_feat_dim)."""
+        tokens = _fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
+        positions = np.zeros((tokens.shape[1], 3), dtype=np.int64)
+        positions[:, 0] = np.arange(1, tokens.shape[1] + 1)
+        rope = self._rope(positions)
+        for block in self.context_refiner:
+            tokens = block(tokens, rope)
+        return Caption(tokens, rope)
+
+    def __call__(self, latents: mx.array, time: float, caption: Caption) -> mx.array:
+        """One forward pass.
+
+        latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
+        to 1 (picture). Returns the same shape, pointing from noise to picture.
+        """
+        channels, height, width = latents.shape
+        rows, columns = height // PATCH, width // PATCH
+        embedded = self.t_embedder(float(np.float32(time) * np.float32(self.config.t_scale)))
+        embedded = embedded.astype(latents.dtype)
+        patches = latents.reshape(channels, rows, PATCH, columns, PATCH)
+        patches = patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+        image = _fill(self.x_embedder(patches), self.x_pad_token)
+        rope = self._image_rope(rows, columns, image.shape[1], caption.tokens.shape[1])
+        for block in self.noise_refiner:
+            image = block(image, rope, embedded)
+        sequence = mx.concatenate([image, caption.tokens], axis=1)
+        cosines, sines = (mx.concatenate([a, b]) for a, b in zip(rope, caption.rope, strict=True))
+        for block in self.layers:
+            sequence = block(sequence, (cosines, sines), embedded)
+        patches = self.final_layer(sequence[:, : rows * columns], embedded)
+        patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
+        return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
+
+    def _image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
+        """Image tokens stand at (caption + 1, row, column), their pads at (0, 0, 0)."""
+        positions = np.zeros((length, 3), dtype=np.int64)
+        tokens = positions[: rows * columns]
+        tokens[:, 0] = caption + 1
+        tokens[:, 1] = np.repeat(np.arange(rows), columns)
+        tokens[:, 2] = np.tile(np.arange(columns), rows)
+        return self._rope(positions)
+
+    def _rope(self, positions: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Table:
+        return axes_table(positions, self.config.axes_dims, self.config.rope_theta)
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """A diffusers tensor name as the name of a parameter here."""
+        for theirs, own in _NAMES.items():
+            name = name.replace(theirs, own)
+        return name
+
+    @staticmethod
+    def skip(name: str) -> bool:
+        """Whether a tensor serves only image-conditioned variants, which the pipeline is not."""
+        return name.startswith("siglip_")
+
+
+def _fill(tokens: mx.array, pad: mx.array) -> mx.array:
+    """(length, dim) to (1, padded length, dim), filled up with the pad token."""
+    length, dim = tokens.shape
+    missing = padded(length) - length
+    if missing:
+        fill = mx.broadcast_to(pad.astype(tokens.dtype), (missing, dim))
+        tokens = mx.concatenate([tokens, fill])
+    return tokens[None]

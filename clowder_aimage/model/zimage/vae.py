@@ -1,0 +1,217 @@
+"""The autoencoder between latents and pixels (``AutoencoderKL``), channels last.
+
+Reference: diffusers, models/autoencoders/autoencoder_kl.py and vae.py (arXiv 2112.10752).
+Group norms work as PyTorch's do; MLX's own grouping of channels differs.
+"""
+
+from __future__ import annotations
+
+from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx, silu
+from clowder_aimage.model.zimage.config import VaeConfig
+
+EPS = 1e-6
+
+
+def _norm(config: VaeConfig, channels: int) -> GroupNorm:
+    return GroupNorm(config.norm_num_groups, channels, eps=EPS, pytorch_compatible=True)
+
+
+class ResnetBlock(Network):
+    """Two normed convolutions, added to the input."""
+
+    def __init__(self, config: VaeConfig, channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(config, channels)
+        self.conv1 = Conv2d(channels, out_channels, 3, padding=1)
+        self.norm2 = _norm(config, out_channels)
+        self.conv2 = Conv2d(out_channels, out_channels, 3, padding=1)
+        if channels != out_channels:
+            self.conv_shortcut = Conv2d(channels, out_channels, 1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (1, height, width, channels)."""
+        hidden = self.conv1(silu(self.norm1(x)))
+        hidden = self.conv2(silu(self.norm2(hidden)))
+        return hidden + (self.conv_shortcut(x) if "conv_shortcut" in self else x)
+
+
+class Attention(Network):
+    """Attention of every cell to every cell, with one head, added to the input."""
+
+    def __init__(self, config: VaeConfig, channels: int) -> None:
+        super().__init__()
+        self.group_norm = _norm(config, channels)
+        self.to_q = Linear(channels, channels)
+        self.to_k = Linear(channels, channels)
+        self.to_v = Linear(channels, channels)
+        self.to_out = Linear(channels, channels)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (1, height, width, channels)."""
+        batch, height, width, channels = x.shape
+        normed = self.group_norm(x).reshape(batch, 1, height * width, channels)
+        mixed = mx.fast.scaled_dot_product_attention(
+            self.to_q(normed), self.to_k(normed), self.to_v(normed), scale=channels**-0.5
+        )
+        return x + self.to_out(mixed).reshape(x.shape)
+
+
+class MidBlock(Network):
+    """A residual block, attention if there is any, a residual block."""
+
+    def __init__(self, config: VaeConfig, channels: int) -> None:
+        super().__init__()
+        self.resnets = [ResnetBlock(config, channels, channels) for _ in range(2)]
+        attention = config.mid_block_add_attention
+        self.attentions = [Attention(config, channels)] if attention else []
+
+    def __call__(self, x: mx.array) -> mx.array:
+        first, last = self.resnets
+        x = first(x)
+        for attention in self.attentions:
+            x = attention(x)
+        return last(x)
+
+
+class Upsample(Network):
+    """Twice the side, by repetition, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, 3, padding=1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.conv(mx.repeat(mx.repeat(x, 2, axis=1), 2, axis=2))
+
+
+class Downsample(Network):
+    """Half the side; the input is padded at the bottom and the right only."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, 3, stride=2)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.conv(mx.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)]))
+
+
+class UpBlock(Network):
+    """Residual blocks, then twice the side, except in the last block."""
+
+    def __init__(self, config: VaeConfig, channels: int, out_channels: int, *, last: bool) -> None:
+        super().__init__()
+        widths = [channels] + [out_channels] * config.layers_per_block
+        self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
+        self.upsamplers = [] if last else [Upsample(out_channels)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in [*self.resnets, *self.upsamplers]:
+            x = layer(x)
+        return x
+
+
+class DownBlock(Network):
+    """Residual blocks, then half the side, except in the last block."""
+
+    def __init__(self, config: VaeConfig, channels: int, out_channels: int, *, last: bool) -> None:
+        super().__init__()
+        widths = [channels] + [out_channels] * (config.layers_per_block - 1)
+        self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
+        self.downsamplers = [] if last else [Downsample(out_channels)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in [*self.resnets, *self.downsamplers]:
+            x = layer(x)
+        return x
+
+
+class Decoder(Network):
+    """(1, height, width, latent channels) to (1, scale * height, scale * width, 3)."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths = config.block_out_channels[::-1]
+        self.conv_in = Conv2d(config.latent_channels, widths[0], 3, padding=1)
+        self.mid_block = MidBlock(config, widths[0])
+        pairs = list(zip((widths[0], *widths), widths, strict=False))
+        self.up_blocks = [
+            UpBlock(config, before, after, last=index == len(pairs) - 1)
+            for index, (before, after) in enumerate(pairs)
+        ]
+        self.conv_norm_out = _norm(config, widths[-1])
+        self.conv_out = Conv2d(widths[-1], config.out_channels, 3, padding=1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = self.mid_block(self.conv_in(x))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(silu(self.conv_norm_out(x)))
+
+
+class Encoder(Network):
+    """(1, height, width, 3) to (1, height / scale, width / scale, 2 * latent channels)."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths = config.block_out_channels
+        self.conv_in = Conv2d(config.in_channels, widths[0], 3, padding=1)
+        pairs = list(zip((widths[0], *widths), widths, strict=False))
+        self.down_blocks = [
+            DownBlock(config, before, after, last=index == len(pairs) - 1)
+            for index, (before, after) in enumerate(pairs)
+        ]
+        self.mid_block = MidBlock(config, widths[-1])
+        self.conv_norm_out = _norm(config, widths[-1])
+        self.conv_out = Conv2d(widths[-1], 2 * config.latent_channels, 3, padding=1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(silu(self.conv_norm_out(self.mid_block(x))))
+
+
+class Vae(Network):
+    """The decoder, and the encoder only when ``encoder`` is asked for."""
+
+    def __init__(self, config: VaeConfig, *, encoder: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.decoder = Decoder(config)
+        if config.use_post_quant_conv:
+            width = config.latent_channels
+            self.post_quant_conv = Conv2d(width, width, 1)
+        if encoder:
+            self.encoder = Encoder(config)
+            if config.use_quant_conv:
+                width = 2 * config.latent_channels
+                self.quant_conv = Conv2d(width, width, 1)
+
+    def decode(self, latents: mx.array) -> mx.array:
+        """Latents (channels, height, width) to pixels (scale * height, scale * width, 3).
+
+        Pixels are about -1 to 1, not clipped; the dtype is the latents'.
+        """
+        x = latents / self.config.scaling_factor + self.config.shift_factor
+        x = x.transpose(1, 2, 0)[None]
+        if "post_quant_conv" in self:
+            x = self.post_quant_conv(x)
+        return self.decoder(x)[0]
+
+    def encode(self, pixels: mx.array) -> mx.array:
+        """Pixels (height, width, 3), -1 to 1, to the mean latents (channels, height, width)."""
+        x = self.encoder(pixels[None])
+        if "quant_conv" in self:
+            x = self.quant_conv(x)
+        mean, _ = mx.split(x[0], 2, axis=-1)
+        scaled = (mean - self.config.shift_factor) * self.config.scaling_factor
+        return scaled.transpose(2, 0, 1)
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """A diffusers tensor name as the name of a parameter here."""
+        return name.replace(".to_out.0.", ".to_out.")
+
+    def skip(self, name: str) -> bool:
+        """Whether a tensor belongs to the encoder while only the decoder was asked for."""
+        return "encoder" not in self and name.startswith(("encoder.", "quant_conv."))

@@ -1,0 +1,69 @@
+"""Content descriptors (OCI image-spec, descriptor.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci.digest import Digest
+
+_KNOWN = ("mediaType", "digest", "size", "annotations")
+MAX_SIZE = 1 << 50  # one pebibyte: a larger size is a mistake or an attack
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a blob or manifest is, by digest and size in bytes.
+
+    ``extra`` keeps the fields that this class does not know (``name``, ``dtype``, ``shape``,
+    ``platform``, ``urls`` ...), since processors must not drop them.
+    """
+
+    media_type: str
+    digest: Digest
+    size: int
+    annotations: Mapping[str, str] = field(default_factory=dict, hash=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def from_json(cls, value: object, where: str = "descriptor") -> Descriptor:
+        """Read a descriptor from parsed JSON.
+
+        An absent ``mediaType`` reads as the empty string: older ollama manifests leave it out.
+
+        Raises:
+            FormatError: when a known field is missing or of the wrong type.
+        """
+        if not isinstance(value, dict):
+            raise FormatError(f"{where}: a descriptor must be an object")
+        media_type = value.get("mediaType", "")
+        size = value.get("size")
+        if not isinstance(media_type, str):
+            raise FormatError(f"{where}: mediaType must be a string")
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
+            raise FormatError(f"{where}: size must be a number of bytes, not {size!r:.60}")
+        annotations = value.get("annotations") or {}
+        if not _is_string_map(annotations):
+            raise FormatError(f"{where}: annotations must map strings to strings")
+        extra = {key: item for key, item in value.items() if key not in _KNOWN}
+        return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
+
+    @classmethod
+    def of(cls, media_type: str, data: bytes, **fields: Any) -> Descriptor:
+        """The descriptor of ``data``."""
+        return cls(media_type, Digest.of(data), len(data), **fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """The descriptor as JSON, known fields first, in the order the specification lists them."""
+        value: dict[str, Any] = {"mediaType": self.media_type} if self.media_type else {}
+        value |= {"digest": str(self.digest), "size": self.size}
+        value |= self.extra
+        if self.annotations:
+            value["annotations"] = dict(self.annotations)
+        return value
+
+
+def _is_string_map(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())

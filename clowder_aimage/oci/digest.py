@@ -1,0 +1,88 @@
+"""Content digests (OCI image-spec, descriptor.md, "Digests")."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from clowder_aimage.errors import FormatError
+
+_ENCODED = {
+    "sha256": re.compile(r"[0-9a-f]{64}"),
+    "sha512": re.compile(r"[0-9a-f]{128}"),
+}
+
+
+class Hasher(Protocol):
+    """The part of a hashlib object that verification needs."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Digest:
+    """An algorithm and the lower-case hex of its value; only what ``parse`` accepts exists."""
+
+    algorithm: str
+    encoded: str
+
+    def __post_init__(self) -> None:
+        pattern = _ENCODED.get(self.algorithm)
+        if pattern is None:
+            raise FormatError(
+                f"unknown digest algorithm {self.algorithm[:40]!r}",
+                hint="digests are sha256:<64 hex digits> or sha512:<128 hex digits>",
+            )
+        if pattern.fullmatch(self.encoded) is None:
+            raise FormatError(
+                f"not a {self.algorithm} digest: {self.encoded[:140]!r}",
+                hint="digests are written in full, in lower-case hex",
+            )
+
+    @classmethod
+    def parse(cls, text: object) -> Digest:
+        """Parse ``algorithm:encoded``.
+
+        Raises:
+            FormatError: for anything else, before it can become part of a path or a URL.
+        """
+        if not isinstance(text, str):
+            raise FormatError(f"a digest must be a string, not {type(text).__name__}")
+        algorithm, colon, encoded = text.partition(":")
+        if not colon:
+            raise FormatError(f"not a digest: {text[:140]!r}")
+        return cls(algorithm, encoded)
+
+    @classmethod
+    def of(cls, data: bytes | bytearray | memoryview, algorithm: str = "sha256") -> Digest:
+        """The digest of ``data``."""
+        hasher = new_hasher(algorithm)
+        hasher.update(data)
+        return cls(algorithm, hasher.hexdigest())
+
+    def hasher(self) -> Hasher:
+        """A fresh hasher of this digest's algorithm."""
+        return new_hasher(self.algorithm)
+
+    @property
+    def short(self) -> str:
+        """Twelve hex digits, for people; never for lookups."""
+        return self.encoded[:12]
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}:{self.encoded}"
+
+
+def new_hasher(algorithm: str) -> Hasher:
+    """A hasher for one of the registered algorithms.
+
+    Raises:
+        FormatError: for an algorithm that the image specification does not register.
+    """
+    if algorithm not in _ENCODED:
+        raise FormatError(f"unknown digest algorithm {algorithm[:40]!r}")
+    return hashlib.new(algorithm)

@@ -1,0 +1,162 @@
+"""Image manifests and indexes (OCI image-spec, manifest.md and image-index.md).
+
+The received bytes are kept: a document is never serialised again, so its digest holds and
+fields that we do not know survive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import mediatype
+from clowder_aimage.oci.descriptor import Descriptor
+from clowder_aimage.oci.digest import Digest
+
+MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should take 4 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One artifact: a config and its layers in order."""
+
+    raw: bytes
+    media_type: str
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    artifact_type: str
+    annotations: Mapping[str, str]
+    subject: Descriptor | None
+    digest: Digest
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The descriptor of this manifest's own bytes."""
+        return Descriptor(self.media_type, self.digest, len(self.raw))
+
+    @property
+    def children(self) -> tuple[Descriptor, ...]:
+        """What must be in a store before this manifest may be."""
+        return (self.config, *self.layers)
+
+    @classmethod
+    def parse(cls, raw: bytes, media_type: str = "") -> Manifest:
+        """Parse the bytes of a manifest; ``media_type`` is what the transport called them.
+
+        Raises:
+            FormatError: when they are not a manifest, or not the one they were said to be.
+        """
+        document = parse_document(raw, media_type)
+        if not isinstance(document, cls):
+            raise FormatError(f"{document.media_type} is an index, not a manifest")
+        return document
+
+    @classmethod
+    def build(cls, document: Mapping[str, Any]) -> Manifest:
+        """A manifest from JSON values of our own making: compact, in the order given."""
+        return cls.parse(json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Several manifests under one digest."""
+
+    raw: bytes
+    media_type: str
+    manifests: tuple[Descriptor, ...]
+    artifact_type: str
+    annotations: Mapping[str, str]
+    subject: Descriptor | None
+    digest: Digest
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The descriptor of this index's own bytes."""
+        return Descriptor(self.media_type, self.digest, len(self.raw))
+
+    @property
+    def children(self) -> tuple[Descriptor, ...]:
+        """What must be in a store before this index may be."""
+        return self.manifests
+
+
+def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
+    """Parse a manifest or an index, whichever the bytes are.
+
+    Raises:
+        FormatError: not JSON, too large, of both kinds at once (CVE-2021-41190), of another
+            media type than the transport said, or with a malformed descriptor.
+    """
+    value = _load(raw)
+    media_type = _media_type(value, media_type.partition(";")[0].strip())
+    has_layers = "layers" in value or "config" in value
+    if has_layers and "manifests" in value:
+        raise FormatError("a document with both layers and manifests is neither")
+    common: dict[str, Any] = {
+        "raw": raw,
+        "media_type": media_type,
+        "artifact_type": _string(value, "artifactType"),
+        "annotations": _annotations(value),
+        "subject": Descriptor.from_json(value["subject"], "subject")
+        if value.get("subject") is not None
+        else None,
+        "digest": Digest.of(raw),
+    }
+    if media_type in mediatype.INDEXES:
+        if has_layers:
+            raise FormatError(f"the media type says index ({media_type}), the content has layers")
+        return Index(manifests=_descriptors(value, "manifests"), **common)
+    config = Descriptor.from_json(value.get("config"), "config")
+    return Manifest(config=config, layers=_descriptors(value, "layers"), **common)
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    if len(raw) > MAX_MANIFEST_SIZE:
+        raise FormatError(f"a manifest of {len(raw)} bytes is over {MAX_MANIFEST_SIZE}")
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the manifest is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError("a manifest must be a JSON object")
+    if value.get("schemaVersion") != 2:
+        raise FormatError(f"schemaVersion must be 2, not {value.get('schemaVersion')!r:.40}")
+    return value
+
+
+def _media_type(value: Mapping[str, Any], transport: str) -> str:
+    """What the document is. Its own word and the transport's must agree where both speak."""
+    own = _string(value, "mediaType")
+    if transport in ("application/json", "application/octet-stream"):
+        transport = ""
+    if own and transport and own != transport:
+        raise FormatError(f"the manifest calls itself {own[:100]}, its sender {transport[:100]}")
+    guess = mediatype.OCI_INDEX if "manifests" in value else mediatype.OCI_MANIFEST
+    media_type = own or transport or guess
+    if media_type not in mediatype.MANIFESTS | mediatype.INDEXES:
+        raise FormatError(f"unknown manifest media type {media_type[:100]!r}")
+    return media_type
+
+
+def _descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
+    items = value.get(key)
+    if not isinstance(items, list):
+        raise FormatError(f"{key} must be a list")
+    return tuple(Descriptor.from_json(item, f"{key}[{i}]") for i, item in enumerate(items))
+
+
+def _string(value: Mapping[str, Any], key: str) -> str:
+    item = value.get(key, "")
+    if not isinstance(item, str):
+        raise FormatError(f"{key} must be a string")
+    return item
+
+
+def _annotations(value: Mapping[str, Any]) -> Mapping[str, str]:
+    items = value.get("annotations") or {}
+    if not isinstance(items, dict) or not all(isinstance(item, str) for item in items.values()):
+        raise FormatError("annotations must map strings to strings")
+    return items

@@ -1,0 +1,44 @@
+"""Media types and annotation keys, each as its specification writes it."""
+
+from __future__ import annotations
+
+# OCI image-spec 1.1, media-types.md
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+OCI_CONFIG = "application/vnd.oci.image.config.v1+json"
+OCI_EMPTY = "application/vnd.oci.empty.v1+json"
+OCI_LAYER_TAR = "application/vnd.oci.image.layer.v1.tar"
+OCI_LAYER_TAR_GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
+OCI_LAYER_TAR_ZSTD = "application/vnd.oci.image.layer.v1.tar+zstd"
+
+# Docker registry, "Image Manifest Version 2, Schema 2"
+DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+DOCKER_MANIFEST_LIST = "application/vnd.docker.distribution.manifest.list.v2+json"
+DOCKER_CONFIG = "application/vnd.docker.container.image.v1+json"
+
+# Clowder's own
+AIMAGE_MANIFEST = "application/vnd.clowder.aimage.manifest.v1+json"
+AIMAGE_CONFIG = "application/vnd.clowder.aimage.config.v1+json"
+AIMAGE_SAFETENSORS = "application/vnd.clowder.aimage.model.safetensors.layer.v1"
+AIMAGE_FILE = "application/vnd.clowder.aimage.model.file.layer.v1"
+
+# ollama's tensor models
+OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
+OLLAMA_JSON = "application/vnd.ollama.image.json"
+OLLAMA_CONFIG = "application/vnd.ollama.image.config"  # first generation, read only
+
+MANIFESTS = frozenset({OCI_MANIFEST, DOCKER_MANIFEST, AIMAGE_MANIFEST})
+INDEXES = frozenset({OCI_INDEX, DOCKER_MANIFEST_LIST})
+
+# Annotations of a layer of an AImage
+NAME = "vnd.clowder.aimage.name"
+DTYPE = "vnd.clowder.aimage.dtype"
+SHAPE = "vnd.clowder.aimage.shape"
+MEDIATYPE = "vnd.clowder.aimage.mediatype"
+
+# Annotations of an entry of index.json
+REF_NAME = "org.opencontainers.image.ref.name"
+CONTAINERD_NAME = "io.containerd.image.name"
+CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"  # in Clowder's first documents; read only
+CREATED = "org.opencontainers.image.created"
+LICENSES = "org.opencontainers.image.licenses"

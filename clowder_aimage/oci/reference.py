@@ -1,0 +1,108 @@
+"""References: ``[registry/]repository[:tag][@digest]``.
+
+Grammar of the repository and the tag: distribution-spec, "Pulling manifests". A first part
+that contains ``.`` or ``:`` or is ``localhost`` is the registry's host, as every OCI tool has
+it; without one the name is local. It never means Docker Hub.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.oci.digest import Digest
+
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_REGISTRY = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?")
+_LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]")
+DEFAULT_TAG = "latest"
+_MAX_REPOSITORY = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A name for a manifest. ``registry`` is None for a local one; a tag or a digest is set."""
+
+    registry: str | None
+    repository: str
+    tag: str | None = None
+    digest: Digest | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Parse a reference; ``latest`` is understood where there is neither tag nor digest.
+
+        Raises:
+            UsageError: with what is wrong and, where it can be guessed, what was meant.
+        """
+        rest, at, encoded = text.partition("@")
+        digest = _digest(text, encoded) if at else None
+        registry, path = _split_registry(rest)
+        repository, colon, tag = path.partition(":")
+        _check(text, registry, repository)
+        if colon and _TAG.fullmatch(tag) is None:
+            raise UsageError(
+                f"{text!r} is not a reference: {tag!r} cannot be a tag",
+                hint="a tag is up to 128 letters, digits, '_', '.' and '-'",
+            )
+        if not colon and digest is None:
+            tag = DEFAULT_TAG
+        return cls(registry, repository, tag or None, digest)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the registry is on this machine (plain HTTP is the rule there)."""
+        if self.registry is None:
+            return False
+        host = re.sub(r":[0-9]+$", "", self.registry)
+        return _LOOPBACK.fullmatch(host) is not None
+
+    @property
+    def name(self) -> str:
+        """Registry and repository, without tag and digest."""
+        return f"{self.registry}/{self.repository}" if self.registry else self.repository
+
+    @property
+    def target(self) -> str:
+        """What to ask a registry for: the digest where there is one, else the tag."""
+        return str(self.digest) if self.digest else (self.tag or DEFAULT_TAG)
+
+    def with_digest(self, digest: Digest) -> Reference:
+        """The same repository, by digest alone."""
+        return replace(self, tag=None, digest=digest)
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        digest = f"@{self.digest}" if self.digest else ""
+        return f"{self.name}{tag}{digest}"
+
+
+def _digest(text: str, encoded: str) -> Digest:
+    try:
+        return Digest.parse(encoded)
+    except FormatError as error:
+        raise UsageError(f"{text!r} is not a reference: {error}", hint=error.hint) from None
+
+
+def _split_registry(rest: str) -> tuple[str | None, str]:
+    first, slash, path = rest.partition("/")
+    if slash and ("." in first.strip(".") or ":" in first or first == "localhost"):
+        return first, path
+    return None, rest
+
+
+def _check(text: str, registry: str | None, repository: str) -> None:
+    if registry is not None and _REGISTRY.fullmatch(registry) is None:
+        raise UsageError(f"{text!r} is not a reference: {registry!r} is not a host name")
+    if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
+        return
+    hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"
+    if _REPOSITORY.fullmatch(repository.lower()):
+        hint = f"names are lower case: {text.replace(repository, repository.lower(), 1)}"
+    raise UsageError(
+        f"{text!r} is not a reference: {repository!r} cannot be a repository", hint=hint
+    )

@@ -1,0 +1,7 @@
+"""The distribution client (OCI distribution-spec 1.1). Importing this imports requests."""
+
+from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.credential import login, logout
+from clowder_aimage.registry.repository import Repository
+
+__all__ = ["Connection", "Repository", "login", "logout"]

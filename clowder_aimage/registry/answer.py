@@ -1,0 +1,149 @@
+"""What a registry's answer means (distribution-spec, "Error Codes")."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from urllib3.exceptions import HTTPError
+
+from clowder_aimage.errors import (
+    AImageError,
+    ManifestRefusedError,
+    NotFoundError,
+    RegistryError,
+    UnauthorizedError,
+    VerificationError,
+)
+from clowder_aimage.registry.retry import BrokenOffError
+
+_MAX_ERROR_BODY = 64 * 1024
+
+
+def read_capped(response: requests.Response, limit: int) -> bytes:
+    """The body of an answer that must be small, as it came over the wire.
+
+    Raises:
+        VerificationError: it is larger than ``limit`` bytes, or comes compressed, which we never
+            ask for and which could unpack to anything.
+        BrokenOffError: it broke off.
+    """
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise VerificationError(f"{_host(response)} sent a {encoding[:20]} body we did not ask for")
+    try:
+        data = bytearray()
+        while chunk := response.raw.read(min(limit + 1 - len(data), 1 << 16)):
+            data += chunk
+            if len(data) > limit:
+                raise VerificationError(f"{_host(response)} sent more than {limit} bytes")
+        return bytes(data)
+    except (OSError, requests.RequestException, HTTPError) as error:
+        raise BrokenOffError(f"the answer of {_host(response)} broke off: {error}") from error
+    finally:
+        response.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error answer says: the status, and the first error in its body."""
+
+    host: str
+    status: int
+    code: str
+    message: str
+    detail: str
+
+    @classmethod
+    def of(cls, response: requests.Response) -> Failure:
+        """Read an error answer, whatever its body is."""
+        host, status = _host(response), response.status_code
+        try:
+            errors = json.loads(read_capped(response, _MAX_ERROR_BODY))["errors"]
+            # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
+            error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
+            detail = error.get("detail") or ""
+            text = detail if isinstance(detail, str) else json.dumps(detail)
+            code, message = str(error.get("code", "")), str(error.get("message", ""))
+            return cls(host, status, code[:60], message[:300], text[:500])
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, AImageError):
+            return cls(host, status, "", "", "")
+
+    @property
+    def said(self) -> str:
+        return f"{self.status} {self.code} {self.message}".strip()
+
+    @property
+    def is_too_large(self) -> bool:
+        return self.status == 413 or "too large" in self.detail.lower()
+
+    @property
+    def refuses_kind(self) -> bool:
+        """Whether it is the kind of manifest that is refused, and another dialect may pass.
+
+        Gathered from distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
+        """
+        if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
+            return False
+        if self.status == 400:
+            return self.code == "MANIFEST_INVALID"
+        if self.status == 403:
+            return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
+        if self.status == 405:
+            return self.code == "UNSUPPORTED"
+        return self.status in (406, 415)
+
+
+def failure(response: requests.Response, what: str) -> AImageError:
+    """The error to raise for an answer that is not the one hoped for; ``what`` was asked."""
+    return _error(Failure.of(response), what)
+
+
+def manifest_failure(response: requests.Response, what: str) -> AImageError:
+    """The same for a manifest that was not taken: for its kind, its size, or another reason."""
+    found = Failure.of(response)
+    fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
+    if found.refuses_kind:
+        return ManifestRefusedError(
+            f"{found.host} refuses this kind of manifest ({found.said})",
+            hint="push with --dialect container: registries that refuse everything else take it",
+            **fields,
+        )
+    if found.is_too_large:
+        return RegistryError(
+            f"{found.host} finds the manifest of {what} too large ({found.said} {found.detail})",
+            hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
+            **fields,
+        )
+    return _error(found, what)
+
+
+def _error(found: Failure, what: str) -> AImageError:
+    if found.status == 401:
+        return UnauthorizedError(
+            f"{found.host} refuses {what} without (other) credentials ({found.said})",
+            hint=f"log in with: aimage login {found.host}",
+        )
+    if found.status == 403:
+        return UnauthorizedError(
+            f"{found.host} does not allow {what} ({found.said})",
+            hint="the account may lack the right, or the repository may not exist",
+        )
+    if found.status == 404:
+        return NotFoundError(
+            f"{found.host} has no {what} ({found.said})",
+            hint="check the name and the tag for typing errors",
+        )
+    return RegistryError(
+        f"{found.host} answered {found.said} to {what}",
+        status=found.status,
+        code=found.code,
+        detail=found.detail,
+    )
+
+
+def _host(response: requests.Response) -> str:
+    return urlsplit(response.url).netloc.rpartition("@")[2] or "the registry"

@@ -1,0 +1,149 @@
+"""A repository in a registry, as a store of content."""
+
+from __future__ import annotations
+
+import io
+from types import TracebackType
+from typing import BinaryIO, cast
+
+import requests
+
+from clowder_aimage.content.store import Body
+from clowder_aimage.content.verify import VerifyingReader
+from clowder_aimage.errors import UsageError, VerificationError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci.manifest import parse_document
+from clowder_aimage.registry.answer import failure, manifest_failure, read_capped
+from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.download import BlobReader
+from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.upload import upload
+
+_MANIFESTS = mediatype.MANIFESTS | mediatype.INDEXES
+ACCEPT = ", ".join(sorted(_MANIFESTS))
+
+
+class Repository:
+    """The repository that ``reference`` is in. What it has learned is kept."""
+
+    def __init__(self, reference: Reference, connection: Connection) -> None:
+        if reference.registry is None:
+            raise UsageError(
+                f"{reference} has no registry host: it names an AImage in the local store",
+                hint=f"give it a name with a host first: aimage tag {reference} "
+                f"registry.example.com/{reference}",
+            )
+        self._session = Session(reference, connection)
+        self._name = reference.name
+        self._manifests: dict[Digest, bytes] = {}
+        self._present: set[Digest] = set()
+
+    def __enter__(self) -> Repository:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._session.close()
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        """Fetch the manifest that ``reference`` names; a digest in it is checked (end-3)."""
+        return retrying(lambda: self._resolve(reference))
+
+    def _resolve(self, reference: Reference) -> Descriptor:
+        response = self._get(f"manifests/{reference.target}", {"Accept": ACCEPT})
+        if response.status_code != 200:
+            raise failure(response, f"manifest {reference}")
+        media_type = response.headers.get("Content-Type", "")
+        header = response.headers.get("Docker-Content-Digest", "")
+        raw = read_capped(response, MAX_MANIFEST_SIZE)
+        digest = _checked_digest(raw, reference, header)
+        document = parse_document(raw, media_type)
+        self._manifests[digest] = raw
+        return Descriptor(document.media_type, digest, len(raw))
+
+    def exists(self, content: Descriptor, /) -> bool:
+        """HEAD a blob or manifest (end-2, end-3)."""
+        if content.digest not in self._present and retrying(lambda: self._exists(content)):
+            self._present.add(content.digest)
+        return content.digest in self._present
+
+    def _exists(self, content: Descriptor) -> bool:
+        kind = "manifests" if content.media_type in _MANIFESTS else "blobs"
+        url = self._session.url(f"{kind}/{content.digest}")
+        response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
+        response.close()
+        if response.status_code == 404:
+            return False
+        if response.status_code != 200:
+            raise failure(response, f"a look for {content.digest}")
+        length = response.headers.get("Content-Length")
+        return length is None or length == str(content.size)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        if content.media_type in _MANIFESTS:
+            return io.BytesIO(self._manifest(content)[offset:][:length])
+        end = content.size if length is None else min(content.size, offset + length)
+        what = f"blob {content.digest} of {self._name}"
+
+        def get(start: int, /) -> requests.Response:
+            whole = start == 0 and end == content.size
+            headers = {} if whole else {"Range": f"bytes={start}-{end - 1}"}
+            return self._get(f"blobs/{content.digest}", headers)
+
+        return cast(BinaryIO, BlobReader(get, what, offset, end))
+
+    def _manifest(self, content: Descriptor) -> bytes:
+        if content.digest not in self._manifests:
+            registry, _, repository = self._name.partition("/")
+            self.resolve(Reference(registry, repository, None, content.digest))
+        return self._manifests[content.digest]
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        if content.media_type not in _MANIFESTS:
+            upload(self._session, content, body)
+            self._present.add(content.digest)
+            return
+        with VerifyingReader(body(), content) as reader:
+            raw = reader.readall() or b""
+        target = Reference(None, "x", None, content.digest) if reference is None else reference
+        self._put_manifest(content, raw, target)
+
+    def tag(self, content: Descriptor, reference: Reference, /) -> None:
+        self._put_manifest(content, self._manifest(content), reference)
+
+    def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference) -> None:
+        """PUT a manifest by tag, or by digest where there is no tag (end-7)."""
+        target = reference.tag or str(content.digest)
+        retrying(lambda: self._put(content, raw, target))
+        self._manifests[content.digest] = raw
+
+    def _put(self, content: Descriptor, raw: bytes, target: str) -> None:
+        url = self._session.url(f"manifests/{target}")
+        headers = {"Content-Type": content.media_type}
+        response = self._session.request("PUT", url, headers=headers, body=raw)
+        if response.status_code not in (200, 201):
+            raise manifest_failure(response, f"manifest {self._name}:{target}")
+        response.close()
+
+    def _get(self, path: str, headers: dict[str, str]) -> requests.Response:
+        return self._session.request("GET", self._session.url(path), headers=headers)
+
+
+def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:
+    """The digest of a manifest that came for ``reference``.
+
+    Raises:
+        VerificationError: it is not the one asked for, or not the one the registry says it sent.
+    """
+    wanted = reference.digest
+    digest = Digest.of(raw, wanted.algorithm if wanted else "sha256")
+    if wanted is not None and digest != wanted:
+        raise VerificationError(f"{reference.name} sent {digest} for {wanted}")
+    if header.startswith(f"{digest.algorithm}:") and header != str(digest):
+        raise VerificationError(f"{reference.name} sent {digest} and called it {header[:140]}")
+    return digest

@@ -1,0 +1,87 @@
+"""What every request passes: who it means, whether it may write, and errors as JSON."""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+from aiohttp import ClientError, web
+from aiohttp.typedefs import Handler, Middleware
+
+from clowder_aimage.errors import AImageError
+from clowder_aimage.server.error import ApiError, api_error
+
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_log = logging.getLogger(__name__)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a route raises into the specification's JSON ("Error Codes")."""
+    try:
+        return await handler(request)
+    except AImageError as error:
+        failure = api_error(error)
+        if failure.status >= 500:
+            _log.error("%s %s: %s", request.method, request.path, error)
+        return failure.response()
+    except web.HTTPException as error:
+        return _of_framework(error).response()
+    except ConnectionError:
+        raise  # the client is gone, or must be told by a broken connection
+    except ClientError as error:  # aiohttp's word for a request body that is not valid HTTP
+        message = f"the request's body broke off: {error}"
+        return ApiError("SIZE_INVALID", message=message).response()
+    except Exception:
+        _log.exception("%s %s", request.method, request.path)
+        return ApiError("UNKNOWN").response()
+
+
+async def common_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """What every answer says, blobs and errors alike; a browser must not guess at content."""
+    response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+
+
+def _of_framework(error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers = {"Allow": ", ".join(sorted(error.allowed_methods))}
+        return ApiError("UNSUPPORTED", headers=headers)
+    return ApiError("UNSUPPORTED", message="no such endpoint", status=error.status)
+
+
+def check_host(allowed: frozenset[str] | None) -> Middleware:
+    """Refuse requests that a web page in a browser could have been led to send.
+
+    DNS rebinding: the ``Host`` must be one of ``allowed`` (None: any). Cross-site requests: an
+    ``Origin``, which only browsers send, must be the host itself.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        if allowed is not None and _name(host) not in allowed:
+            raise ApiError("DENIED", {"host": host[:300]}, message="this host is not served here")
+        origin = request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise ApiError("DENIED", {"origin": origin[:300]}, message="cross-site request")
+        return await handler(request)
+
+    return middleware
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+@web.middleware
+async def refuse_writes(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The guard of a read-only registry: 405 UNSUPPORTED for whatever is not a read."""
+    if request.method not in ("GET", "HEAD"):
+        message = "this registry is read-only"
+        raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
+    return await handler(request)

@@ -1,0 +1,96 @@
+"""A listening socket for the registry, and its end: the only place that runs the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from collections.abc import Callable
+
+from aiohttp import web
+
+from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.server import guard
+from clowder_aimage.server.app import build_app
+
+GRACE = 5.0  # seconds that requests under way get to end in
+READ_BUFFER = 256 * 1024  # bytes of a request's body that may wait for the disk
+
+
+def serve(
+    layout: ImageLayout,
+    address: str,
+    *,
+    readonly: bool = False,
+    allow_remote: bool = False,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
+
+    ``on_ready`` gets the URL once connections are accepted; port 0 becomes a free one.
+
+    Raises:
+        UsageError: the address cannot be meant, or is not on this machine.
+        AccessError: it cannot be listened on.
+    """
+    host, port = parse_address(address)
+    local = is_loopback(host)
+    if not local and not allow_remote:
+        raise UsageError(
+            f"{address} can be reached from other machines, and there is no authentication: "
+            "whoever reaches it reads and writes the whole store",
+            hint="listen on 127.0.0.1, or accept that with --allow-remote",
+        )
+    hosts = guard.LOOPBACK_HOSTS | {host} if local else None
+    app = build_app(layout, readonly=readonly, hosts=hosts)
+    asyncio.run(_run(app, host, port, on_ready))
+
+
+async def _run(app: web.Application, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    # A body must reach the store as it was sent: content codings are not undone here.
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        auto_decompress=False,
+        read_bufsize=READ_BUFFER,
+        shutdown_timeout=GRACE,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise AccessError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        on_ready(_url(host, runner.addresses[0][1]))
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``host:port``, ``[v6]:port``; localhost is its IPv4 address, as one port is announced."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(
+            f"{address!r} is not an address", hint="write HOST:PORT, such as 127.0.0.1:5000"
+        )
+    return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``. A name that must be looked up is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,66 @@
+"""Lists of names (distribution-spec, "Listing Tags"; the catalog is Docker's older addition)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from urllib.parse import urlencode
+
+from aiohttp import web
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.server.catalog import Catalog
+from clowder_aimage.server.error import ApiError
+from clowder_aimage.server.name import parse_repository, repository_of
+
+
+class TagRoutes:
+    """Tags of a repository, and repositories, in lexical order and in pages."""
+
+    def __init__(self, layout: ImageLayout) -> None:
+        self._catalog = Catalog(layout)
+
+    async def version(self, _: web.Request) -> web.StreamResponse:
+        """GET /v2/: this is a registry ("Determining Support")."""
+        return web.json_response({})
+
+    async def tags(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
+        repository = repository_of(request)
+        entries = await asyncio.to_thread(lambda: list(self._catalog.entries(repository)))
+        if not entries:
+            raise ApiError("NAME_UNKNOWN", {"name": repository})
+        tags = {entry.tag for entry in entries if entry.tag is not None}
+        return _page(request, tags, {"name": repository}, "tags")
+
+    async def repositories(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/_catalog?n=<count>&last=<name>."""
+        entries = await asyncio.to_thread(lambda: list(self._catalog.entries()))
+        names = {entry.repository for entry in entries if _is_servable(entry.repository)}
+        return _page(request, names, {}, "repositories")
+
+
+def _is_servable(repository: str) -> bool:
+    """A name of the layout may hold a host with a port, which no path of the API can."""
+    try:
+        return bool(parse_repository(repository))
+    except ApiError:
+        return False
+
+
+def _page(
+    request: web.Request, names: Iterable[str], document: dict[str, object], key: str
+) -> web.Response:
+    last = request.query.get("last", "")
+    rest = sorted(name for name in names if name > last)
+    count = request.query.get("n")
+    if count is None:
+        return web.json_response(document | {key: rest})
+    if not count.isascii() or not count.isdigit() or len(count) > 9:
+        raise ApiError("UNSUPPORTED", {"n": count[:100]}, message="n must be a count", status=400)
+    page = rest[: int(count)]
+    headers = {}
+    if page and len(page) < len(rest):
+        following = urlencode({"n": count, "last": page[-1]})
+        headers["Link"] = f'<{request.path}?{following}>; rel="next"'
+    return web.json_response(document | {key: page}, headers=headers)

@@ -1,0 +1,26 @@
+"""The tiny model of examples/tiny, as blobs and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_blobs import FolderStore, import_directory
+
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[FolderStore, AImage]:
+    return import_directory(TINY, tmp_path_factory.mktemp("blobs"))
+
+
+@pytest.fixture(scope="session")
+def pipeline(tiny: tuple[FolderStore, AImage]) -> ZImagePipeline:
+    loaded = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(loaded, ZImagePipeline)
+    return loaded

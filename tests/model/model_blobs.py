@@ -1,0 +1,86 @@
+"""A model directory as blobs in a temporary store: one file a tensor, one a small file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import BinaryIO
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.tensor import encode_header, read_header
+
+SMALL = (".json", ".jinja", ".txt")
+
+
+class FolderStore:
+    """The reading half of a content store, over a folder of blobs named by digest."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, content: Descriptor, /) -> Path:
+        path = self.root / content.digest.encoded
+        if not path.exists():
+            raise NotFoundError(f"no {content.digest}")
+        return path
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        file = self.path(content).open("rb")
+        file.seek(offset)
+        return file
+
+    def add(self, media_type: str, data: bytes) -> Descriptor:
+        descriptor = Descriptor.of(media_type, data)
+        (self.root / descriptor.digest.encoded).write_bytes(data)
+        return descriptor
+
+
+def import_directory(
+    directory: Path, root: Path, *, key: str = "{name}"
+) -> tuple[FolderStore, AImage]:
+    """Split every safetensors file into blobs below ``root``.
+
+    ``key`` is how the tensor is called inside its blob: ``{name}``, ``{component}/{name}``
+    or ``data``.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    store = FolderStore(root)
+    layers: list[Layer] = []
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.name.endswith(".index.json") or not path.is_file():
+            continue
+        if path.suffix == ".safetensors":
+            layers += tensor_layers(store, path, path.parent.name, key)
+        elif path.suffix in SMALL:
+            layers.append(Layer(store.add(mediatype.AIMAGE_FILE, path.read_bytes()), name))
+    return store, AImage(b"{}", tuple(layers))
+
+
+def tensor_layers(store: FolderStore, path: Path, component: str, key: str) -> list[Layer]:
+    """A layer for every tensor of a safetensors file."""
+    layers = []
+    with path.open("rb") as file:
+        header = read_header(file, path.stat().st_size)
+        for name, info in header.tensors.items():
+            file.seek(header.data_offset + info.start)
+            inside = key.format(name=name, component=component)
+            data = encode_header([(inside, info.dtype, info.shape)]) + file.read(info.nbytes)
+            descriptor = store.add(mediatype.AIMAGE_SAFETENSORS, data)
+            layers.append(Layer(descriptor, f"{component}/{name}", info.dtype, info.shape))
+    return layers
+
+
+def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) -> AImage:
+    """The same AImage with fields of one JSON file changed, or the file removed (no changes)."""
+    layers = []
+    for layer in aimage.layers:
+        if layer.name != name:
+            layers.append(layer)
+        elif changes:
+            value = json.loads(store.open(layer.descriptor).read()) | changes
+            data = json.dumps(value).encode()
+            layers.append(Layer(store.add(mediatype.AIMAGE_FILE, data), name))
+    return AImage(aimage.config, tuple(layers))

@@ -1,0 +1,84 @@
+"""What a pipeline is asked in order to be compared, and our answers to it.
+
+``tests/parity`` asks diffusers the same, live; ``tests/model/oracle`` keeps its answers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.pipeline import Image, Request, Step
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.zimage.vae import Vae
+
+Outputs = dict[str, np.ndarray]
+"""text (tokens, hidden); velocity (channels, height, width), of one unguided forward pass;
+decoded (height, width, 3) and encoded (channels, height, width), of fixed random inputs;
+sigmas (steps + 1,); latents (channels, height, width), after the last step; picture (height,
+width, 3), uint8.
+"""
+TIME = 0.3  # of the one forward pass
+TOLERANCE = 1e-4
+LONG = "the other thing in a re-read book, 3 of 4; " * 3  # far over 32 tokens
+CASES = {
+    "square": Request("a red fox", 64, 64, 8, seed=42),
+    "wide": Request("a red fox", 96, 48, 3, seed=7),
+    "long": Request(LONG + "ünï ♥ 狐", 48, 80, 2, seed=2**40 + 5),
+    "guided": Request("two foxes", 64, 64, 4, seed=3, negative=LONG, guidance=3.5),
+    # 32 image tokens: no pads
+    "guided by nothing": Request("two foxes", 64, 128, 2, seed=9, guidance=0.7),
+}
+
+
+def inputs(request: Request, channels: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fixed random latents and pixels for a picture of the request's size."""
+    random = np.random.RandomState(7)
+    rows, columns = request.height // scale, request.width // scale
+    latents = random.standard_normal((channels, rows, columns)).astype(np.float32)
+    pixels = random.uniform(-1, 1, (request.height, request.width, 3)).astype(np.float32)
+    return latents, pixels
+
+
+def ours(pipeline: ZImagePipeline, request: Request, vae: Vae | None = None) -> Outputs:
+    """Our answers; ``vae`` is one with its encoder, where that is to be compared too."""
+    channels, scale = pipeline.transformer.config.in_channels, pipeline.vae.config.scale
+    latents, pixels = inputs(request, channels, scale)
+    text = pipeline.encode(request.prompt)
+    caption = pipeline.transformer.caption(text)
+    schedule = pipeline.schedule(request)
+    noise = mx.array(pipeline.noise(request, request.seed))
+    *_, final = pipeline.denoise(noise, schedule, pipeline.guide(request))
+    *steps, image = pipeline.generate(request)
+    assert isinstance(image, Image)
+    assert steps == [Step(index + 1, request.steps, 0) for index in range(request.steps)]
+    outputs = {
+        "text": np.array(text),
+        "velocity": np.array(pipeline.transformer(mx.array(latents), TIME, caption)),
+        "decoded": np.array(pipeline.vae.decode(mx.array(latents))),
+        "sigmas": schedule.sigmas,
+        "latents": np.array(final),
+        "picture": image.pixels,
+    }
+    if vae is not None:
+        outputs["encoded"] = np.array(vae.encode(mx.array(pixels)))
+    return outputs
+
+
+def differences(one: Outputs, other: Outputs) -> dict[str, float]:
+    """The maximum difference of every output that both have; pictures in steps of 1/255."""
+    result = {}
+    for name in one.keys() & other.keys():
+        assert one[name].shape == other[name].shape, name
+        spread = np.abs(one[name].astype(np.float64) - other[name].astype(np.float64))
+        result[name] = float(spread.max())
+    return result
+
+
+def excess(found: dict[str, float]) -> dict[str, float]:
+    """The differences that are over what is allowed (or are not numbers)."""
+    return {
+        name: value
+        for name, value in found.items()
+        if not value <= (1 if name == "picture" else TOLERANCE)
+    }

@@ -1,0 +1,52 @@
+"""Our pipeline next to diffusers', module by module. Differences are maxima of absolute values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ZImagePipeline as Reference
+from model_oracle import TIME, Outputs, inputs
+
+from clowder_aimage.model.pipeline import Request
+
+
+@torch.no_grad()
+def theirs(pipeline: Reference, request: Request) -> Outputs:
+    """diffusers' answers."""
+    vae, transformer = pipeline.vae, pipeline.transformer
+    latents, pixels = inputs(request, transformer.in_channels, pipeline.vae_scale_factor)
+    embeds, _ = pipeline.encode_prompt(request.prompt, do_classifier_free_guidance=False)
+    velocity = transformer(
+        [torch.from_numpy(latents)[:, None]], torch.tensor([TIME]), embeds, return_dict=False
+    )[0][0]
+    scaled = torch.from_numpy(latents)[None] / vae.config.scaling_factor + vae.config.shift_factor
+    decoded = vae.decode(scaled, return_dict=False)[0][0].permute(1, 2, 0)
+    mean = vae.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None]).latent_dist.mean[0]
+    encoded = (mean - vae.config.shift_factor) * vae.config.scaling_factor
+    final = run(pipeline, request, "latent")
+    return {
+        "text": embeds[0].numpy(),
+        "velocity": velocity[:, 0].numpy(),
+        "decoded": decoded.numpy(),
+        "encoded": encoded.numpy(),
+        "sigmas": pipeline.scheduler.sigmas.numpy(),
+        "latents": final.numpy(),
+        "picture": run(pipeline, request, "pil"),
+    }
+
+
+def run(pipeline: Reference, request: Request, output: str) -> Any:
+    """One call of diffusers' pipeline."""
+    image = pipeline(
+        request.prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        negative_prompt=request.negative,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type=output,
+    ).images[0]
+    return image if output == "latent" else np.asarray(image)

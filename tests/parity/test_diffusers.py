@@ -1,0 +1,143 @@
+"""diffusers is the judge: random small models, module by module and the whole picture.
+
+Dimensions are drawn anew on each run; AIMAGE_PARITY_SEED repeats one. The seed is in the name of
+every test and in every failure. Skipped where torch and diffusers are not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from compare import theirs
+    from make_model import OTHER_TEMPLATE, draw, make
+
+from model_blobs import import_directory
+from model_oracle import CASES, differences, excess, ours
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.model.zimage.config import VaeConfig
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.zimage.vae import Vae
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SEED = int(os.environ.get("AIMAGE_PARITY_SEED") or random.SystemRandom().randrange(1 << 31))
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "drawn": {},
+    "drawn again": {"layers": 4, "refiners": 2, "text_layers": 4, "heads": 4},
+    "in shards, bfloat16": {"max_shard_size": "40KB", "dtype": torch.bfloat16},
+    "qwen2": {"text_type": "qwen2"},
+    "another template, language head": {"template": OTHER_TEMPLATE, "text_type": "qwen3-lm"},
+    "shallow vae": {
+        "vae_channels": (12, 6, 18),
+        "vae_groups": 3,
+        "vae_layers": 2,
+        "vae_quant": True,
+        "vae_attention": False,
+        "latents": 4,
+    },
+    "five vae blocks, no qk norm": {
+        "vae_channels": (8, 4, 4, 12, 8),
+        "vae_groups": 4,
+        "vae_quant": False,
+        "vae_attention": True,
+        "qk_norm": False,
+    },
+    "one text layer, attention bias": {"text_layers": 1, "text_extra": {"attention_bias": True}},
+    "sliding window, yarn": {
+        "text_layers": 4,
+        "text_extra": {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "rope_parameters": YARN,
+        },
+    },
+    "linear rope, shift by size": {
+        "text_extra": {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}
+        },
+        "scheduler": {"use_dynamic_shifting": True, "shift_terminal": 0.02},
+    },
+}
+
+
+@dataclass
+class Pair:
+    """One model, loaded on both sides."""
+
+    seed: int
+    reference: Any
+    pipeline: ZImagePipeline
+    vae: Vae
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda name: f"{name} (seed {SEED})")
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    directory: Path = tmp_path_factory.mktemp("model")
+    seed = SEED + list(MODELS).index(request.param)
+    dims = draw(seed, **MODELS[request.param])
+    print(f"AIMAGE_PARITY_SEED={SEED}: {dims}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = make(directory / "files", seed, dims)
+    store, aimage = import_directory(directory / "files", directory / "blobs")
+    pipeline = load_pipeline(store, aimage, dtype="float32")
+    assert isinstance(pipeline, ZImagePipeline)
+    weights = ModelWeights.open(store, aimage, "vae")
+    vae = Vae(VaeConfig.parse("vae/config.json", weights.config), encoder=True)
+    assert weights.apply(vae, skip=vae.skip, dtype=mx.float32) == ()
+    yield Pair(seed, reference, pipeline, vae)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_diffusers(pair: Pair, case: str) -> None:
+    request = fitting(CASES[case], pair.pipeline.multiple)
+    found = differences(theirs(pair.reference, request), ours(pair.pipeline, request, pair.vae))
+    print(f"{request}: {found}")
+    assert len(found) == 7
+    assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}: {found}"
+
+
+def fitting(request: Request, multiple: int) -> Request:
+    """The request with sides that this model can make: five VAE blocks take multiples of 32."""
+    width, height = (side // multiple * multiple for side in (request.width, request.height))
+    return replace(request, width=width, height=height)
+
+
+def test_several_pictures_take_consecutive_seeds(pair: Pair) -> None:
+    ask = Request("a fox", 64, 64, 2, seed=5, n=2)
+    _, _, first, _, _, second = pair.pipeline.generate(ask)
+    for image, seed in ((first, 5), (second, 6)):
+        single = Request("a fox", 64, 64, 2, seed=seed)
+        assert image.seed == seed
+        found = differences(
+            {"picture": image.pixels}, {"picture": theirs(pair.reference, single)["picture"]}
+        )
+        assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}: {found}"

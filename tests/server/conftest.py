@@ -1,0 +1,35 @@
+"""Servers for the tests of this directory."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from served import Server, start
+
+
+@pytest.fixture(scope="module")
+def serve_layout() -> Iterator[Callable[..., Server]]:
+    """Start servers; they end with the module."""
+    servers: list[Server] = []
+
+    def serve(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
+        servers.append(start(root, *flags, address=address))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.http.close()
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+        for stream in (server.process.stdout, server.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, serve_layout: Callable[..., Server]) -> Server:
+    """One server that the tests of a module share, each with repositories of its own."""
+    return serve_layout(tmp_path_factory.mktemp("server") / "store")

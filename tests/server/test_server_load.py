@@ -1,0 +1,155 @@
+"""Many clients at once, large blobs in little memory, and a client that we did not write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import requests
+from served import OCI_MANIFEST, Server, digest_of
+
+MIB = 1024 * 1024
+
+
+def test_many_clients_at_once(server: Server) -> None:
+    shared = os.urandom(300_000)
+
+    def client(number: int) -> None:
+        with requests.Session() as http:
+            mine = Server(server.root, server.process, server.url, http)
+            own = [f"layer {number} {i}".encode() * 1000 for i in range(4)]
+            raw = mine.push(f"tag{number}", shared, *own, name="many/clients")
+            back = mine.ask("GET", f"/v2/many/clients/manifests/tag{number}")
+            assert back.content == raw
+            for layer in json.loads(raw)["layers"]:
+                data = mine.ask("GET", f"/v2/many/clients/blobs/{layer['digest']}").content
+                assert digest_of(data) == layer["digest"]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(client, range(32)))
+    tags = server.ask("GET", "/v2/many/clients/tags/list").json()["tags"]
+    assert tags == sorted(f"tag{number}" for number in range(32))
+    assert server.ingests() == []
+
+
+def test_two_clients_push_the_same_blob(server: Server) -> None:
+    data = os.urandom(3 * MIB)
+    first, second = server.begin("twice/a"), server.begin("twice/b")
+    half = len(data) // 2
+    for location in (first, second):
+        server.ask("PATCH", location, data=data[:half])
+    for location in (second, first):
+        query = {"digest": digest_of(data)}
+        done = server.ask("PUT", location, params=query, data=data[half:])
+        assert done.status_code == 201
+    assert server.ask("GET", f"/v2/twice/a/blobs/{digest_of(data)}").content == data
+
+
+def peak_mib(server: Server) -> float:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return int(match[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_stays_flat(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    """300 MB in and out, by PATCH and PUT and by GET, cost the server less than 40 MB."""
+    server = serve_layout(tmp_path / "store")
+    server.push("warm", os.urandom(MIB))
+    before = peak_mib(server)
+    piece, hasher = os.urandom(MIB), sha256()
+
+    def body(count: int) -> Iterator[bytes]:
+        for _ in range(count):
+            hasher.update(piece)
+            yield piece
+
+    location = server.begin()
+    assert server.ask("PATCH", location, data=body(200)).status_code == 202
+    last = piece * 100
+    hasher.update(last)
+    digest = "sha256:" + hasher.hexdigest()
+    done = server.ask("PUT", location, params={"digest": digest}, data=last)
+    assert done.status_code == 201
+    with server.ask("GET", done.headers["Location"], stream=True) as answer:
+        received = sha256()
+        for chunk in answer.iter_content(MIB):
+            received.update(chunk)
+    assert f"sha256:{received.hexdigest()}" == digest
+    assert peak_mib(server) - before < 40
+
+
+@pytest.fixture
+def skopeo() -> str:
+    program = shutil.which("skopeo")
+    if program is None:
+        pytest.skip("skopeo is not installed")
+    return program
+
+
+def test_skopeo_copies_in_and_out(server: Server, skopeo: str, tmp_path: Path) -> None:
+    layers = [os.urandom(100_000), b"small"]
+    raw = server.push("v1", *layers, name="for/skopeo")
+    host = server.url.removeprefix("http://")
+
+    def run(*arguments: str) -> bytes:
+        command = [skopeo, "--insecure-policy", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+
+    out, back = f"docker://{host}/for/skopeo:v1", f"docker://{host}/skopeo.back/again:v2"
+    run("copy", "--src-tls-verify=false", out, f"oci:{tmp_path}/layout:v1")
+    index = json.loads((tmp_path / "layout" / "index.json").read_text())
+    assert index["manifests"][0]["digest"] == digest_of(raw)
+    run("copy", "--dest-tls-verify=false", f"oci:{tmp_path}/layout:v1", back)
+    assert run("inspect", "--raw", "--tls-verify=false", back) == raw
+    answer = server.ask("GET", "/v2/skopeo.back/again/manifests/v2")
+    assert (answer.content, answer.headers["Content-Type"]) == (raw, OCI_MANIFEST)
+    listed = run("list-tags", "--tls-verify=false", f"docker://{host}/for/skopeo")
+    assert json.loads(listed)["Tags"] == ["v1"]
+
+
+def test_skopeo_pushes_blobs_that_are_new(server: Server, skopeo: str, tmp_path: Path) -> None:
+    """From a layout that the server has never seen: every upload is made by skopeo."""
+    blobs = tmp_path / "layout" / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+    layers = [os.urandom(2 * MIB), os.urandom(10)]
+    document = {
+        "schemaVersion": 2,
+        "mediaType": OCI_MANIFEST,
+        "config": {"mediaType": "application/vnd.oci.empty.v1+json"},
+        "layers": [],
+    }
+    for data in (b"{}", *layers):
+        entry = {"digest": digest_of(data), "size": len(data)}
+        if data == b"{}":
+            document["config"] |= entry  # type: ignore[operator]
+        else:
+            document["layers"].append({"mediaType": "application/x-test"} | entry)  # type: ignore[attr-defined]
+    raw = json.dumps(document).encode()
+    for data in (b"{}", *layers, raw):
+        (blobs / digest_of(data).partition(":")[2]).write_bytes(data)
+    root = tmp_path / "layout"
+    (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    entry = {"mediaType": OCI_MANIFEST, "digest": digest_of(raw), "size": len(raw)}
+    (root / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    target = f"docker://{server.url.removeprefix('http://')}/new/blobs:v1"
+    command = [
+        skopeo,
+        "--insecure-policy",
+        "copy",
+        "--dest-tls-verify=false",
+        f"oci:{root}",
+        target,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert server.ask("GET", "/v2/new/blobs/manifests/v1").content == raw
+    assert server.ask("GET", f"/v2/new/blobs/blobs/{digest_of(layers[0])}").content == layers[0]

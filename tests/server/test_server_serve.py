@@ -1,0 +1,112 @@
+"""Where the server listens, how it says so, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from served import REPOSITORY_ROOT, Server, digest_of, start
+
+from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.server.serve import is_loopback, parse_address, serve
+
+
+def never(url: str) -> None:
+    raise AssertionError(f"it listens on {url}")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "my.host:0", "127.1:0"])
+def test_other_addresses_need_a_flag(tmp_path: Path, address: str) -> None:
+    with pytest.raises(UsageError, match="no authentication") as caught:
+        serve(ImageLayout(tmp_path), address, on_ready=never)
+    assert "--allow-remote" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("address", ["", "5000", ":5000", "localhost", "localhost:x", "a:65536"])
+def test_what_is_not_an_address(tmp_path: Path, address: str) -> None:
+    with pytest.raises(UsageError, match="not an address"):
+        serve(ImageLayout(tmp_path), address, on_ready=never)
+
+
+def test_addresses() -> None:
+    assert parse_address("localhost:5000") == ("127.0.0.1", 5000)
+    assert parse_address("[::1]:0") == ("::1", 0)
+    assert is_loopback("127.8.8.8")
+    assert is_loopback("::1")
+    assert not is_loopback("localhost.example")
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AccessError, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve(ImageLayout(tmp_path), f"127.0.0.1:{port}", on_ready=never)
+
+
+def test_ipv6(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    server = serve_layout(tmp_path, address="[::1]:0")
+    assert server.url.startswith("http://[::1]:")
+    assert server.ask("GET", "/v2/").status_code == 200
+
+
+def test_remote_is_served_when_asked_for(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path, "remote", address="0.0.0.0:0")
+    server.url = f"http://127.0.0.1:{server.address[1]}"
+    answer = server.ask("GET", "/v2/", headers={"Host": "registry.example"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_it_cleanly(
+    tmp_path: Path, serve_layout: Callable[..., Server], number: signal.Signals
+) -> None:
+    server = serve_layout(tmp_path)
+    server.push("t", b"x")  # leaves an idle keep-alive connection behind
+    assert server.stop(number) == (0, "")
+
+
+def test_an_empty_store_is_not_made_by_reading(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path / "store")
+    assert server.ask("GET", "/v2/_catalog").json() == {"repositories": []}
+    assert server.ask("GET", f"/v2/a/blobs/{digest_of(b'')}").status_code == 404
+    assert not (tmp_path / "store").exists()
+
+
+def test_store_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a store")
+    server = start(tmp_path / "file")
+    try:
+        with server.http:
+            answer = server.ask("POST", "/v2/a/blobs/uploads/")
+        assert answer.status_code == 500
+        assert "not a directory" not in answer.text  # paths of this machine stay in the log
+    finally:
+        assert "is not a directory" in server.stop()[1]
+
+
+def test_aiohttp_is_loaded_by_the_server_alone() -> None:
+    program = (
+        "import sys, clowder_aimage.server, clowder_aimage.layout, clowder_aimage.cli.registry;"
+        "sys.exit('aiohttp' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=REPOSITORY_ROOT, check=False).returncode == 0
