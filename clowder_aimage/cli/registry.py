@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from clowder_aimage.cli.option import common_options, settings
+from clowder_aimage.cli.output import result
 from clowder_aimage.errors import UsageError
 
 
-@click.group()
+@click.group(short_help="Be a registry.")
 def registry() -> None:
-    """Serve the store as a registry."""
+    """Let other tools use the store as a registry."""
 
 
 @registry.command()
@@ -28,8 +28,8 @@ def registry() -> None:
     is_flag=True,
     help="Listen on an address that other machines reach. There is no authentication.",
 )
-@click.pass_context
-def serve(context: click.Context, addr: str, readonly: bool, allow_remote: bool) -> None:
+@common_options
+def serve(addr: str, readonly: bool, allow_remote: bool) -> None:
     """Serve the store by the OCI distribution API, until it is interrupted.
 
     Any OCI tool can then pull from it and push to it: the tag t of the repository a/b is the
@@ -44,12 +44,11 @@ def serve(context: click.Context, addr: str, readonly: bool, allow_remote: bool)
             "serving needs an HTTP server, which is not installed",
             hint="pip install 'clowder-aimage[server]'",
         ) from None
-    from clowder_aimage.layout import ImageLayout
-
+    chosen = settings()
     serve_layout(
-        ImageLayout(Path(context.obj)),
+        chosen.layout,
         addr,
         readonly=readonly,
         allow_remote=allow_remote,
-        on_ready=click.echo,
+        on_ready=lambda url: result({"url": url}, url, as_json=chosen.as_json),
     )

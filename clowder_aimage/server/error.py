@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
-from clowder_aimage.errors import (
-    AImageError,
-    ContentError,
-    NoSpaceError,
-    NotFoundError,
-)
+from clowder_aimage.errors import AImageError, ContentError, NoSpaceError
 
 # code -> the status it goes with where a section does not ask for another, and its message
 CODES = {
@@ -63,13 +58,14 @@ class ApiError(AImageError):
 
 
 def api_error(error: AImageError) -> ApiError:
-    """What the API says of an error that a lower floor raised and no route expected."""
+    """What the API says of an error that a lower floor raised and no route expected.
+
+    Messages of the store hold paths of this machine: they are for the log.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoSpaceError):
-        return ApiError("UNKNOWN", message=error.message, status=507)
-    if isinstance(error, NotFoundError):
-        return ApiError("UNKNOWN", message=error.message, status=404)
+        return ApiError("UNKNOWN", message="no space left", status=507)
     if isinstance(error, ContentError):
-        return ApiError("UNKNOWN", message="what is stored here is damaged", status=500)
+        return ApiError("UNKNOWN", message="what is stored here is damaged")
     return ApiError("UNKNOWN")

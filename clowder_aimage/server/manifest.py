@@ -142,12 +142,9 @@ def _digest(raw: bytes, reference: Reference) -> Digest:
 async def _read_body(request: web.Request) -> bytes:
     """The body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
     body = bytearray()
-    if (request.content_length or 0) <= MAX_MANIFEST_SIZE:
-        while piece := await request.content.readany():
-            body += piece
-            if len(body) > MAX_MANIFEST_SIZE:
-                break
-        else:
-            return bytes(body)
-    message = f"a manifest may have {MAX_MANIFEST_SIZE} bytes"
-    raise ApiError("MANIFEST_INVALID", message=message, status=413)
+    while piece := await request.content.readany():
+        body += piece
+        if len(body) > MAX_MANIFEST_SIZE:
+            message = f"a manifest may have {MAX_MANIFEST_SIZE} bytes"
+            raise ApiError("MANIFEST_INVALID", message=message, status=413)
+    return bytes(body)

@@ -80,7 +80,7 @@ def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) ->
         if layer.name != name:
             layers.append(layer)
         elif changes:
-            value = json.loads(store.open(layer.descriptor).read()) | changes
+            value = json.loads(store.path(layer.descriptor).read_bytes()) | changes
             data = json.dumps(value).encode()
             layers.append(Layer(store.add(mediatype.AIMAGE_FILE, data), name))
     return AImage(aimage.config, tuple(layers))

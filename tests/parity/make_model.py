@@ -229,6 +229,7 @@ def _vae(dims: Dims) -> AutoencoderKL:
 @torch.no_grad()
 def _randomise(network: torch.nn.Module) -> None:
     """Random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N)."""
+    normed = any(name.endswith("attention.norm_q.weight") for name, _ in network.named_parameters())
     for name, parameter in network.named_parameters():
         noise = torch.randn_like(parameter)
         if "pad_token" in name:
@@ -238,8 +239,10 @@ def _randomise(network: torch.nn.Module) -> None:
         elif parameter.ndim == 1:
             parameter.copy_(1 + 0.2 * noise)
         elif parameter.ndim >= 2 and "embed_tokens" not in name:
-            fan_in = parameter[0].numel()
-            parameter.copy_(noise / fan_in**0.5)
+            size = parameter[0].numel() ** -0.5
+            if normed and name.endswith(("attention.to_q.weight", "attention.to_k.weight")):
+                size *= 0.03  # small enough for the epsilon of their norms to show
+            parameter.copy_(size * noise)
 
 
 def main() -> None:

@@ -11,6 +11,15 @@ from urllib.parse import quote
 import pytest
 from served import Server, digest_of, error_of, manifest_of
 
+from clowder_aimage.errors import (
+    AImageError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    VerificationError,
+)
+from clowder_aimage.server.error import api_error
+
 HEX = "0123456789abcdef" * 4
 BAD_DIGESTS = [
     "sha256:../../x",
@@ -166,6 +175,20 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
     assert error_of(server.ask("GET", "/v2/a/damaged/manifests/t")) == (500, "UNKNOWN")
     path.unlink()
     assert error_of(server.ask("GET", "/v2/a/damaged/manifests/t")) == (404, "MANIFEST_UNKNOWN")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (NoSpaceError("/secret/path is full"), 507, "no space left"),
+        (StoreError("cannot use /secret/path"), 500, "unknown error"),
+        (VerificationError("sha256:... in /secret/path"), 500, "what is stored here is damaged"),
+        (NotFoundError("gone from /secret/path"), 500, "unknown error"),
+    ],
+)
+def test_errors_of_the_store(error: AImageError, status: int, message: str) -> None:
+    answer = api_error(error)
+    assert (answer.status, answer.message) == (status, message)
 
 
 def test_layer_cannot_be_taken_for_a_manifest(server: Server) -> None:

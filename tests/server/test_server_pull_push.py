@@ -276,6 +276,8 @@ def test_referrers(server: Server) -> None:
     filtered = server.ask("GET", path, params={"artifactType": "x/signature"})
     assert [each["digest"] for each in filtered.json()["manifests"]] == [digest_of(typed)]
     assert filtered.headers["OCI-Filters-Applied"] == "artifactType"
+    other = f"/v2/with/referrers/referrers/{digest_of(typed)}"
+    assert server.ask("GET", other).json()["manifests"] == []
     elsewhere = server.ask("GET", path.replace("with/", "without/"))
     assert (elsewhere.status_code, elsewhere.json()["manifests"]) == (200, [])
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import requests
 from served import REPOSITORY_ROOT, Server, digest_of, start
 
 from clowder_aimage.errors import AccessError, UsageError
@@ -101,6 +102,54 @@ def test_store_that_is_a_file(tmp_path: Path) -> None:
         assert "not a directory" not in answer.text  # paths of this machine stay in the log
     finally:
         assert "is not a directory" in server.stop()[1]
+
+
+AIMAGE = [sys.executable, "-c", "from clowder_aimage.cli.main import main; main()"]
+
+
+def aimage(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*AIMAGE, *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY_ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_command_line_serves_until_interrupted(tmp_path: Path) -> None:
+    command = [*AIMAGE, "registry", "serve", "--addr", "127.0.0.1:0", "--store", str(tmp_path)]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().rstrip("\n")
+    with requests.Session() as http:
+        Server(tmp_path, process, url, http).push("t", b"x")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == 0
+    assert aimage("ls", "--json", "--store", str(tmp_path)).stdout.count("a/b:t") == 1
+
+
+def test_command_line_refuses_other_machines(tmp_path: Path) -> None:
+    done = aimage("registry", "serve", "--addr", "0.0.0.0:0", "--store", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--allow-remote" in done.stderr
+
+
+def test_our_own_client_pulls_and_pushes(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path / "store")
+    raw = server.push("t", b"x" * 100_000, b"y")
+    host = server.url.removeprefix("http://")
+    other = tmp_path / "other"
+    for arguments in (
+        ("pull", f"{host}/a/b:t"),
+        ("tag", f"{host}/a/b:t", f"{host}/c/d:t2"),
+        ("push", f"{host}/c/d:t2"),
+    ):
+        done = aimage(*arguments, "--quiet", "--store", str(other))
+        assert done.returncode == 0, done.stderr
+    assert server.ask("GET", "/v2/c/d/manifests/t2").content == raw
 
 
 def test_aiohttp_is_loaded_by_the_server_alone() -> None:

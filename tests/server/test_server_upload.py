@@ -89,6 +89,10 @@ def test_chunk_of_another_length_than_it_says(server: Server, end: int) -> None:
     assert error_of(with_length) == (400, "SIZE_INVALID")
     streamed = server.ask("PATCH", location, data=iter([BLOB[:10]]), headers=headers)
     assert error_of(streamed) == (400, "SIZE_INVALID")
+    kept = 0 if end == 3 else 10  # what is too long is not kept, what is too short may go on
+    headers = {"Content-Range": f"{kept}-{kept + 4}"}
+    goes_on = server.ask("PATCH", location, data=BLOB[kept : kept + 5], headers=headers)
+    assert (goes_on.status_code, goes_on.headers["Range"]) == (202, f"0-{kept + 4}")
 
 
 @pytest.mark.parametrize("way", ["single", "put", "patch"])
@@ -158,7 +162,7 @@ def test_content_coding_is_not_undone(server: Server) -> None:
 
 
 def send_half(server: Server, location: str, total: int, half: bytes) -> socket.socket:
-    """Send the head of a PATCH and half of its body; returns once the server has stored that."""
+    """Send the head of a PATCH and the first part of a body of ``total`` bytes."""
     connection = socket.create_connection(server.address)
     head = f"PATCH {location} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {total}\r\n\r\n"
     connection.sendall(head.encode() + half)
@@ -181,6 +185,44 @@ def test_broken_connection_keeps_what_arrived(server: Server) -> None:
     query = {"digest": digest_of(BLOB)}
     done = server.ask("PUT", location, params=query, data=BLOB[5000:], headers=headers)
     assert done.status_code == 201
+
+
+def test_broken_single_post_leaves_nothing(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path)
+    with socket.create_connection(server.address) as connection:
+        path = f"/v2/a/b/blobs/uploads/?digest={digest_of(BLOB)}"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BLOB)}\r\n\r\n"
+        connection.sendall(head.encode() + BLOB[:5000])
+        for _ in range(10_000):
+            if server.ingests():
+                break
+            server.ask("GET", "/v2/")
+        assert len(server.ingests()) == 1
+    for _ in range(10_000):
+        if not server.ingests():
+            break
+        server.ask("GET", "/v2/")
+    assert server.ingests() == []
+
+
+def test_chunks_of_one_upload_do_not_mix(server: Server) -> None:
+    """A second request for an upload whose first is still being received waits for its turn."""
+    location = server.begin()
+    first, second = bytes(2 * 1024 * 1024), b"second"
+    with send_half(server, location, 2 * len(first), first) as one:
+        for _ in range(10_000):
+            if server.ask("GET", location).headers["Range"] != "0-0":
+                break
+        with send_half(server, location, len(second), second) as two:
+            for _ in range(20):
+                server.ask("GET", location)
+            one.sendall(first)
+            for connection in (one, two):
+                assert connection.recv(1000).startswith(b"HTTP/1.1 202")
+    query = {"digest": digest_of(first + first + second)}
+    assert server.ask("PUT", location, params=query).status_code == 201
 
 
 @pytest.mark.parametrize("rest", [b"", b"not the size of a chunk\r\n"])

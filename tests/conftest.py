@@ -1,0 +1,64 @@
+"""What many tests stand on: a real registry, the embedded model, the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process import Aimage
+from tests.real_registry import RealRegistry, find_registry
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
+    """A registry that takes anything a distribution registry takes, without credentials."""
+    with find_registry(tmp_path_factory.mktemp("registry")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def private_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
+    """A registry that wants the user ``operator`` and the password ``open sesame``."""
+    with find_registry(tmp_path_factory.mktemp("private"), private=True) as found:
+        yield found
+
+
+@pytest.fixture
+def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
+    """The name of a repository that no other test uses, with its host."""
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower()).strip("-")
+    return f"{registry.host}/tests/{'-'.join(filter(None, name.split('-')))}"
+
+
+@pytest.fixture
+def aimage(tmp_path: Path) -> Callable[[str], Aimage]:
+    """``aimage(store)``: the command line on the store of that name, in its own home."""
+
+    def make(store: str = "store") -> Aimage:
+        return Aimage(tmp_path, tmp_path / store)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The embedded model's directory: a small Z-Image with random weights."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def skopeo() -> str:
+    """The path of skopeo, an OCI tool that is not ours."""
+    path = shutil.which("skopeo")
+    if path is None:
+        if os.environ.get("AIMAGE_REQUIRE_REGISTRY") == "1":
+            pytest.fail("skopeo is not installed")
+        pytest.skip("skopeo is not installed")
+    return path

@@ -1,0 +1,216 @@
+"""create, push, pull into another store, run: against a real registry, with real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+PROMPT = "a red fox"
+
+
+def test_the_whole_job(aimage, tiny, registry, repository):
+    here, there = aimage("here"), aimage("there")
+    reference = f"{repository}:v1"
+    created = here("create", reference, tiny).line
+    assert here("push", reference).line == created
+    assert there("pull", reference).line == created
+    assert there("-q", "show", reference, "--json").value["digest"] == created
+    first = here("run", reference, PROMPT, "--seed", 42, "-o", "first.png").line
+    second = there("run", reference, PROMPT, "--seed", 42, "-o", "second.png").line
+    assert (here.home / first).read_bytes() == (here.home / second).read_bytes()
+    assert there("replay", second).line == "equal"
+
+
+def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, repository):
+    here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
+    here("create", repository, tiny)
+    here("push", repository)
+    picture = there("run", repository, PROMPT, "--seed", 7, "--steps", 2, "-o", "fox.png").line
+    assert elsewhere("replay", picture).line == "equal"
+    (name,) = [row["reference"] for row in elsewhere("ls", "--json").value]
+    assert name.startswith(f"{repository}@sha256:")
+
+
+def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
+    aimage, tiny, registry, repository
+):
+    here, there = aimage("here"), aimage("there")
+    here("create", repository, tiny)
+    here("push", repository)
+    mark = registry.mark()
+    here("push", repository)
+    again = registry.count(mark, repository)
+    assert again["PUT blob"] == again["POST blob"] == 0
+    assert again["PUT manifest"] == 1
+    there("pull", repository)
+    mark = registry.mark()
+    there("pull", repository)
+    assert registry.count(mark, repository) == {"GET manifest": 1}
+
+
+def test_models_share_what_they_have_in_common(aimage, tiny, registry, repository, tmp_path):
+    """The second of two models with one text encoder sends only what is new."""
+    here = aimage("here")
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", str(tiny), str(other)], check=True)
+    weights = other / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8 : 8 + header])
+    tensors.pop("__metadata__", None)
+    for info in tensors.values():  # another transformer: every tensor changes
+        data[8 + header + info["data_offsets"][0]] ^= 1
+    weights.write_bytes(data)
+
+    one = here("create", f"{repository}:one", tiny, "--json").value
+    blobs = len(list((here.store / "blobs" / "sha256").iterdir()))
+    two = here("create", f"{repository}:two", other, "--json").value
+    assert one["alreadyThere"]["layers"] == 0
+    assert two["alreadyThere"]["layers"] == two["tensors"] + two["files"] - len(tensors)
+    added = len(list((here.store / "blobs" / "sha256").iterdir())) - blobs
+    assert added == len(tensors) + 1  # and a manifest; both have the same config
+
+    here("push", f"{repository}:one")
+    mark = registry.mark()
+    here("push", f"{repository}:two")
+    assert registry.count(mark, repository)["PUT blob"] == len(tensors)
+
+
+@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
+def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository):
+    here, there = aimage("here"), aimage("there")
+    created = here("create", repository, tiny).line
+    pushed = here("push", repository, "--dialect", dialect).line
+    assert (pushed == created) == (dialect == "clowder")
+    assert there("pull", repository).line == pushed
+    shown = there("show", repository, "--json").value
+    assert shown["dialect"] == dialect
+    assert shown["config"] == here("show", repository, "--json").value["config"]
+    # The same blobs, so the same picture; and clowder's manifest is the one that was created.
+    there("run", repository, PROMPT, "--seed", 1, "--steps", 1, "-o", "it.png")
+    there("tag", repository, f"{repository}:back")
+    assert there("push", f"{repository}:back", "--dialect", "clowder").line == created
+
+
+def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, tiny, repository):
+    here, there = aimage("here"), aimage("there")
+    custom = here("create", repository, tiny, "--manifest-type", "custom").line
+    refused = here("push", repository, "--no-fallback", code=1)
+    assert "refuses this kind of manifest" in refused.err
+    assert "MANIFEST_INVALID" in refused.err
+    pushed = here("push", repository)
+    assert "trying the clowder dialect" in pushed.err
+    assert here("show", repository, "--json").value["digest"] == custom  # the local tag stays
+    assert there("pull", repository).line == pushed.line != custom
+    plain = aimage("plain")("create", "plain", tiny).line
+    assert pushed.line == plain
+
+
+def test_a_push_by_digest_never_falls_back(aimage, tiny, repository):
+    here = aimage("here")
+    custom = here("create", repository, tiny, "--manifest-type", "custom").line
+    done = here("push", f"{repository}@{custom}", code=1)
+    assert "refuses this kind of manifest" in done.err
+    assert "trying" not in done.err
+    done = here("push", f"{repository}@{custom}", "--dialect", "clowder", code=2)
+    assert "push by tag" in done.err
+
+
+def test_by_digest(aimage, tiny, repository):
+    here, there = aimage("here"), aimage("there")
+    digest = here("create", repository, tiny).line
+    assert here("push", f"{repository}@{digest}").line == digest
+    assert there("pull", f"{repository}@{digest}").line == digest
+    assert there("show", f"{repository}@{digest}", "--json").value["digest"] == digest
+    assert there("pull", f"{repository}:untold", code=3).out == ""
+
+
+def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skopeo, tmp_path):
+    here = aimage("here")
+    digest = here("create", repository, tiny).line
+    here("push", repository)
+    layout, remote = f"oci:{here.store}:{repository}:latest", f"docker://{repository}:latest"
+    raw = _skopeo(skopeo, "inspect", "--raw", layout)
+    assert raw == _skopeo(skopeo, "inspect", "--raw", "--tls-verify=false", remote)
+    assert raw == (here.store / "blobs" / "sha256" / digest[7:]).read_bytes()
+    _skopeo(skopeo, "copy", "--src-tls-verify=false", remote, f"oci:{tmp_path / 'copy'}:x:v1")
+    copied = aimage("copy")
+    assert copied("show", "x:v1", "--json").value["digest"] == digest
+    copied("run", "x:v1", PROMPT, "--seed", 1, "--steps", 1, "-o", "copied.png")
+
+
+def test_skopeo_may_compress_a_container(aimage, tiny, repository, skopeo):
+    """It gzips the layers and drops their annotations; the AImage comes back all the same."""
+    here, there = aimage("here"), aimage("there")
+    here("create", f"{repository}:dressed", tiny, "--dialect", "container")
+    created = aimage("plain")("create", repository, tiny).line
+    target = f"docker://{repository}:squeezed"
+    _skopeo(
+        skopeo, "copy", "--dest-tls-verify=false", f"oci:{here.store}:{repository}:dressed", target
+    )
+    there("pull", f"{repository}:squeezed")
+    manifest = json.loads(_skopeo(skopeo, "inspect", "--raw", "--tls-verify=false", target))
+    assert all("annotations" not in layer for layer in manifest["layers"])
+    assert there("push", f"{repository}:squeezed", "--dialect", "clowder").line == created
+    there("run", f"{repository}:squeezed", PROMPT, "--seed", 1, "--steps", 1, "-o", "x.png")
+
+
+def test_a_foreign_manifest_survives_byte_for_byte(aimage, registry, repository):
+    """Unknown fields, unknown types, unusual spacing: another tool's words are not ours to mend."""
+    import requests
+
+    base = f"http://{registry.host}/v2/{repository.partition('/')[2]}"
+    config, layer = b'{"a": 1}', b"weights"
+    descriptors = []
+    for media_type, data in (("application/vnd.example.config", config), ("text/plain", layer)):
+        digest = _upload(requests, base, data)
+        descriptors.append(
+            {"mediaType": media_type, "digest": digest, "size": len(data), "x-unknown": [1]}
+        )
+    manifest = json.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "artifactType": "application/vnd.example.thing",
+            "config": descriptors[0],
+            "layers": descriptors[1:],
+            "com.example.unknown": {"é": None},
+        },
+        indent=3,
+    ).encode()
+    put = requests.put(
+        f"{base}/manifests/foreign",
+        data=manifest,
+        headers={"Content-Type": "application/vnd.oci.image.manifest.v1+json"},
+        timeout=10,
+    )
+    assert put.status_code == 201
+    here = aimage("here")
+    digest = here("pull", f"{repository}:foreign").line
+    assert (here.store / "blobs" / "sha256" / digest[7:]).read_bytes() == manifest
+    here("tag", f"{repository}:foreign", f"{repository}:again")
+    assert here("push", f"{repository}:again").line == digest
+    accept = {"Accept": "application/vnd.oci.image.manifest.v1+json"}
+    got = requests.get(f"{base}/manifests/again", headers=accept, timeout=10)
+    assert got.content == manifest
+    assert "not an AImage" in here("run", f"{repository}:foreign", "x", code=5).err
+
+
+def _upload(requests, base, data):
+    import hashlib
+
+    digest = "sha256:" + hashlib.sha256(data).hexdigest()
+    begun = requests.post(f"{base}/blobs/uploads/", timeout=10)
+    location = begun.headers["Location"]
+    joint = "&" if "?" in location else "?"
+    done = requests.put(f"{location}{joint}digest={digest}", data=data, timeout=10)
+    assert done.status_code == 201
+    return digest
+
+
+def _skopeo(skopeo, *arguments):
+    done = subprocess.run([skopeo, *arguments], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout

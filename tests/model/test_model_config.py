@@ -1,0 +1,219 @@
+"""Configurations as transformers and diffusers write them, and the ones that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.fields import MAX_LAYERS, Fields, parse_object
+from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
+from clowder_aimage.model.zimage.scheduler import Scheduler
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+# Qwen3-4B as the hub has it with Z-Image: transformers 4 wrote it.
+HUB_TEXT_ENCODER: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 2,
+}
+
+
+def tiny(name: str) -> dict[str, Any]:
+    value = json.loads((TINY / name).read_text())
+    assert isinstance(value, dict)
+    return value
+
+
+def text(**changes: Any) -> TextEncoderConfig:
+    return TextEncoderConfig.parse("text_encoder/config.json", HUB_TEXT_ENCODER | changes)
+
+
+def test_hub_text_encoder() -> None:
+    config = text()
+    assert (config.num_hidden_layers, config.head_dim, config.rms_norm_eps) == (36, 128, 1e-6)
+    assert config.rope.theta == 1e6
+    assert config.qk_norm
+    assert not config.qkv_bias
+    assert config.windows == (None,) * 36
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": None},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_rope_theta_of_both_generations(rope: dict[str, Any]) -> None:
+    assert text(**rope).rope.theta == 5e5
+
+
+def test_linear_and_yarn() -> None:
+    plain = text().rope.table(4)
+    linear = text(rope_scaling={"type": "linear", "factor": 2.0}).rope.table(7)
+    np.testing.assert_allclose(np.array(linear[0])[::2], np.array(plain[0]), atol=1e-6)
+    yarn = text(
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        }
+    ).rope
+    assert yarn.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def test_qwen2() -> None:
+    config = TextEncoderConfig.parse("c", QWEN2)
+    assert config.qkv_bias
+    assert not config.output_bias
+    assert not config.qk_norm
+    assert config.head_dim == 4
+    assert config.windows == (None,) * 4
+    sliding = TextEncoderConfig.parse("c", QWEN2 | {"use_sliding_window": True})
+    assert sliding.windows == (None, None, 4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "only qwen3 and qwen2"),
+        ({"quantization_config": {"bits": 4}}, "quantisation"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_key_value_heads": 5}, "must divide"),
+        ({"hidden_size": "2560"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_hidden_layers": MAX_LAYERS + 1}, "num_hidden_layers"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"head_dim": 7}, "even"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "default, linear and yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": "yes"}, "must be an object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 36}, "linear_attention"),
+    ],
+)
+def test_text_encoders_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        text(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"all_patch_size": [1, 2]}, "all_patch_size"),
+        ({"all_f_patch_size": [2]}, "all_f_patch_size"),
+        ({"axes_dims": [8, 8]}, "three axes"),
+        ({"axes_dims": [8, 8, 16]}, "add up"),
+        ({"axes_dims": [7, 9, 8]}, "even"),
+        ({"axes_lens": [0, 1, 1]}, "axes_lens"),
+        ({"quantization_config": {}}, "unknown fields quantization_config"),
+    ],
+)
+def test_transformers_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        TransformerConfig.parse("c", tiny("transformer/config.json") | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"act_fn": "relu"}, "act_fn"),
+        ({"latents_mean": [0.0]}, "latents_mean"),
+        ({"shift_factor": None}, "shift_factor is missing"),
+        ({"scaling_factor": 0}, "scaling_factor"),
+        ({"norm_num_groups": 3}, "norm_num_groups"),
+        ({"up_block_types": ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]}, "up_block_types"),
+        ({"block_out_channels": []}, "block_out_channels"),
+        ({"use_quant_conv": 1}, "use_quant_conv"),
+        ({"new": 1}, "unknown fields new"),
+    ],
+)
+def test_vaes_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        VaeConfig.parse("c", tiny("vae/config.json") | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_class_name": "DDIMScheduler"}, "_class_name"),
+        ({"use_beta_sigmas": True}, "use_beta_sigmas"),
+        ({"stochastic_sampling": True}, "stochastic_sampling"),
+        ({"use_karras_sigmas": True, "use_exponential_sigmas": True}, "excludes"),
+        ({"time_shift_type": "cosine"}, "time_shift_type"),
+        ({"shift_terminal": 1.0}, "shift_terminal"),
+        ({"sigma_min": 0.1}, "unknown fields sigma_min"),
+    ],
+)
+def test_schedulers_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Scheduler.parse("c", tiny("scheduler/scheduler_config.json") | changes)
+
+
+def test_turbo_schedule() -> None:
+    """Eight steps with shift 3: as diffusers prints them."""
+    sigmas = Scheduler.parse("c", {"shift": 3.0}).schedule(8, 4096).sigmas
+    expected = [1.0, 0.95454544, 0.9, 0.8333333, 0.75, 0.6428571, 0.5, 0.3, 0.0]
+    np.testing.assert_allclose(sigmas, expected, atol=1e-6)
+
+
+def test_shift_of_a_request_and_dynamic_shifting_exclude_each_other() -> None:
+    scheduler = Scheduler.parse("c", {"use_dynamic_shifting": True})
+    with pytest.raises(UsageError, match="shift"):
+        scheduler.schedule(4, 16, 3.0)
+
+
+@pytest.mark.parametrize("data", [b"[1]", b"{", b"\xff", b"[" * 100_000])
+def test_files_that_are_not_json_objects(data: bytes) -> None:
+    with pytest.raises(ModelError, match=r"vae/config\.json"):
+        parse_object("vae/config.json", data)
+
+
+def test_private_and_null_fields_are_not_unknown() -> None:
+    fields = Fields("c", {"_note": 1, "later": None, "read": 2})
+    fields.integer("read")
+    fields.finish()

@@ -1,0 +1,196 @@
+"""Requests, cancelling, types, and models that do not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from model_blobs import FolderStore, replace
+
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model import blas
+from clowder_aimage.model.backend import describe, mx
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.pipeline import MAX_SEED, Image, Request, Step, to_pixels
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+
+Model = tuple[FolderStore, AImage]
+SMALL = Request("a fox", 32, 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 40}, "width must be a multiple of 16 pixels, not 40"),
+        ({"height": 0}, "height must be a multiple of 16"),
+        ({"height": -16}, "height must be"),
+        ({"width": 64.0}, "width must be"),
+        ({"width": True}, "width must be"),
+        ({"width": 8208}, "width can be 8192 pixels at most"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 1000"),
+        ({"steps": 1001}, "steps"),
+        ({"n": 0}, "n must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"seed": MAX_SEED, "n": 2}, "seed must be"),
+        ({"guidance": -1.0}, "guidance must be 0 or above"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"shift": 0.0}, "shift must be above 0"),
+        ({"prompt": "\ud800"}, "prompt holds characters"),
+        ({"negative": "\ud800"}, "negative holds characters"),
+    ],
+)
+def test_requests_that_are_refused_at_once(
+    pipeline: ZImagePipeline, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        pipeline.generate(dataclasses.replace(SMALL, **changes))
+
+
+def test_steps_then_the_picture_and_the_next_seed(pipeline: ZImagePipeline) -> None:
+    request = dataclasses.replace(SMALL, n=2, seed=MAX_SEED - 1)
+    events = list(pipeline.generate(request))
+    images = [event for event in events if isinstance(event, Image)]
+    assert [event for event in events if isinstance(event, Step)] == [
+        Step(1, 2, 0),
+        Step(2, 2, 0),
+        Step(1, 2, 1),
+        Step(2, 2, 1),
+    ]
+    assert [image.seed for image in images] == [MAX_SEED - 1, MAX_SEED]
+    assert [image.picture for image in images] == [0, 1]
+    assert images[0].pixels.dtype == np.uint8
+    assert (images[0].width, images[0].height) == (32, 32)
+    assert (images[0].pixels != images[1].pixels).any()
+
+
+def test_width_and_height_are_not_swapped(pipeline: ZImagePipeline) -> None:
+    *_, image = pipeline.generate(dataclasses.replace(SMALL, width=64, steps=1))
+    assert isinstance(image, Image)
+    assert image.pixels.shape == (32, 64, 3)
+
+
+def test_closing_cancels(pipeline: ZImagePipeline) -> None:
+    stream = pipeline.generate(dataclasses.replace(SMALL, steps=1000))
+    assert next(stream) == Step(1, 1000, 0)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_what_changes_the_picture(pipeline: ZImagePipeline) -> None:
+    def pixels(**changes: Any) -> np.ndarray:
+        *_, image = pipeline.generate(dataclasses.replace(SMALL, **changes))
+        assert isinstance(image, Image)
+        return image.pixels
+
+    base = pixels()
+    assert (pixels() == base).all()
+    assert (pixels(negative="ignored without guidance") == base).all()
+    changed = [{"seed": 1}, {"prompt": "an owl"}, {"steps": 3}, {"shift": 9.0}, {"guidance": 4.0}]
+    for changes in changed:
+        assert (pixels(**changes) != base).any(), changes
+    guided = pixels(guidance=4.0)
+    assert (pixels(guidance=4.0, negative="") == guided).all()
+    assert (pixels(guidance=4.0, negative="an owl") != guided).any()
+
+
+def test_skipped_tensors_are_named(pipeline: ZImagePipeline) -> None:
+    assert "text_encoder/norm.weight" in pipeline.skipped
+    assert "vae/encoder.conv_in.weight" in pipeline.skipped
+    kinds = ("text_encoder/layers.2.", "text_encoder/norm.weight", "vae/encoder.")
+    assert all(name.startswith(kinds) for name in pipeline.skipped)
+
+
+def test_compute_types(tiny: Model, pipeline: ZImagePipeline) -> None:
+    with pytest.raises(UsageError, match="float16 ends at 65504"):
+        load_pipeline(*tiny, dtype="float16")
+    with pytest.raises(UsageError, match="unknown compute type 'int8'"):
+        load_pipeline(*tiny, dtype="int8")
+    default = load_pipeline(*tiny)
+    assert isinstance(default, ZImagePipeline)
+    assert default.dtype == (mx.bfloat16 if describe() == "gpu" else mx.float32)
+
+
+def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> None:
+    half = load_pipeline(*tiny, dtype="bfloat16")
+    assert isinstance(half, ZImagePipeline)
+    assert half.transformer.x_pad_token.dtype == mx.bfloat16
+    request = Request("a red fox", 64, 64, 4, seed=42)
+    *_, exact = pipeline.generate(request)
+    *_, near = half.generate(request)
+    assert isinstance(exact, Image)
+    assert isinstance(near, Image)
+    spread = np.abs(exact.pixels.astype(int) - near.pixels.astype(int))
+    assert 0 < spread.mean() < 3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("model_index.json", {"_class_name": "FluxPipeline"}, "'FluxPipeline'.* not supported"),
+        ("model_index.json", {"_class_name": None}, "None"),
+        ("model_index.json", {}, r"no model_index\.json"),
+        ("scheduler/scheduler_config.json", {}, r"no scheduler/scheduler_config\.json"),
+        ("vae/config.json", {}, r"no vae/config\.json"),
+        ("text_encoder/config.json", {"num_hidden_layers": 4, "layer_types": None}, "missing"),
+        ("text_encoder/config.json", {"num_hidden_layers": 2}, "unexpected tensors layers.2"),
+        ("text_encoder/config.json", {"num_key_value_heads": 4}, "asks for shape"),
+        ("transformer/config.json", {"qk_norm": False}, r"unexpected tensors .*norm_"),
+        ("transformer/config.json", {"n_layers": 3}, r"missing tensors layers\.2"),
+        ("vae/config.json", {"use_post_quant_conv": True}, "missing tensors post_quant_conv"),
+        ("vae/config.json", {"mid_block_add_attention": False}, "unexpected tensors decoder.mid"),
+    ],
+)
+def test_models_that_do_not_fit(
+    tiny: Model, name: str, changes: dict[str, Any], message: str
+) -> None:
+    store, aimage = tiny
+    with pytest.raises(ModelError, match=message):
+        load_pipeline(store, replace(store, aimage, name, **changes), dtype="float32")
+
+
+def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
+    store, aimage = tiny
+    changed = replace(store, aimage, "transformer/config.json", axes_lens=[66, 2, 4])
+    short = load_pipeline(store, changed, dtype="float32")
+    with pytest.raises(UsageError, match="height can be 32 pixels"):
+        short.generate(Request("x", 64, 48, 1))
+    *_, image = short.generate(Request("x" * 45, 64, 32, 1))  # 64 tokens with the template
+    assert isinstance(image, Image)
+    with pytest.raises(UsageError, match="prompt is too long: 65 tokens"):
+        list(short.generate(Request("x" * 46, 64, 32, 1)))
+
+
+def test_values_that_are_not_numbers_are_not_a_picture(pipeline: ZImagePipeline) -> None:
+    with pytest.raises(ModelError, match="not numbers"):
+        pipeline.decode(mx.full((16, 4, 4), float("nan")))
+
+
+def test_pixels_round_half_to_even() -> None:
+    values = np.array([-1, 0, 0.5 / 255, 1.5 / 255, 2.5 / 255, 1, 2], dtype=np.float32)
+    assert to_pixels(values).tolist() == [0, 0, 0, 2, 2, 255, 255]
+
+
+def test_importing_the_package_does_not_import_mlx() -> None:
+    program = (
+        "import sys, clowder_aimage.model.pipeline, clowder_aimage.model.blas;"
+        "sys.exit(any(name.startswith('mlx') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    for name in ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_core.so.3"):
+        (tmp_path / "lib" / name).write_bytes(b"not a library")
+    found = list(blas.candidates([tmp_path, tmp_path]))
+    assert [name for name, _ in found] == ["mkl", "mkl", "openblas"]
+    assert found[0][1].endswith("libmkl_rt.so.3")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert blas.preload() in (None, "mkl", "openblas")  # broken files are passed over
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert blas.preload() is None

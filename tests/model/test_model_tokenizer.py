@@ -1,0 +1,137 @@
+"""Chat templates and tokenizers of strangers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_blobs import FolderStore, replace
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.errors import ModelError
+from clowder_aimage.model.zimage.tokenizer import MAX_TOKENS, Tokenizer
+from clowder_aimage.oci import mediatype
+
+Model = tuple[FolderStore, AImage]
+JINJA = "tokenizer/chat_template.jinja"
+CONFIG = "tokenizer/tokenizer_config.json"
+
+
+def with_file(model: Model, name: str, data: bytes) -> AImage:
+    store, aimage = model
+    layers = [layer for layer in aimage.layers if layer.name != name]
+    layers.append(Layer(store.add(mediatype.AIMAGE_FILE, data), name))
+    return AImage(aimage.config, tuple(layers))
+
+
+def with_template(model: Model, template: str) -> Tokenizer:
+    return Tokenizer.load(model[0], with_file(model, JINJA, template.encode()))
+
+
+def test_the_template_of_qwen(tiny: Model) -> None:
+    tokenizer = Tokenizer.load(*tiny)
+    assert tokenizer.render("a fox") == "<|im_start|>user\na fox<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_special_tokens_are_one_token_each(tiny: Model) -> None:
+    tokenizer = with_template(tiny, "{{ messages[0].content }}")
+    assert len(tokenizer.encode("<|im_end|>")) == 1
+
+
+def test_long_prompts_are_cut_on_the_right(tiny: Model) -> None:
+    tokenizer = with_template(tiny, "{{ messages[0].content }}")
+    tokens = tokenizer.encode("x" * 600)
+    assert len(tokens) == MAX_TOKENS
+    assert tokenizer.encode("x" * 511 + "y")[-1] != tokens[-1]
+    assert tokenizer.encode("x" * 512 + "y") == tokens
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("tokenizer_config.json", "from {{ 'config' }}"),
+        (
+            "tokenizer_config.json",
+            [
+                {"name": "tool_use", "template": "no"},
+                {"name": "default", "template": "from {{ 'config' }}"},
+            ],
+        ),
+        ("chat_template.json", "from {{ 'config' }}"),
+    ],
+)
+def test_where_templates_are(tiny: Model, place: str, value: Any) -> None:
+    store, aimage = tiny
+    aimage = replace(store, aimage, JINJA)
+    data = json.dumps({"chat_template": value}).encode()
+    aimage = with_file((store, aimage), f"tokenizer/{place}", data)
+    assert Tokenizer.load(store, aimage).render("") == "from config"
+
+
+def test_what_templates_may_use(tiny: Model) -> None:
+    template = (
+        "{% generation %}{{ messages | tojson }}{% endgeneration %}"
+        "{{ enable_thinking }}{{ add_generation_prompt }}{{ eos_token }}{{ tools is none }}"
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ undefined_name }}"
+    )
+    rendered = with_template(tiny, template).render("<é>")
+    assert rendered == '[{"role": "user", "content": "<é>"}]TrueTrue<|im_end|>True014'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(a=1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+        "{% include 'x' %}",
+        "{{ 1 / 0 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_templates_that_are_stopped(tiny: Model, template: str) -> None:
+    with pytest.raises(ModelError, match="chat template failed"):
+        with_template(tiny, template).render("x")
+
+
+def test_templates_that_do_not_parse(tiny: Model) -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        with_template(tiny, "{% if %}")
+
+
+def test_missing_and_malformed_files(tiny: Model) -> None:
+    store, aimage = tiny
+    with pytest.raises(ModelError, match="no chat template"):
+        Tokenizer.load(store, replace(store, aimage, JINJA))
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Tokenizer.load(store, replace(store, aimage, "tokenizer/tokenizer.json"))
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+        Tokenizer.load(store, with_file(tiny, "tokenizer/tokenizer.json", b"{}"))
+    with pytest.raises(ModelError, match="no tokens"):
+        with_template(tiny, "").encode("x")
+
+
+def test_vocabulary_and_merges(tiny: Model, tmp_path: Path) -> None:
+    store, aimage = tiny
+    value = json.loads(store.path(aimage.layer("tokenizer/tokenizer.json").descriptor).read_bytes())
+    merges = "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in value["model"]["merges"])
+    added = {token["content"]: token["id"] for token in value["added_tokens"]}
+    changed = replace(store, aimage, "tokenizer/tokenizer.json")
+    for name, text in (
+        ("vocab.json", json.dumps(value["model"]["vocab"])),
+        ("merges.txt", merges),
+        ("added_tokens.json", json.dumps(added)),
+    ):
+        changed = with_file((store, changed), f"tokenizer/{name}", text.encode())
+    prompt = "the red fox, re-read"
+    whole, parts = Tokenizer.load(store, aimage), Tokenizer.load(store, changed)
+    assert parts.encode(prompt) == whole.encode(prompt)
+    broken = with_file((store, changed), "tokenizer/merges.txt", b"a b c\n")
+    with pytest.raises(ModelError, match=r"merges\.txt"):
+        Tokenizer.load(store, broken)

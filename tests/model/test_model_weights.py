@@ -1,0 +1,214 @@
+"""Weights from blobs: strict, checked before they are read, within few open files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_blobs import FolderStore
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.errors import ModelError, NotFoundError
+from clowder_aimage.model.backend import Conv2d, Linear, Network, mx
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.oci import mediatype
+from clowder_aimage.tensor import encode_header
+
+Arrays = Mapping[str, np.ndarray]
+DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8"}
+
+
+class Net(Network):
+    """A linear layer and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = Linear(3, 2)
+        self.conv = Conv2d(4, 5, 3)
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        return name.removeprefix("model.")
+
+
+def arrays() -> dict[str, np.ndarray]:
+    random = np.random.RandomState(0)
+    shapes = {
+        "model.fc.weight": (2, 3),
+        "model.fc.bias": (2,),
+        "model.conv.weight": (5, 4, 3, 3),
+        "model.conv.bias": (5,),
+    }
+    return {name: random.rand(*shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def packed(store: FolderStore, tensors: Arrays, key: str = "{name}") -> AImage:
+    """An AImage with one component called net."""
+    layers = [Layer(store.add(mediatype.AIMAGE_FILE, b'{"a": 1}'), "net/config.json")]
+    for name, value in tensors.items():
+        dtype = DTYPES[value.dtype.name]
+        header = encode_header([(key.format(name=name), dtype, value.shape)])
+        blob = store.add(mediatype.AIMAGE_SAFETENSORS, header + value.tobytes())
+        layers.append(Layer(blob, f"net/{name}", dtype, value.shape))
+    return AImage(b"{}", tuple(layers))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["{name}", "net/{name}", "data"])
+def test_values_arrive_in_the_layout_of_mlx(store: FolderStore, key: str) -> None:
+    tensors = arrays()
+    weights = ModelWeights.open(store, packed(store, tensors, key), "net")
+    net = Net()
+    assert weights.apply(net) == ()
+    assert weights.keys() == tuple(tensors)
+    assert weights.config == {"a": 1}
+    assert (np.array(net.fc.weight) == tensors["model.fc.weight"]).all()
+    expected = tensors["model.conv.weight"].transpose(0, 2, 3, 1)
+    assert (np.array(net.conv.weight) == expected).all()
+
+
+def test_the_own_name_wins_over_data(store: FolderStore) -> None:
+    tensors = arrays()
+    aimage = packed(store, tensors)
+    bias = tensors["model.fc.bias"]
+    header = encode_header([("data", "F32", (2,)), ("model.fc.bias", "F32", (2,))])
+    blob = store.add(mediatype.AIMAGE_SAFETENSORS, header + (bias * 0).tobytes() + bias.tobytes())
+    net = Net()
+    ModelWeights.open(
+        store, swap(aimage, Layer(blob, "net/model.fc.bias", "F32", (2,))), "net"
+    ).apply(net)
+    assert (np.array(net.fc.bias) == bias).all()
+
+
+def test_casting_and_skipping(store: FolderStore) -> None:
+    tensors = {name: value.astype(np.float16) for name, value in arrays().items()}
+    tensors["model.last.weight"] = np.zeros((1,), np.int8)
+    weights = ModelWeights.open(store, packed(store, tensors), "net")
+    net = Net()
+    skipped = weights.apply(net, skip=lambda name: "last" in name, dtype=mx.float32)
+    assert skipped == ("model.last.weight",)
+    assert net.fc.weight.dtype == mx.float32
+    assert weights.quantization("model.fc.weight") is None
+
+
+def swap(aimage: AImage, layer: Layer) -> AImage:
+    return AImage(
+        aimage.config, tuple(layer if item.name == layer.name else item for item in aimage.layers)
+    )
+
+
+def test_names_must_fit_exactly(store: FolderStore) -> None:
+    tensors = arrays()
+    less = {name: value for name, value in tensors.items() if name != "model.fc.bias"}
+    with pytest.raises(ModelError, match=r"missing tensors fc\.bias"):
+        ModelWeights.open(store, packed(store, less), "net").apply(Net())
+    more = tensors | {"model.fc.extra": np.zeros((1,), np.float32)}
+    with pytest.raises(ModelError, match=r"unexpected tensors model\.fc\.extra"):
+        ModelWeights.open(store, packed(store, more), "net").apply(Net())
+    twice = tensors | {"fc.bias": tensors["model.fc.bias"]}
+    with pytest.raises(ModelError, match=r"two tensors for fc\.bias"):
+        ModelWeights.open(store, packed(store, twice), "net").apply(Net())
+
+
+def test_shapes_must_fit_exactly(store: FolderStore) -> None:
+    tensors = arrays() | {"model.conv.weight": np.zeros((5, 3, 3, 4), np.float32)}
+    with pytest.raises(ModelError, match=r"asks for shape \[5, 4, 3, 3\].*has \[5, 3, 3, 4\]"):
+        ModelWeights.open(store, packed(store, tensors), "net").apply(Net())
+
+
+def test_a_failed_load_leaves_the_module_alone(store: FolderStore) -> None:
+    net = Net()
+    before = np.array(net.fc.weight)
+    tensors = arrays() | {"model.conv.bias": np.zeros((6,), np.float32)}
+    with pytest.raises(ModelError):
+        ModelWeights.open(store, packed(store, tensors), "net").apply(net)
+    assert (np.array(net.fc.weight) == before).all()
+
+
+def lying(layer: Layer, **changes: object) -> Layer:
+    fields = {"dtype": layer.dtype, "shape": layer.shape} | changes
+    return Layer(layer.descriptor, layer.name, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "BF16"}, {"shape": (3, 2)}, {"dtype": None}])
+def test_a_layer_that_lies(store: FolderStore, changes: dict[str, object]) -> None:
+    aimage = packed(store, arrays())
+    layer = lying(aimage.layer("net/model.fc.weight"), **changes)
+    with pytest.raises(ModelError, match=r"fc\.weight: the blob holds F32 \[2, 3\]"):
+        ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+
+
+BAD_BLOBS = {
+    "not safetensors": b"hello",
+    "another tensor": encode_header([("other", "F32", (2,))]) + bytes(8),
+    "truncated": encode_header([("model.fc.bias", "F32", (2,))]) + bytes(7),
+    "a hole": encode_header([("model.fc.bias", "F32", (2,))]).replace(b"[0,8]", b"[4,12]")
+    + bytes(12),
+}
+
+
+@pytest.mark.parametrize("data", BAD_BLOBS.values(), ids=BAD_BLOBS.keys())
+def test_a_blob_that_lies(store: FolderStore, data: bytes) -> None:
+    aimage = packed(store, arrays())
+    blob = store.add(mediatype.AIMAGE_SAFETENSORS, data)
+    layer = Layer(blob, "net/model.fc.bias", "F32", (2,))
+    with pytest.raises(ModelError, match=r"net/model\.fc\.bias"):
+        ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+
+
+def test_integer_weights_are_refused(store: FolderStore) -> None:
+    tensors = arrays() | {"model.fc.bias": np.zeros((2,), np.int8)}
+    with pytest.raises(ModelError, match="type I8"):
+        ModelWeights.open(store, packed(store, tensors), "net").apply(Net())
+
+
+def test_what_is_not_there(store: FolderStore) -> None:
+    aimage = packed(store, arrays())
+    with pytest.raises(ModelError, match=r"no vae/config\.json"):
+        ModelWeights.open(store, aimage, "vae")
+    with pytest.raises(ModelError, match="no tensors for net"):
+        ModelWeights.open(store, AImage(b"{}", aimage.layers[:1]), "net")
+    weights = ModelWeights.open(store, aimage, "net")
+    store.path(aimage.layers[1].descriptor).unlink()
+    with pytest.raises(NotFoundError):
+        weights.apply(Net())
+
+
+FEW_FILES = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+sys.path[:0] = {path!r}
+from test_model_weights import FolderStore, packed
+from clowder_aimage.model.backend import Network, mx
+from clowder_aimage.model.weights import ModelWeights
+
+class Wide(Network):
+    def __init__(self):
+        super().__init__()
+        self.all = [mx.zeros((4,)) for _ in range(600)]
+    def sanitize(self, name):
+        return name
+
+tensors = {{f"all.{{i}}": np.full((4,), i, np.float32) for i in range(600)}}
+store = FolderStore(Path({root!r}))
+aimage = packed(store, tensors)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+wide = Wide()
+ModelWeights.open(store, aimage, "net").apply(wide)
+assert [int(value[3]) for value in wide.all] == list(range(600))
+"""
+
+
+def test_600_tensors_with_256_open_files(tmp_path: Path) -> None:
+    program = FEW_FILES.format(path=[str(Path(__file__).parent), *sys.path], root=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
