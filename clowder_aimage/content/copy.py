@@ -15,6 +15,7 @@ from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
 
 DEFAULT_CONCURRENCY = 8
+_PARTING = 1.0  # seconds that copies under way get to clean up in when one has failed
 _MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
 
 
@@ -102,13 +103,15 @@ def _copy_blobs(
         on_event(Event("done", blob, blob.size))
 
     pool = ThreadPoolExecutor(max_workers=max(1, concurrency), thread_name_prefix="copy")
+    futures: list[Future[None]] = []
     try:
-        futures = [pool.submit(one, blob) for blob in blobs]
+        futures += [pool.submit(one, blob) for blob in blobs]
         wait(futures, return_when=FIRST_EXCEPTION)
         _raise_first(futures)
     except BaseException:
         stopped.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        wait(futures, timeout=_PARTING)  # one that waits for a dead network is left behind
         raise
     pool.shutdown()
 

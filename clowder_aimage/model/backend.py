@@ -33,7 +33,6 @@ __all__ = [
     "describe",
     "mx",
     "on_gpu",
-    "silu",
     "tree_flatten",
 ]
 
@@ -53,11 +52,6 @@ class Conv2d(convolution.Conv2d):
     def __call__(self, x: mx.array) -> mx.array:
         result: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return result
-
-
-def silu(x: mx.array) -> mx.array:
-    """x times sigmoid(x). MLX's own is compiled, which on a CPU takes a C++ compiler."""
-    return x * mx.sigmoid(x)
 
 
 def on_gpu() -> bool:

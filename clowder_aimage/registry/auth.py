@@ -64,6 +64,7 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         self._reference = reference
         self._connection = connection
         self._scheme = scheme
+        self._tls_verify = not connection.insecure  # oras-py asks for it; the session decides
         self.session = _TokenSession(session, timeout)
         if basic_auth is not None:
             self._basic_auth = basic_auth
@@ -108,10 +109,12 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         if not parsed.realm:
             raise self._refused("its challenge names no realm")
         trusted = self._check_realm(parsed.realm)
-        if trusted and self.has_credentials:
-            token = self.request_token(parsed)
-        else:
-            token = self.request_anonymous_token(parsed)
+        credentials = trusted and self.has_credentials
+        exchange = self.request_token if credentials else self.request_anonymous_token
+        try:
+            token = exchange(parsed)
+        except (ValueError, AttributeError, TypeError):
+            token = None  # what it sent is not the JSON object that it should be
         if not isinstance(token, str) or not token.isascii() or not token.isprintable():
             raise self._refused("its token service gave no token")
         return f"Bearer {token}"

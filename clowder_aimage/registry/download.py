@@ -50,6 +50,7 @@ class BlobReader(io.RawIOBase):
                 self._response = retrying(self._connect)
                 continue
             self._offset += count
+            self._broken = 0
             return count
         return 0
 

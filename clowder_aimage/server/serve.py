@@ -58,7 +58,7 @@ async def _run(app: web.Application, host: str, port: int, on_ready: Callable[[s
         access_log=None,
         auto_decompress=False,
         read_bufsize=READ_BUFFER,
-        shutdown_timeout=GRACE,
+        shutdown_timeout=GRACE / 2,  # waited for twice: to end, then to be cancelled
     )
     await runner.setup()
     try:

@@ -14,6 +14,7 @@ from model_blobs import FolderStore, replace
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model import blas
+from clowder_aimage.model.activation import silu
 from clowder_aimage.model.backend import describe, mx
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import MAX_SEED, Image, Request, Step, to_pixels
@@ -128,6 +129,18 @@ def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> N
     assert 0 < spread.mean() < 3
 
 
+def test_dead_weights_need_not_be_there(tiny: Model, pipeline: ZImagePipeline) -> None:
+    store, aimage = tiny
+    layers = tuple(layer for layer in aimage.layers if layer.name not in pipeline.skipped)
+    assert len(layers) < len(aimage.layers)
+    trimmed = load_pipeline(store, AImage(b"{}", layers), dtype="float32")
+    *_, one = trimmed.generate(SMALL)
+    *_, other = pipeline.generate(SMALL)
+    assert isinstance(one, Image)
+    assert isinstance(other, Image)
+    assert (one.pixels == other.pixels).all()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -136,7 +149,7 @@ def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> N
         ("model_index.json", {}, r"no model_index\.json"),
         ("scheduler/scheduler_config.json", {}, r"no scheduler/scheduler_config\.json"),
         ("vae/config.json", {}, r"no vae/config\.json"),
-        ("text_encoder/config.json", {"num_hidden_layers": 4, "layer_types": None}, "missing"),
+        ("text_encoder/config.json", {"num_hidden_layers": 5, "layer_types": None}, "missing"),
         ("text_encoder/config.json", {"num_hidden_layers": 2}, "unexpected tensors layers.2"),
         ("text_encoder/config.json", {"num_key_value_heads": 4}, "asks for shape"),
         ("transformer/config.json", {"qk_norm": False}, r"unexpected tensors .*norm_"),
@@ -159,10 +172,10 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
     short = load_pipeline(store, changed, dtype="float32")
     with pytest.raises(UsageError, match="height can be 32 pixels"):
         short.generate(Request("x", 64, 48, 1))
-    *_, image = short.generate(Request("x" * 45, 64, 32, 1))  # 64 tokens with the template
+    *_, image = short.generate(Request("x" * 46, 64, 32, 1))  # 64 tokens with the template
     assert isinstance(image, Image)
     with pytest.raises(UsageError, match="prompt is too long: 65 tokens"):
-        list(short.generate(Request("x" * 46, 64, 32, 1)))
+        list(short.generate(Request("x" * 47, 64, 32, 1)))
 
 
 def test_values_that_are_not_numbers_are_not_a_picture(pipeline: ZImagePipeline) -> None:
@@ -173,6 +186,16 @@ def test_values_that_are_not_numbers_are_not_a_picture(pipeline: ZImagePipeline)
 def test_pixels_round_half_to_even() -> None:
     values = np.array([-1, 0, 0.5 / 255, 1.5 / 255, 2.5 / 255, 1, 2], dtype=np.float32)
     assert to_pixels(values).tolist() == [0, 0, 0, 2, 2, 255, 255]
+
+
+def test_silu() -> None:
+    x = np.concatenate([np.linspace(-130, 130, 20_001), [0, -1e30, 1e30]]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        exact = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
+    np.testing.assert_allclose(np.array(silu(mx.array(x))), exact, rtol=4e-6, atol=2e-6)
+    small = mx.array(x[abs(x) < 10]).astype(mx.bfloat16)
+    assert silu(small).dtype == mx.bfloat16
+    assert np.isnan(np.array(silu(mx.array(float("nan")))))
 
 
 def test_importing_the_package_does_not_import_mlx() -> None:

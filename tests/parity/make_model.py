@@ -228,7 +228,10 @@ def _vae(dims: Dims) -> AutoencoderKL:
 
 @torch.no_grad()
 def _randomise(network: torch.nn.Module) -> None:
-    """Random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N)."""
+    """Random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N).
+
+    What enters some norms is small enough for their epsilon to show.
+    """
     normed = any(name.endswith("attention.norm_q.weight") for name, _ in network.named_parameters())
     for name, parameter in network.named_parameters():
         noise = torch.randn_like(parameter)
@@ -241,8 +244,10 @@ def _randomise(network: torch.nn.Module) -> None:
         elif parameter.ndim >= 2 and "embed_tokens" not in name:
             size = parameter[0].numel() ** -0.5
             if normed and name.endswith(("attention.to_q.weight", "attention.to_k.weight")):
-                size *= 0.03  # small enough for the epsilon of their norms to show
+                size *= 0.03
             parameter.copy_(size * noise)
+        if name.startswith(("encoder.conv_in.", "decoder.conv_in.")):
+            parameter.mul_(0.01)
 
 
 def main() -> None:

@@ -22,11 +22,10 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.server import push
-from clowder_aimage.server.serve import serve
+from clowder_aimage.server import push, serve
 if "impatient" in sys.argv[3:]:
-    push.STALL = 0.2
-serve(
+    push.STALL = serve.GRACE = 0.2
+serve.serve(
     ImageLayout(Path(sys.argv[1])),
     sys.argv[2],
     readonly="readonly" in sys.argv[3:],

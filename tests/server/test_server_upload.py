@@ -278,6 +278,24 @@ def test_stop_gives_up_uploads(tmp_path: Path, serve_layout: Callable[..., Serve
     assert server.ingests() == []
 
 
+def test_stop_does_not_wait_for_clients_that_stand_still(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path / "store", "impatient")
+    large = bytes(32 * 1024 * 1024)  # more than the sockets' buffers hold
+    server.push_blob(large)
+    get = f"GET /v2/a/b/blobs/{digest_of(large)} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    location = server.begin()
+    with (
+        send_half(server, location, 2 * len(BLOB), BLOB),
+        socket.create_connection(server.address) as reader,
+    ):
+        reader.sendall(get.encode())
+        assert reader.recv(10) == b"HTTP/1.1 2"
+        assert server.stop() == (0, "")
+    assert server.ingests() == []
+
+
 def test_expiry(tmp_path: Path) -> None:
     now = [0.0]
 

@@ -6,7 +6,8 @@ Group norms work as PyTorch's do; MLX's own grouping of channels differs.
 
 from __future__ import annotations
 
-from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx, silu
+from clowder_aimage.model.activation import silu
+from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx
 from clowder_aimage.model.zimage.config import VaeConfig
 
 EPS = 1e-6

@@ -1,0 +1,74 @@
+# Each target makes what it needs. GNU make 3.81 (the one that macOS ships) is enough.
+#
+#   make demo PYTHON=python3.12      with another Python (3.11 or newer)
+#   make test VENV=/tmp/venv         in another virtual environment
+#   make test WORKERS=2              on two cores rather than all
+#   make test ARGS='-k layout'       only some of the tests
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= auto
+ARGS    ?=
+
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+RUN     := $(VENV)/.installed-run
+DEV     := $(VENV)/.installed-dev
+
+.PHONY: help demo test test-slow check lint format venv clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo       the whole job on a tiny model: create, push, pull, run, replay'
+	@echo 'make test       the tests, in minutes'
+	@echo 'make test-slow  the long loops'
+	@echo 'make lint       ruff, mypy, lint-imports'
+	@echo 'make check      lint and test: what must pass before a change goes in'
+	@echo 'make format     let ruff format and fix what it can'
+	@echo 'make venv       a virtual environment in $(VENV) with everything for development'
+	@echo 'make clean      remove caches and build outputs; $(VENV) stays'
+
+demo: $(RUN)
+	@$(BIN)/python examples/demo.py
+
+test: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(ARGS)
+
+# pytest exits with 5 where no test is marked slow
+test-slow: $(DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: $(DEV)
+
+# A venv that could not be made in full loses its python, so that the next make tries again.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'aimage needs Python 3.11 or newer: make ... PYTHON=python3.12' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python; exit 1; }
+
+$(RUN): pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[mlx,server]'
+	@touch $@
+
+# What development needs holds what the demo needs.
+$(DEV): pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $(RUN) $@
+
+clean:
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' \
+	  -prune -exec rm -rf {} +

@@ -1,0 +1,214 @@
+"""The whole job on the embedded tiny model, with every command shown: ``make demo``.
+
+A registry is started on this machine, a model directory becomes an AImage, goes into the registry,
+comes out of it into a second, empty store, and makes a picture there. Needs no network, no Docker
+and no root. Only the standard library is used here; the work is done by ``aimage``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+MODEL = Path(__file__).resolve().parent / "tiny"
+OUTPUT = Path("demo-output")
+PROMPT, SEED = "a lighthouse at dusk", "42"
+LIMIT = 120  # seconds for one step
+CHILDREN: list[subprocess.Popen[str]] = []
+
+
+class DemoError(Exception):
+    """A step failed; the message says which and how."""
+
+
+def main() -> None:
+    """Run all steps, and clean up whatever happens."""
+    signal.signal(signal.SIGTERM, _terminated)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="aimage-demo-", ignore_cleanup_errors=True) as name:
+        try:
+            picture = demo(Path(name))
+        except DemoError as error:
+            sys.exit(f"\ndemo: {error}")
+        except KeyboardInterrupt:
+            print("\ndemo: interrupted", file=sys.stderr)
+            sys.exit(130)
+        finally:
+            for child in CHILDREN:
+                stop(child)
+    print(f"\nDone in {time.monotonic() - began:.0f} s. The picture: {picture.resolve()}")
+    print("It is colourful noise: the tiny model is a complete Z-Image with random weights.")
+    print("A real model directory takes the same commands. Next: README.md")
+
+
+def demo(home: Path) -> Path:
+    """The steps; returns the picture's path."""
+    program = find_program()
+    environment = make_environment(home)
+
+    say("A registry on this machine, over an empty directory")
+    host = start_registry(program, environment, home / "registry")
+    reference = f"{host}/demo/tiny:v1"
+    here, there = ["--store", str(home / "here")], ["--store", str(home / "there")]
+
+    def aimage(*arguments: str) -> str:
+        return run(program, environment, *arguments)
+
+    say("create: the model directory becomes an AImage in the store 'here', a blob per tensor")
+    created = last_line(aimage("create", reference, show_path(MODEL), *here))
+
+    say("push: it goes to the registry")
+    pushed = last_line(aimage("push", reference, *here))
+
+    say("pull: it arrives in a second store, 'there', which was empty")
+    pulled = last_line(aimage("pull", reference, *there))
+    agree("create, push and pull", created, pushed, pulled)
+
+    say("show: what it consists of")
+    aimage("show", reference, *there)
+
+    say("run: a picture from a prompt, with the weights that came from the registry")
+    OUTPUT.mkdir(exist_ok=True)
+    path = OUTPUT / f"lighthouse-{SEED}.png"
+    aimage("run", reference, PROMPT, "--seed", SEED, "-o", str(path), "--no-open", *there)
+
+    say("replay: the picture says how it was made; made again, it is the same")
+    agree("replay", last_line(aimage("replay", str(path), *there)), "equal")
+    return path
+
+
+def find_program() -> str:
+    """The ``aimage`` beside this Python, else the one on PATH."""
+    beside = Path(sys.executable).with_name("aimage")
+    found = str(beside) if beside.is_file() else shutil.which("aimage")
+    if found is None:
+        raise DemoError("aimage is not installed: run 'make demo'")
+    return found
+
+
+def make_environment(home: Path) -> dict[str, str]:
+    """Nothing of the user's own store or settings is touched, and no proxy is asked for us."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("AIMAGE_")}
+    around = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy"), "127.0.0.1"]))
+    return kept | {
+        "DOCKER_CONFIG": str(home / "docker"),
+        "NO_PROXY": around,
+        "no_proxy": around,
+    }
+
+
+def start_registry(program: str, environment: dict[str, str], store: Path) -> str:
+    """``aimage registry serve`` as a child; returns its HOST:PORT once it answers."""
+    arguments = ["registry", "serve", "--addr", "127.0.0.1:0", "--store", str(store)]
+    show_command(arguments, " &")
+    child = subprocess.Popen(
+        [program, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    CHILDREN.append(child)
+    late = threading.Timer(LIMIT, child.kill)  # a server that never says anything
+    late.start()
+    try:
+        line = child.stdout.readline().strip() if child.stdout else ""
+    finally:
+        late.cancel()
+    if not re.fullmatch(r"http://127\.0\.0\.1:\d+", line):
+        child.kill()
+        said = (line + "\n" + child.communicate()[1]).strip()
+        raise DemoError(f"the registry did not start:\n{indented(said)}")
+    print(indented(line))
+    return line.removeprefix("http://")
+
+
+def run(program: str, environment: dict[str, str], *arguments: str) -> str:
+    """Show a command, run it, show what it says; returns its stdout."""
+    show_command(arguments)
+    child = subprocess.Popen(
+        [program, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    CHILDREN.append(child)
+    try:
+        out, err = child.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+        err += f"(killed after {LIMIT} s)"
+    CHILDREN.remove(child)
+    for text in (err, out):
+        if text.strip():
+            print(indented(text.rstrip()))
+    if child.returncode:
+        raise DemoError(f"'aimage {arguments[0]}' exited with {child.returncode}, expected 0")
+    return out
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    """End a child politely, then for certain."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def agree(what: str, *values: str) -> None:
+    """Fail unless all values are the same."""
+    if len(set(values)) != 1 or not values[0]:
+        raise DemoError(f"{what} do not agree:\n" + indented("\n".join(values)))
+    if values[0] != "equal":
+        print(f"  The digest is the same all the way: {values[0]}")
+
+
+def say(text: str) -> None:
+    print(f"\n# {text}", flush=True)
+
+
+def show_command(arguments: list[str] | tuple[str, ...], end: str = "") -> None:
+    """The command as a user would type it."""
+    print(f"$ aimage {shlex.join(arguments)}{end}", flush=True)
+
+
+def show_path(path: Path) -> str:
+    """Relative to here where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

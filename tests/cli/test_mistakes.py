@@ -1,0 +1,323 @@
+"""Likely mistakes: a sentence and an exit code, never a traceback (tests.process asserts that)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor
+from tests.process import PROGRAM
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+
+def _one_sentence(err: str) -> str:
+    first, *_ = [line for line in err.splitlines() if line.startswith("aimage: ")]
+    return first
+
+
+@pytest.mark.parametrize("verb", [("show",), ("push",), ("rm",), ("tag",), ("run",)])
+def test_an_unknown_reference(verb, aimage):
+    arguments = {"tag": ("x", "y"), "run": ("x", "a prompt")}.get(verb[0], ("x",))
+    code = 2 if verb == ("push",) else 3  # a name without a host cannot be pushed at all
+    done = aimage()(*verb, *arguments, code=code)
+    assert "x:latest" in _one_sentence(done.err)
+    assert done.out == ""
+
+
+def test_push_of_a_name_that_is_not_here(aimage):
+    done = aimage()("push", "localhost:1/x", code=3)
+    assert "no localhost:1/x:latest in the store" in done.err
+
+
+def test_a_local_name_is_never_pulled(aimage):
+    done = aimage()("pull", "library/x", code=2)
+    assert "has no registry host" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Upper/Case", "names are lower case: upper/case"),
+        ("localhost:5000/Team/Model:V1", "localhost:5000/team/model:V1"),
+        ("../climb", "cannot be a repository"),
+        ("a/../b", "cannot be a repository"),
+        ("x:", "cannot be a tag"),
+        ("x:a b", "cannot be a tag"),
+        ("x@sha256:abc", "not a sha256 digest"),
+        ("", "cannot be a repository"),
+        ("a//b", "cannot be a repository"),
+    ],
+)
+def test_a_name_that_cannot_be(name, said, aimage, tiny):
+    here = aimage()
+    assert said in here("create", name, tiny, code=2).err
+    assert said in here("pull", name, code=2).err
+    assert not here.store.exists()
+
+
+def test_a_registry_that_is_down_is_said_at_once(aimage):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begun = time.monotonic()
+    done = aimage()("pull", f"127.0.0.1:{port}/x", code=1)
+    assert time.monotonic() - begun < 10
+    assert f"cannot reach 127.0.0.1:{port}: Connection refused" in done.err
+
+
+def test_a_host_that_does_not_exist(aimage):
+    done = aimage()("pull", "registry.invalid/x", code=1)
+    assert "cannot reach registry.invalid" in done.err
+
+
+def test_a_registry_that_never_answers_is_given_up_within_ten_seconds(aimage):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        begun = time.monotonic()
+        done = aimage()("pull", f"127.0.0.1:{silent.getsockname()[1]}/x", code=1)
+    assert time.monotonic() - begun < 10
+    assert "accepts connections but does not answer" in done.err
+
+
+def test_tls_where_there_is_none(aimage, registry):
+    port = registry.host.rpartition(":")[2]
+    # Not a loopback name by the rule, though it resolves to this machine.
+    done = aimage()("pull", f"localhost.localdomain:{port}/x", code=1)
+    assert "localhost.localdomain" in done.err
+
+
+def test_wrong_credentials(aimage, private_registry, tiny):
+    here = aimage()
+    host = private_registry.host
+    reference = f"{host}/team/x"
+    here("create", reference, tiny)
+    done = here("push", reference, code=4)
+    assert f"aimage login {host}" in done.err
+    done = here("login", host, "-u", "operator", "--password-stdin", stdin="wrong\n", code=4)
+    assert done.out == ""
+    assert not (here.home / "docker" / "config.json").exists()
+    here("login", host, "-u", "operator", "--password-stdin", stdin="open sesame\n")
+    config = here.home / "docker" / "config.json"
+    assert config.stat().st_mode & 0o777 == 0o600
+    digest = here("push", reference).line
+    assert aimage("there")("pull", reference).line == digest
+    here("logout", host)
+    assert here("pull", reference, code=4).out == ""
+    assert here("logout", host, code=3).out == ""
+
+
+def test_a_credential_helper_is_asked(aimage, private_registry, tiny, tmp_path):
+    helpers = tmp_path / "bin"
+    helpers.mkdir()
+    helper = helpers / "docker-credential-test"
+    helper.write_text(
+        '#!/bin/sh\n[ "$1" = get ] && echo \'{"Username":"operator","Secret":"open sesame"}\'\n'
+    )
+    helper.chmod(0o755)
+    here = aimage()
+    host = private_registry.host
+    config = here.home / "docker" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({"credHelpers": {host: "test"}}))
+    here.environment["PATH"] = f"{helpers}:{os.environ['PATH']}"
+    here("create", f"{host}/helped/x", tiny)
+    here("push", f"{host}/helped/x")
+
+
+def test_a_broken_docker_config(aimage):
+    here = aimage()
+    (here.home / "docker").mkdir()
+    (here.home / "docker" / "config.json").write_text("{")
+    assert "config.json" in here("pull", "localhost:1/x", code=1).err
+
+
+def test_a_store_that_is_a_file(aimage, tiny):
+    here = aimage()
+    here.store.write_text("hello")
+    for arguments in (("ls",), ("create", "x", tiny), ("show", "x")):
+        assert f"{here.store} is not a directory" in here(*arguments, code=1).err
+    assert here.store.read_text() == "hello"
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "setresuid"), reason="needs a user")
+def test_a_store_without_permission(aimage, tiny, tmp_path):
+    here = aimage()
+    here.store.mkdir()
+    here.store.chmod(0o500)
+    if os.access(here.store, os.W_OK):
+        pytest.skip("root may write everywhere")
+    assert "Permission denied" in here("create", "x", tiny, code=1).err
+
+
+def test_an_index_that_is_not_one(aimage):
+    here = aimage()
+    here.store.mkdir()
+    (here.store / "index.json").write_text("[]")
+    assert "is not an OCI index" in here("ls", code=1).err
+
+
+def test_a_full_disk(aimage, tiny):
+    """A limit on the size of files stands in for the disk; the kernel answers EFBIG or ENOSPC."""
+    here = aimage()
+    small = _on_small_disk(here)
+    if small is None:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        done = here("create", "x", tiny, code=6)
+        assert "no space left" in done.err
+        assert not (here.store / "index.json").exists()
+        for blob in (here.store / "blobs" / "sha256").iterdir():
+            data = blob.read_bytes()
+            assert Descriptor.of("", data).digest.encoded == blob.name
+        assert not list((here.store / ".aimage" / "ingest").iterdir())
+    finally:
+        subprocess.run(["umount", str(here.store)], check=True)
+
+
+def _on_small_disk(here):
+    here.store.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(here.store)]
+    return here.store if subprocess.run(mount, capture_output=True).returncode == 0 else None
+
+
+def test_ctrl_c_in_the_middle_of_a_pull(aimage):
+    """130, at once, and nothing half-written under a final name."""
+    manifest, blobs = artifact(b"{}", b"x" * 3_000_000)
+    right = serving(manifest, blobs)
+
+    def script(seen):
+        answer = right(seen)
+        if len(answer.body) > 2_000_000:
+            return Answer(
+                200, {"Content-Length": str(len(answer.body))}, answer.body, 2_000_000, True
+            )
+        return answer
+
+    here = aimage()
+    with ScriptedRegistry(script).running() as registry:
+        process = here.start("pull", f"{registry.host}/x")
+        ingest = here.store / ".aimage" / "ingest"
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if ingest.is_dir() and any(p.stat().st_size > 1_000_000 for p in ingest.iterdir()):
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 5
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    names = [path.name for path in (here.store / "blobs").rglob("*") if path.is_file()]
+    assert all(len(blobs[f"sha256:{name}"]) < 100 for name in names)
+    assert here("ls", "--json").value == []
+
+
+def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
+    """A pipe for a weight file would hang; a slow disk is played by a stopped process."""
+    here = aimage()
+    process = here.start("create", "x", tiny)
+    end = time.monotonic() + 20
+    while time.monotonic() < end and not (here.store / "blobs").is_dir():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode in (130, 0)  # 0: it was done before the signal came
+    layout = ImageLayout(here.store)
+    for blob in (here.store / "blobs" / "sha256").iterdir():
+        assert Descriptor.of("", blob.read_bytes()).digest.encoded == blob.name
+    if process.returncode == 130:
+        assert list(layout.tags()) == []
+
+
+def test_a_closed_pipe_is_no_error(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    shell = " ".join(PROGRAM) + " show x --layers | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, env=here.env()
+    )
+    assert done.stderr == ""
+
+
+def test_usage(aimage):
+    here = aimage()
+    for arguments in (("frobnicate",), ("pull",), ("pull", "x", "--jobs", "0"), ("ls", "--what")):
+        done = here(*arguments, code=2)
+        assert "Usage:" in done.err
+    assert "--plain-http" in here("pull", "a.b/x", "--plain-http", "--insecure", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--width", 100), "width must be a multiple of 16"),
+        (("--height", 0), "height must be a multiple of 16"),
+        (("--steps", 0), "steps must be"),
+        (("--seed", -1), "seed must be"),
+        (("--dtype", "float16"), "float16"),
+        (("--negative", "blur"), "--negative needs --guidance"),
+        (("-o", "x.jpg"), "PNG"),
+        (("-n", 0), "n must be"),
+    ],
+)
+def test_a_picture_that_cannot_be(arguments, said, aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    done = here("run", "x", "a fox", *arguments, code=2)
+    assert said in done.err
+    assert not list(here.home.glob("*.png"))
+
+
+def test_an_output_place_that_is_not_there(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
+    assert "no/such/place/x.png" in done.err
+
+
+def test_replay_of_what_is_not_ours(aimage):
+    here = aimage()
+    (here.home / "x.png").write_bytes(b"not a picture")
+    assert "not a PNG" in here("replay", "x.png", code=2).err
+    assert "there is no picture" in here("replay", "y.png", code=3).err
+
+
+def test_a_damaged_store_is_found_out_before_it_spreads(aimage, tiny, repository):
+    here = aimage()
+    here("create", repository, tiny)
+    layers = here("show", repository, "--json").value["layers"]
+    largest = max(layers, key=lambda layer: layer["size"])
+    blob = here.store / "blobs" / "sha256" / largest["digest"][7:]
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    done = here("push", repository, code=5)
+    assert largest["digest"] in done.err
+
+
+def test_limits_are_ours_to_bear(aimage, tiny):
+    """256 open files are macOS's default."""
+    here = aimage()
+    here("create", "x", tiny)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
+    done = subprocess.run(
+        [*PROGRAM, "run", "x", "a fox", "--steps", "1", "-o", "x.png"],
+        env=here.env(),
+        cwd=here.home,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+    )
+    assert done.returncode == 0, done.stderr

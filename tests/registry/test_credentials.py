@@ -1,0 +1,207 @@
+"""Who gets to see credentials, and who does not."""
+
+from __future__ import annotations
+
+import base64
+import json
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.errors import AImageError, UnauthorizedError
+from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.auth import _is_internal
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+MANIFEST, BLOBS = artifact(b"{}", b"weights")
+BASIC = base64.b64encode(b"operator:secret").decode()
+
+
+def _docker_config(tmp_path, *hosts):
+    value = {"auths": {host: {"auth": BASIC} for host in hosts}}
+    (tmp_path / "config.json").write_text(json.dumps(value))
+
+
+def _pull(registry, tmp_path, **options):
+    reference = Reference.parse(f"{registry.host}/team/x")
+    with Repository(reference, Connection(docker_config=tmp_path, **options)) as repository:
+        return copy(repository, reference, MemoryStore())
+
+
+def _guarded(challenge, wanted):
+    """A registry that serves whoever brings the header ``wanted``."""
+    right = serving(MANIFEST, BLOBS)
+
+    def script(seen):
+        if seen.headers.get("Authorization") == wanted:
+            return right(seen)
+        return Answer(401, {"WWW-Authenticate": challenge()})
+
+    return script
+
+
+def _tokens(seen):
+    return Answer(200, {}, json.dumps({"token": "t0k3n"}).encode())
+
+
+def _with_realm(realm_of):
+    """A registry whose challenge names a realm, which may be its own ``/token``."""
+    right = serving(MANIFEST, BLOBS)
+    holder = {}
+
+    def script(seen):
+        if seen.path.startswith("/token"):
+            return _tokens(seen)
+        if seen.headers.get("Authorization") == "Bearer t0k3n":
+            return right(seen)
+        realm = realm_of(holder["registry"])
+        challenge = f'Bearer realm="{realm}",service="test",scope="repository:team/x:pull"'
+        return Answer(401, {"WWW-Authenticate": challenge})
+
+    registry = ScriptedRegistry(script)
+    holder["registry"] = registry
+    return registry
+
+
+def test_basic(tmp_path):
+    script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
+    with ScriptedRegistry(script).running() as registry:
+        with pytest.raises(UnauthorizedError, match="no credentials"):
+            _pull(registry, tmp_path)
+        _docker_config(tmp_path, registry.host)
+        _pull(registry, tmp_path)
+        _docker_config(tmp_path, "other.example.com")
+        with pytest.raises(UnauthorizedError):
+            _pull(registry, tmp_path)
+
+
+def test_credentials_are_not_sent_unasked(tmp_path):
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        _docker_config(tmp_path, registry.host)
+        _pull(registry, tmp_path)
+    assert not any("Authorization" in seen.headers for seen in registry.seen)
+
+
+def test_netrc_is_not_read(tmp_path, monkeypatch):
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login operator password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        _pull(registry, tmp_path)
+    assert not any("Authorization" in seen.headers for seen in registry.seen)
+
+
+def test_a_token_from_the_registry_itself(tmp_path):
+    with _with_realm(lambda it: f"http://{it.host}/token").running() as registry:
+        _docker_config(tmp_path, registry.host)
+        _pull(registry, tmp_path)
+    asked = [seen for seen in registry.seen if seen.path.startswith("/token")]
+    assert len(asked) == 1  # and used for every request after it
+    assert asked[0].headers["Authorization"] == f"Basic {BASIC}"
+    query = parse_qs(urlsplit(asked[0].path).query)
+    assert query == {"service": ["test"], "scope": ["repository:team/x:pull"]}
+
+
+def test_a_realm_elsewhere_gets_no_credentials(tmp_path):
+    """CVE-2025-51471, CVE-2026-48978: another host is asked anonymously, unless it is trusted."""
+    with ScriptedRegistry(_tokens).running() as other:
+        realm = f"http://{other.host.replace('127.0.0.1', 'localhost')}/token"
+        with _with_realm(lambda _: realm).running() as registry:
+            _docker_config(tmp_path, registry.host)
+            _pull(registry, tmp_path)
+            assert [seen.headers.get("Authorization") for seen in other.seen] == [None]
+            other.seen.clear()
+            _pull(registry, tmp_path, trusted_realms=frozenset({"localhost"}))
+            assert other.seen[0].headers["Authorization"] == f"Basic {BASIC}"
+
+
+@pytest.mark.parametrize("realm", ["", "file:///etc/passwd", "token", "//", "gopher://x/"])
+def test_a_realm_that_is_no_address(realm, tmp_path):
+    with (
+        _with_realm(lambda _: realm).running() as registry,
+        pytest.raises(UnauthorizedError),
+    ):
+        _pull(registry, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "internal"),
+    [
+        ("169.254.169.254", True),
+        ("127.0.0.1", True),
+        ("10.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("auth.example.com", False),
+        ("1.1.1.1", False),
+    ],
+)
+def test_what_is_inside_this_network(host, internal):
+    assert _is_internal(host) == internal
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"no", b'{"token": 7}', b'{"token": "a\\nb"}'])
+def test_a_token_service_that_gives_none(answer, tmp_path):
+    def script(seen):
+        if seen.path.startswith("/token"):
+            return Answer(200, {}, answer)
+        challenge = f'Bearer realm="http://{registry.host}/token",service="x"'
+        return Answer(401, {"WWW-Authenticate": challenge})
+
+    registry = ScriptedRegistry(script)
+    with registry.running(), pytest.raises(AImageError):
+        _pull(registry, tmp_path)
+
+
+def test_a_huge_token_answer_is_not_read_to_its_end(tmp_path):
+    def script(seen):
+        if seen.path.startswith("/token"):
+            return Answer(200, {}, b" " * 5_000_000)
+        challenge = f'Bearer realm="http://{registry.host}/token",service="x"'
+        return Answer(401, {"WWW-Authenticate": challenge})
+
+    registry = ScriptedRegistry(script)
+    with registry.running(), pytest.raises(AImageError, match="more than"):
+        _pull(registry, tmp_path)
+
+
+def test_a_redirect_to_another_origin_takes_no_credentials_along(tmp_path):
+    """Another port is another origin: blobs come from content networks that way."""
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as cdn:
+        inner = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
+
+        def script(seen):
+            answer = inner(seen)
+            if answer.status == 200 and "/blobs/" in seen.path:
+                return Answer(307, {"Location": f"http://{cdn.host}{seen.path}"})
+            return answer
+
+        with ScriptedRegistry(script).running() as registry:
+            _docker_config(tmp_path, registry.host)
+            _pull(registry, tmp_path)
+    assert cdn.asked("GET")
+    assert not any("Authorization" in seen.headers for seen in cdn.seen)
+
+
+def test_an_upload_location_elsewhere_gets_no_credentials(tmp_path):
+    def taking(seen):
+        return Answer(201)
+
+    with ScriptedRegistry(taking).running() as other:
+
+        def script(seen):
+            if seen.headers.get("Authorization") != f"Basic {BASIC}":
+                return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
+            return Answer(202, {"Location": f"http://{other.host}/upload?state=1"})
+
+        with ScriptedRegistry(script).running() as registry:
+            _docker_config(tmp_path, registry.host)
+            reference = Reference.parse(f"{registry.host}/x")
+            with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+                repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+    (put,) = other.seen
+    assert put.body == b"abc"
+    assert put.path.startswith("/upload?state=1&digest=sha256%3A")
+    assert "Authorization" not in put.headers

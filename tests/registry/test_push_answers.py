@@ -1,0 +1,188 @@
+"""Answers to a push, and which of them mean 'try another dialect'."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.errors import (
+    AImageError,
+    ManifestRefusedError,
+    RegistryError,
+    UnauthorizedError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection, Repository
+from tests.scripted import Answer, ScriptedRegistry
+
+FILE = b'{"model_type": "test"}'
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def error(status, code, message="", detail=None):
+    """An error answer in the specification's form."""
+    body = {"errors": [{"code": code, "message": message, "detail": detail}]}
+    return Answer(status, {}, json.dumps(body).encode())
+
+
+def taking(refuse):
+    """A registry that takes blobs and asks ``refuse(media type)`` about manifests."""
+    blobs: set[str] = set()
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/1"})
+        if "/manifests/" in seen.path:
+            return refuse(seen.headers["Content-Type"], json.loads(seen.body)) or Answer(201)
+        if seen.method == "PUT":
+            blobs.add(seen.path.rpartition("%3A")[2])
+            return Answer(201)
+        return Answer(200 if seen.path.rpartition(":")[2] in blobs else 404)
+
+    return script
+
+
+def store_with(tmp_path, reference, dialect="clowder"):
+    layout = ImageLayout(tmp_path / "store")
+    layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
+    aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
+    manifest, config = DIALECTS[dialect].write(aimage)
+    layout.push(layer.descriptor, bytes_body(FILE))
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    return layout
+
+
+def try_push(script, tmp_path, dialect="clowder", **options):
+    """Push a small AImage; returns the registry and the dialects tried after the first."""
+    tried = []
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        layout = store_with(tmp_path, reference, dialect)
+        push(
+            layout,
+            reference,
+            Connection(docker_config=tmp_path),
+            on_fallback=lambda name, _: tried.append(name),
+            **options,
+        )
+    return registry, tried
+
+
+REFUSALS = {
+    "distribution 2.8": error(400, "MANIFEST_INVALID", "manifest invalid", {}),
+    "distribution 3 by class": error(403, "DENIED", "unknown manifest class for application/x"),
+    "zot": error(415, "MANIFEST_INVALID", "manifest invalid", {"mediaType": "application/x"}),
+    "Quay": error(415, "MANIFEST_INVALID", "manifest schema version not supported"),
+    "ECR": error(405, "UNSUPPORTED", "Invalid parameter at 'ImageManifest'"),
+    "Artifactory": Answer(406, {}, b"Not Acceptable"),
+}
+OTHERS = {
+    "too large": (
+        error(400, "MANIFEST_INVALID", "x", "http: request body too large"),
+        RegistryError,
+    ),
+    "too large, zot": (error(413, "MANIFEST_INVALID", "manifest too large"), RegistryError),
+    "missing blob": (error(400, "MANIFEST_BLOB_UNKNOWN", "blob unknown"), RegistryError),
+    "denied": (error(403, "DENIED", "requested access is denied"), UnauthorizedError),
+    "no push": (error(405, "METHOD", "read only"), RegistryError),
+    "bad name": (error(400, "NAME_INVALID", "invalid name"), RegistryError),
+    "not JSON": (Answer(400, {}, b"<html>Bad Request</html>"), RegistryError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_kind_of_manifest_falls_back(name, tmp_path):
+    def refuse(media_type, document):
+        is_container = document["config"]["mediaType"] == mediatype.OCI_CONFIG
+        return None if is_container else REFUSALS[name]
+
+    registry, tried = try_push(taking(refuse), tmp_path)
+    assert tried == ["ollama", "container"]
+    sent = [json.loads(seen.body) for seen in registry.seen if "/manifests/" in seen.path]
+    assert len(sent) == 3
+    puts = [path for path in registry.asked("PUT") if "/upload/" in path]
+    assert len(puts) == len(set(puts)) == 4  # the file once, and three configs
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_failure_does_not(name, tmp_path):
+    answer, kind = OTHERS[name]
+    tried = []
+    with pytest.raises(kind) as raised:
+        try_push(taking(lambda *_: tried.append(1) or answer), tmp_path)
+    assert not isinstance(raised.value, ManifestRefusedError)
+    assert len(tried) == 1
+
+
+def test_where_all_refuse_the_last_word_is_told(tmp_path):
+    with pytest.raises(ManifestRefusedError, match="415"):
+        try_push(taking(lambda *_: REFUSALS["zot"]), tmp_path)
+
+
+def test_custom_goes_down_the_whole_ladder(tmp_path):
+    def refuse(media_type, document):
+        return None if media_type == mediatype.DOCKER_MANIFEST else REFUSALS["distribution 2.8"]
+
+    _, tried = try_push(taking(refuse), tmp_path, dialect="custom")
+    assert tried == ["clowder", "ollama"]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
+def test_a_passing_error_is_tried_again_with_the_whole_body(method, status, tmp_path):
+    right, left = taking(lambda *_: None), [1]
+
+    def script(seen):
+        if seen.method == method and left:
+            left.clear()
+            return Answer(status)
+        return right(seen)
+
+    registry, _ = try_push(script, tmp_path)
+    bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload/")]
+    assert bodies.count(FILE) == (
+        2 if method == "PUT" and bodies[0] == FILE else bodies.count(FILE)
+    )
+    assert FILE in bodies
+
+
+def test_a_damaged_blob_is_not_sent_as_if_it_were_whole(tmp_path):
+    with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        layout = store_with(tmp_path, reference)
+        path = layout.path(Descriptor.of("", FILE))
+        path.chmod(0o644)
+        path.write_bytes(FILE.replace(b"test", b"fest"))
+        with pytest.raises(VerificationError, match="hashes to"):
+            push(layout, reference, Connection(docker_config=tmp_path))
+    assert not [seen for seen in registry.seen if "/manifests/" in seen.path]
+
+
+def test_an_empty_blob(tmp_path):
+    with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            repository.push(Descriptor.of("text/plain", b""), bytes_body(b""))
+    (put,) = [seen for seen in registry.seen if seen.method == "PUT"]
+    assert put.headers["Content-Length"] == "0"
+
+
+def test_an_upload_without_a_location(tmp_path):
+    with (
+        ScriptedRegistry(lambda _: Answer(202)).running() as registry,
+        pytest.raises(AImageError, match="did not say where"),
+    ):
+        reference = Reference.parse(f"{registry.host}/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))

@@ -1,0 +1,138 @@
+"""A registry that does as it is told: for answers that a well-behaved one never gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from clowder_aimage.oci import Digest
+
+
+@dataclass
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Answer:
+    """``drip``: seconds to hang in the middle of the body, or until the client leaves."""
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    cut: int | None = None  # send only so many bytes of the body, then close
+    hang: bool = False  # after ``cut`` bytes, keep the connection open and silent
+
+
+Script = Callable[[Seen], Answer]
+
+
+class ScriptedRegistry:
+    """Runs ``script`` for every request and remembers what was asked."""
+
+    def __init__(self, script: Script) -> None:
+        self.seen: list[Seen] = []
+        self.released = threading.Event()
+        registry = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                seen = Seen(
+                    self.command, self.path, dict(self.headers.items()), self.rfile.read(length)
+                )
+                registry.seen.append(seen)
+                self._send(script(seen))
+
+            do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
+
+            def _send(self, answer: Answer) -> None:
+                self.send_response(answer.status)
+                for name, value in answer.headers.items():
+                    self.send_header(name, value)
+                if "Content-Length" not in answer.headers:
+                    self.send_header("Content-Length", str(len(answer.body)))
+                self.end_headers()
+                if self.command == "HEAD":
+                    return
+                with contextlib.suppress(OSError):
+                    self.wfile.write(answer.body[: answer.cut])
+                    self.wfile.flush()
+                if answer.hang:
+                    registry.released.wait(60)
+                if answer.cut is not None:
+                    self.close_connection = True
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.host = f"127.0.0.1:{self._server.server_address[1]}"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ScriptedRegistry]:
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.released.set()
+            self._server.shutdown()
+            self._server.server_close()
+
+    def asked(self, method: str) -> list[str]:
+        """The paths that were asked for with a method."""
+        return [seen.path for seen in self.seen if seen.method == method]
+
+
+def artifact(*blobs: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """A manifest over ``blobs`` (the first is the config), and the blobs by digest."""
+    by_digest = {str(Digest.of(blob)): blob for blob in blobs}
+    descriptors = [
+        {
+            "mediaType": "application/vnd.example.blob",
+            "digest": str(Digest.of(blob)),
+            "size": len(blob),
+        }
+        for blob in blobs
+    ]
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": descriptors[0],
+        "layers": descriptors[1:],
+    }
+    return json.dumps(manifest).encode(), by_digest
+
+
+def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
+    """A script that answers pulls of one artifact as a registry should, Range included."""
+
+    def script(seen: Seen) -> Answer:
+        if "/manifests/" in seen.path:
+            kind = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
+            return Answer(200, kind, manifest)
+        blob = blobs.get(seen.path.rpartition("/")[2])
+        if blob is None:
+            return Answer(404)
+        asked = seen.headers.get("Range")
+        if asked:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), int(last or len(blob) - 1)
+            span = {"Content-Range": f"bytes {start}-{end}/{len(blob)}"}
+            return Answer(206, span, blob[start : end + 1])
+        return Answer(200, {}, blob)
+
+    return script
