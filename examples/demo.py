@@ -199,7 +199,7 @@ def show_path(path: Path) -> str:
 
 
 def indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
 def last_line(text: str) -> str:

@@ -22,13 +22,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _META = "clowder_aimage.cli."
 
 
-def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Keep an option's value for the whole command line; the last one given counts."""
-    source = ctx.get_parameter_source(param.name or "")
-    given = source not in (None, click.core.ParameterSource.DEFAULT)
-    if given and (value not in (None, False)):
-        ctx.meta[_META + (param.name or "")] = value
-    return value
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Keep an option for the whole command line; where it stands twice, the last one counts."""
+    if value:
+        ctx.meta[_META + str(param.name)] = value
 
 
 def common_options(function: _F) -> _F:
@@ -37,7 +34,6 @@ def common_options(function: _F) -> _F:
         click.option(
             "--store",
             type=click.Path(path_type=Path),
-            envvar="AIMAGE_STORE",
             help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
             callback=_remember,
             expose_value=False,
@@ -117,7 +113,10 @@ def settings() -> Settings:
 
 
 def default_store() -> Path:
-    """The platform's place for a user's data (XDG Base Directory; macOS Library)."""
+    """AIMAGE_STORE, or the platform's place for data (XDG Base Directory; macOS Library)."""
+    named = os.environ.get("AIMAGE_STORE")
+    if named:
+        return Path(named)
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Application Support" / "aimage"

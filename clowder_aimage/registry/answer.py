@@ -31,10 +31,11 @@ def read_capped(response: requests.Response, limit: int) -> bytes:
             ask for and which could unpack to anything.
         BrokenOffError: it broke off.
     """
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise VerificationError(f"{_host(response)} sent a {encoding[:20]} body we did not ask for")
     try:
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            host = _host(response)
+            raise VerificationError(f"{host} sent a {encoding[:20]} body we did not ask for")
         data = bytearray()
         while chunk := response.raw.read(min(limit + 1 - len(data), 1 << 16)):
             data += chunk

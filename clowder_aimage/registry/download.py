@@ -75,7 +75,11 @@ class BlobReader(io.RawIOBase):
             return response
         if response.status_code != 200:
             raise failure(response, self._what)
-        self._skip(response)
+        try:
+            self._skip(response)
+        except BaseException:
+            response.close()
+            raise
         return response
 
     def _skip(self, response: requests.Response) -> None:

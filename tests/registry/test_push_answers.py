@@ -151,10 +151,8 @@ def test_a_passing_error_is_tried_again_with_the_whole_body(method, status, tmp_
 
     registry, _ = try_push(script, tmp_path)
     bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload/")]
-    assert bodies.count(FILE) == (
-        2 if method == "PUT" and bodies[0] == FILE else bodies.count(FILE)
-    )
     assert FILE in bodies
+    assert all(bodies)  # no attempt began where a failed one had ended
 
 
 def test_a_damaged_blob_is_not_sent_as_if_it_were_whole(tmp_path):

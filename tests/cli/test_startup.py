@@ -1,0 +1,58 @@
+"""What starting costs: modules that a verb does not need are not imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    *("mlx", "numpy", "PIL", "jinja2", "tokenizers", "torch", "safetensors"),
+    *("requests", "urllib3", "oras", "tenacity", "jsonschema"),
+    *("aiohttp", "asyncio", "starlette", "fastapi"),
+}
+
+
+def imported(*arguments: str) -> set[str]:
+    """The modules that a command line imports, as Python itself reports them."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "clowder_aimage.cli", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("pull", "--help"), ("run", "--help")],
+    ids=" ".join,
+)
+def test_help_is_light(arguments):
+    modules = imported(*arguments)
+    assert "click" in modules  # the list is a real one
+    assert not {m for m in modules if m.partition(".")[0] in HEAVY}
+
+
+def test_verbs_that_only_read_the_store_are_light(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    store = str(here.store)
+    for arguments in (("ls",), ("show", "x"), ("tag", "x", "y"), ("rm", "y")):
+        modules = imported("--store", store, *arguments)
+        assert "clowder_aimage.layout.layout" in modules
+        assert not {m for m in modules if m.partition(".")[0] in HEAVY}
+
+
+def test_the_base_install_can_create_push_and_pull(aimage, tiny, repository):
+    """Nothing of the extras is imported on the way."""
+    here = aimage()
+    extras = {"mlx", "numpy", "PIL", "jinja2", "tokenizers", "aiohttp"}
+    for arguments in (
+        ("create", repository, str(tiny)),
+        ("push", repository),
+        ("pull", repository),
+    ):
+        modules = imported("--store", str(here.store), *verb)
+        assert not {m for m in modules if m.partition(".")[0] in extras}

@@ -1,0 +1,157 @@
+"""The verbs on a local store, as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+
+def test_stdout_is_the_digest_alone(aimage, tiny):
+    done = aimage()("create", "x", tiny)
+    assert done.line.startswith("sha256:")
+    assert "284 tensors" in done.err
+    assert "0 of 292 blobs" in done.err
+
+
+def test_quiet_is_silent(aimage, tiny):
+    here = aimage()
+    assert here("create", "x", tiny, "-q").err == ""
+    assert here("-q", "create", "y", tiny).err == ""
+
+
+def test_common_options_stand_before_or_after_the_verb(aimage, tiny):
+    here = aimage()
+    elsewhere = here.home / "elsewhere"
+    here("--store", elsewhere, "create", "x", tiny)
+    assert not here.store.exists()
+    for arguments in (
+        ("--json", "--store", elsewhere, "ls"),
+        ("ls", "--json", "--store", elsewhere),
+        ("--json", "ls", "--store", elsewhere),
+        ("--store", here.home / "not-this-one", "--json", "ls", "--store", elsewhere),
+    ):
+        assert [row["reference"] for row in here(*arguments).value] == ["x:latest"]
+
+
+def test_the_store_is_the_platforms_place_by_default(aimage, tiny):
+    here = aimage()
+    here.environment["AIMAGE_STORE"] = ""
+    here("create", "x", tiny)
+    assert (here.home / "data" / "aimage" / "index.json").is_file()
+
+
+def test_create_where_you_stand(aimage, tiny, tmp_path):
+    here = aimage()
+    plain = here("create", "x", tiny).line
+    here.home = tiny
+    here.environment["HOME"] = str(tmp_path)
+    assert here("create", "x").line == plain
+
+
+def test_a_created_time_only_when_given(aimage, tiny):
+    here = aimage()
+    plain = here("create", "x", tiny).line
+    here.environment["SOURCE_DATE_EPOCH"] = "1700000000"
+    dated = here("create", "x", tiny).line
+    assert here("show", "x", "--json").value["config"]["created"] == "2023-11-14T22:13:20Z"
+    del here.environment["SOURCE_DATE_EPOCH"]
+    assert here("create", "x", tiny, "--created", "2023-11-14T23:13:20+01:00").line == dated
+    assert here("create", "x", tiny).line == plain != dated
+    for nonsense in ("yesterday", "2023-11-14T22:13:20", "2023"):
+        assert "--created" in here("create", "x", tiny, "--created", nonsense, code=2).err
+
+
+def test_what_the_directory_cannot_tell(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny, "--license", "MIT", "--source", "https://example.com/model")
+    config = here("show", "x", "--json").value["config"]
+    assert (config["license"], config["source"]) == ("MIT", "https://example.com/model")
+
+
+def test_show(aimage, tiny):
+    here = aimage()
+    digest = here("create", "x", tiny).line
+    value = here("show", "x", "--json").value
+    assert value["digest"] == digest
+    assert value["dialect"] == "clowder"
+    assert value["config"]["family"] == "z-image"
+    assert len(value["layers"]) == 292
+    assert value["size"] == sum(layer["size"] for layer in value["layers"])
+    text = here("show", "x", "--layers").out
+    assert digest in text
+    assert "transformer/" in text
+    assert "292 layers" in text
+
+
+def test_ls_tag_rm(aimage, tiny):
+    here = aimage()
+    assert here("ls", "--json").value == []
+    digest = here("create", "x", tiny).line
+    assert here("tag", "x", "localhost:5000/team/x:v1").line == digest
+    names = [row["reference"] for row in here("ls", "--json").value]
+    assert names == ["localhost:5000/team/x:v1", "x:latest"]
+    assert here("rm", "x").line == "x:latest"
+    assert here("show", "x", code=3).out == ""
+    assert here("show", f"localhost:5000/team/x@{digest}", "--json").value["digest"] == digest
+    assert "localhost:5000/team/x:v1" in here("ls").out
+
+
+def test_pictures(aimage, tiny):
+    here = aimage()
+    here("create", "team/x:v2", tiny)
+    done = here("run", "team/x:v2", "a fox", "--seed", 5, "--steps", 1, "-n", 2, "--json")
+    paths = [picture["path"] for picture in done.value["pictures"]]
+    assert paths == ["x-5.png", "x-6.png"]
+    with Image.open(here.home / "x-5.png") as picture:
+        assert picture.size == (64, 64)  # the model's size
+        facts = json.loads(picture.text["aimage"])
+        assert picture.text["Description"] == "a fox"
+    assert facts["prompt"] == "a fox"
+    assert facts["seed"] == 5
+    assert facts["steps"] == 1
+    assert facts["digest"] == here("show", "team/x:v2", "--json").value["digest"]
+    again = here("run", "team/x:v2", "a fox", "--seed", 6, "--steps", 1).line
+    assert again == "x-6-2.png"  # nothing was overwritten
+    assert (here.home / "x-6.png").read_bytes() == (here.home / again).read_bytes()
+    here("run", "team/x:v2", "a fox", "--steps", 1, "-n", 2, "-o", "named.png")
+    assert (here.home / "named-1.png").exists()
+    assert (here.home / "named-2.png").exists()
+
+
+def test_a_drawn_seed_is_told(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    done = here("run", "x", "a fox", "--steps", 1, "-o", "one.png")
+    (seed,) = [line.split()[1] for line in done.err.splitlines() if line.startswith("seed ")]
+    here("run", "x", "a fox", "--steps", 1, "--seed", seed, "-o", "two.png")
+    assert (here.home / "one.png").read_bytes() == (here.home / "two.png").read_bytes()
+
+
+def test_replay_tells_a_changed_picture(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    path = here.home / here("run", "x", "a fox", "--steps", 2, "--width", 96).line
+    assert here("replay", path).line == "equal"
+    from PIL.PngImagePlugin import PngInfo
+
+    with Image.open(path) as picture:
+        info = PngInfo()
+        info.add_itxt("aimage", picture.text["aimage"])
+        red, green, blue = picture.getpixel((3, 3))
+        picture.putpixel((3, 3), (red ^ 8, green, blue))
+        picture.save(path, pnginfo=info)
+    done = here("replay", path, "--json", code=5)
+    assert done.value["equal"] is False
+    assert done.value["largestDifference"] == 8
+    assert done.value["differingShare"] == pytest.approx(1 / (96 * 64 * 3))
+    assert "by up to 8/255" in here("replay", path, code=5).out
+
+
+def test_progress_is_plain_without_a_terminal(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    done = here("run", "x", "a fox", "--steps", 1, "--seed", 1)
+    assert "\r" not in done.err
+    assert "\x1b" not in done.err

@@ -1,0 +1,176 @@
+"""What the documentation names is there: links, files, verbs, options, exit codes, variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from clowder_aimage import errors
+from clowder_aimage.cli.main import cli
+from tests.docs.document import GUIDES, PROSE, ROOT, Document
+
+CLI = Document(ROOT / "docs" / "cli.md")
+README = Document(ROOT / "README.md")
+DOCUMENTS = [Document(path) for path in PROSE]
+PACKAGE = ROOT / "clowder_aimage"
+# Hosts of package registries: the documentation and the scripts work with any mirror of them.
+HOSTS = [
+    "py" + "pi.",
+    "python" + "hosted.",
+    "deb." + "debian",
+    "debian" + ".org",
+    "archive." + "ubuntu",
+    "npm" + "js.",
+    "crates" + ".io",
+    "conda" + ".anaconda",
+]
+ELSEWHERE = ["/" + "work/", "/" + "root/", "/" + "home/"]  # paths of somebody's machine
+
+
+def names(document: Document) -> str:
+    return document.name
+
+
+def verbs(command: click.Command, name: str = "aimage") -> Iterator[tuple[str, click.Command]]:
+    """Every command of the tree with its full name."""
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            assert found is not None, child
+            yield from verbs(found, f"{name} {child}")
+
+
+VERBS = dict(verbs(cli))
+SHARED_HEADINGS = ("Options of every verb", "Options of verbs that reach a registry")
+
+
+def options(command: click.Command) -> set[str]:
+    """All spellings of all options, ``--help`` included."""
+    found = set()
+    for parameter in command.get_params(click.Context(command)):
+        if isinstance(parameter, click.Option):
+            found |= {*parameter.opts, *parameter.secondary_opts}
+    return found
+
+
+def mentioned(text: str) -> set[str]:
+    """Options that a text speaks of."""
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w])", text))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_and_option_is_in_the_reference(verb: str) -> None:
+    own = CLI.section(verb) if verb != "aimage" else CLI.text
+    shared = "".join(CLI.section(heading) for heading in SHARED_HEADINGS)
+    missing = options(VERBS[verb]) - mentioned(own) - mentioned(shared)
+    assert not missing, f"docs/cli.md does not explain {sorted(missing)} of '{verb}'"
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v != "aimage"])
+def test_the_reference_knows_no_option_that_is_not_there(verb: str) -> None:
+    command = VERBS[verb]
+    known = options(command) | options(cli)
+    if isinstance(command, click.Group):
+        return  # its text may speak of what is under it
+    table = "\n".join(line for line in CLI.section(verb).splitlines() if line.startswith("| `-"))
+    unknown = mentioned(table.replace("|", " ").replace("`", " ")) - known
+    assert not unknown, f"docs/cli.md gives '{verb}' {sorted(unknown)}, which it does not have"
+
+
+def test_every_option_typed_in_the_documentation_exists() -> None:
+    known = set().union(*(options(command) for command in VERBS.values()))
+    for path in GUIDES:
+        document = Document(path)
+        for command in document.commands:
+            for part in re.split(r"[|;&]+", command.text):
+                if part.split()[:1] == ["aimage"]:
+                    unknown = {o for o in mentioned(part) if o.startswith("--")} - known
+                    assert not unknown, f"{document.name}, line {command.line}: {sorted(unknown)}"
+
+
+def test_every_exit_code_is_in_the_readme() -> None:
+    table = README.section("Exit codes")
+    codes = {0, 130} | {
+        value.exit_code
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.AImageError)
+    }
+    for code in codes:
+        assert re.search(rf"^\| {code} \|", table, re.MULTILINE), f"exit code {code}"
+
+
+def test_every_environment_variable_is_in_the_readme() -> None:
+    source = "".join(path.read_text("utf-8") for path in (PACKAGE / "cli").glob("*.py"))
+    read = set(re.findall(r'(?:environ\.get\(|envvar=)"([A-Z_]+)"', source))
+    assert read
+    table = README.section("Environment variables")
+    assert not {name for name in read if f"`{name}`" not in table}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_links_lead_somewhere(document: Document) -> None:
+    for link in document.links:
+        if re.match(r"[a-z]+:", link):
+            assert link.startswith("https://"), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.path.parent / path if path else document.path
+        assert target.exists(), f"{document.name}: {link}"
+        if anchor:
+            assert anchor in Document(target).anchors, f"{document.name}: {link}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names)
+def test_files_that_are_named_exist(document: Document) -> None:
+    missing = [span for span in document.spans if _is_path(span) and not _exists(span)]
+    assert not missing, f"{document.name} names files that are not there: {missing}"
+
+
+def _is_path(span: str) -> bool:
+    """Whether it names a file of this project: by its first directory, or by its ending."""
+    if re.fullmatch(r"[\w./*-]+", span) is None or span.startswith(("/", "..")):
+        return False
+    first, slash, _ = span.partition("/")
+    if slash:
+        return first not in ("", ".") and any((b / first).is_dir() for b in (ROOT, PACKAGE))
+    return span.endswith((".py", ".md", ".yml", ".service")) or span == "Makefile"
+
+
+def _exists(span: str) -> bool:
+    outputs = ("demo-output", "build", "dist")
+    if span.partition("/")[0] in outputs:
+        return True
+    return any(list(base.glob(span.rstrip("/"))) for base in (ROOT, PACKAGE))
+
+
+def _texts() -> Iterator[Path]:
+    """The files of the project: what git knows or would add, else what lies here."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    paths = [ROOT / name for name in names] if done.returncode == 0 else PROSE
+    return (path for path in paths if path.is_file() and path.stat().st_size < 1 << 20)
+
+
+def test_no_package_registry_and_no_path_of_a_machine_is_named() -> None:
+    found = []
+    for path in _texts():
+        try:
+            text = path.read_text("utf-8").lower()
+        except UnicodeDecodeError:
+            continue
+        words = HOSTS + (ELSEWHERE if path.suffix == ".md" else [])
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
+    assert not found
