@@ -54,5 +54,5 @@ def test_the_base_install_can_create_push_and_pull(aimage, tiny, repository):
         ("push", repository),
         ("pull", repository),
     ):
-        modules = imported("--store", str(here.store), *verb)
+        modules = imported("--store", str(here.store), *arguments)
         assert not {m for m in modules if m.partition(".")[0] in extras}
