@@ -53,16 +53,25 @@ def fetch(
             there either; and whatever ``pull`` raises.
     """
     try:
-        stored = read_aimage(store, reference)
-        complete = all(store.exists(blob) for blob in stored.manifest.children)
+        stored = _complete(store, reference)
     except NotFoundError:
         if reference.registry is None:
             raise
-        complete = False
-    if not complete:
         pull(reference, store, connection, on_event=on_event)
-        stored = read_aimage(store, reference)
+        stored = _complete(store, reference)
     inflate(store, stored)
+    return stored
+
+
+def _complete(store: ContentStore, reference: Reference) -> Stored:
+    """The AImage, if all its blobs are in the store. Raises NotFoundError."""
+    stored = read_aimage(store, reference)
+    missing = sum(not store.exists(blob) for blob in stored.manifest.children)
+    if missing:
+        raise NotFoundError(
+            f"{reference} is not complete: {missing} of its blobs are not in the store",
+            hint="pull or create it again",
+        )
     return stored
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,19 +97,17 @@ def needs_mlx() -> Any:
     return generate
 
 
-def render(model: Any, request: Request, *, quiet: bool) -> list[Image]:
-    """Run the pipeline with a bar of its steps."""
+def render(model: Any, request: Request, *, quiet: bool) -> Iterator[Image]:
+    """Run the pipeline with a bar of its steps; pictures come as they are finished."""
     from clowder_aimage.model.pipeline import Image
 
-    pictures = []
     with Progress("rendering", quiet=quiet, unit="steps") as progress:
         progress.begin(request.steps * request.n)
         for event in model.generate(request):
             if isinstance(event, Image):
-                pictures.append(event)
+                yield event
             else:
                 progress.advance(1)
-    return pictures
 
 
 def describe(

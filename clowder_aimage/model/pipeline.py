@@ -96,16 +96,21 @@ def check_request(request: Request, *, multiple: int, max_width: int, max_height
     _check_count("n", request.n, MAX_PICTURES)
     if not _is_int(request.seed) or not 0 <= request.seed <= MAX_SEED - (request.n - 1):
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
-    if not math.isfinite(request.guidance) or request.guidance < 0:
+    if not _is_number(request.guidance) or request.guidance < 0:
         raise UsageError(f"guidance must be 0 or above, not {request.guidance!r}")
-    if request.shift is not None and not (math.isfinite(request.shift) and request.shift > 0):
+    if request.shift is not None and not (_is_number(request.shift) and request.shift > 0):
         raise UsageError(f"shift must be above 0, not {request.shift!r}")
     _check_text("prompt", request.prompt)
-    _check_text("negative", request.negative or "")
+    if request.negative is not None:
+        _check_text("negative", request.negative)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and type(value) is not bool and math.isfinite(value)
 
 
 def _check_count(name: str, value: int, limit: int) -> None:
@@ -113,7 +118,9 @@ def _check_count(name: str, value: int, limit: int) -> None:
         raise UsageError(f"{name} must be a whole number from 1 to {limit}, not {value!r}")
 
 
-def _check_text(name: str, value: str) -> None:
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise UsageError(f"{name} must be text, not {value!r:.40}")
     try:
         value.encode()
     except UnicodeEncodeError:

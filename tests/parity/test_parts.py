@@ -94,6 +94,8 @@ def test_noise() -> None:
             ours = randn(seed, (size,))
             message = f"AIMAGE_PARITY_SEED={SEED}, size {size}, seed {seed}"
             np.testing.assert_allclose(ours, theirs, atol=2e-6, rtol=0, err_msg=message)
+            if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+                assert (ours == theirs).all(), message
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE], ids=["qwen", "other"])

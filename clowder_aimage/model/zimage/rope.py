@@ -107,7 +107,8 @@ class RopeConfig:
     def table(self, length: int) -> Table:
         """Tables of shape (length, dim / 2) for the positions 0 to length - 1."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
-        inverse = 1.0 / np.float32(self.theta) ** exponents
+        powers = np.float64(self.theta) ** exponents.astype(np.float64)
+        inverse = np.float32(1) / powers.astype(np.float32)
         if self.kind == "linear":
             inverse = inverse / np.float32(self.factor)
         elif self.kind == "yarn":

@@ -143,10 +143,14 @@ class TimestepEmbedder(Network):
 
 
 def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The 256 features of a time: float32 angles, whose cosines and sines are rounded once."""
+    """The 256 features of a time: float32 angles, whose cosines and sines are rounded once.
+
+    The reference's float32 exponential rounds two of the frequencies up; so does this.
+    """
     half = FREQUENCIES // 2
     exponents = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32)
     frequencies = np.exp((exponents / np.float32(half)).astype(np.float64)).astype(np.float32)
+    frequencies[[12, 106]] = np.nextafter(frequencies[[12, 106]], np.float32(2))
     angles = (np.float32(time) * frequencies).astype(np.float64)
     return np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32)
 

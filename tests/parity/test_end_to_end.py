@@ -1,0 +1,67 @@
+"""The main job against its judge: a directory that diffusers saved goes through create, push, a
+real registry, pull and run, and comes out as the picture that diffusers makes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from compare import run
+    from make_model import draw, make
+from PIL import Image
+
+from clowder_aimage.model.pipeline import Request
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SEED = int(os.environ.get("AIMAGE_PARITY_SEED") or random.SystemRandom().randrange(1 << 31))
+WORDS = "a red fox jumps over blue water at dawn ß 霧 near the old mill".split()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "bfloat16 shards"])
+def test_the_picture_that_diffusers_makes(sharded, aimage, repository, tmp_path):
+    print(f"AIMAGE_PARITY_SEED={SEED}")
+    rng = random.Random(SEED + sharded)
+    fixed = {"max_shard_size": "50KB", "dtype": torch.bfloat16} if sharded else {}
+    directory = tmp_path / "model"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = make(directory, SEED + sharded, draw(SEED + sharded, **fixed))
+    here, there = aimage("here"), aimage("there")
+    created = here("create", repository, directory).line
+    assert here("push", repository).line == created
+    assert there("pull", repository).line == created
+    for index in range(3):
+        request = Request(
+            " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 45)))),
+            width=16 * rng.randrange(2, 9),
+            height=16 * rng.randrange(2, 9),
+            steps=rng.randrange(1, 10),
+            seed=rng.randrange(1 << 40),
+            guidance=(0.0, 2.5, 0.0)[index],
+            negative=(None, "grey mist", None)[index],
+        )
+        options = [("--negative", request.negative)] if request.negative else []
+        options += [
+            (f"--{name}", str(getattr(request, name)))
+            for name in ("width", "height", "steps", "seed", "guidance")
+        ]
+        flat = [part for option in options for part in option]
+        path = there("run", repository, request.prompt, *flat, "-o", f"{index}.png").line
+        with Image.open(there.home / path) as picture:
+            ours = np.asarray(picture).astype(int)
+        theirs = run(reference, request, "pil").astype(int)
+        assert ours.shape == theirs.shape == (request.height, request.width, 3)
+        assert np.abs(ours - theirs).max() <= 1, f"AIMAGE_PARITY_SEED={SEED}: {request}"
