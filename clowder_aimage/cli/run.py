@@ -71,6 +71,8 @@ def run(
         note(f"seed {wishes['seed']}")
     request = generate.make_request(stored.aimage, prompt, n=count, **wishes)
     model = generate.load(chosen.layout, stored, dtype=dtype)
+    if not chosen.quiet:
+        note(f"computing on {model.backend}")
     facts = describe(reference, str(stored.descriptor.digest), request, dtype)
     written = []
     for picture in render(model, request, quiet=chosen.quiet):

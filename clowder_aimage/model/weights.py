@@ -142,7 +142,7 @@ class ModelWeights:
             raise ModelError(f"{layer.name}: {error}") from error
         key = self._key(name, header.tensors)
         info = header.tensors[key]
-        if (info.dtype, info.shape) != (layer.dtype, layer.shape):
+        if layer.dtype not in (None, info.dtype) or layer.shape not in (None, info.shape):
             raise ModelError(
                 f"{layer.name}: the blob holds {info.dtype} {list(info.shape)}, "
                 f"its layer promises {layer.dtype} {list(layer.shape or ())}"

@@ -146,13 +146,14 @@ def test_skopeo_may_compress_a_container(aimage, tiny, repository, skopeo):
     here, there = aimage("here"), aimage("there")
     here("create", f"{repository}:dressed", tiny, "--dialect", "container")
     created = aimage("plain")("create", repository, tiny).line
-    target = f"docker://{repository}:squeezed"
-    _skopeo(
-        skopeo, "copy", "--dest-tls-verify=false", f"oci:{here.store}:{repository}:dressed", target
-    )
-    there("pull", f"{repository}:squeezed")
-    manifest = json.loads(_skopeo(skopeo, "inspect", "--raw", "--tls-verify=false", target))
+    squeezed = aimage("squeezed")
+    target = f"oci:{squeezed.store}:{repository}:squeezed"
+    _skopeo(skopeo, "copy", f"oci:{here.store}:{repository}:dressed", target)
+    manifest = json.loads(_skopeo(skopeo, "inspect", "--raw", target))
+    assert all(layer["mediaType"].endswith("+gzip") for layer in manifest["layers"])
     assert all("annotations" not in layer for layer in manifest["layers"])
+    pushed = squeezed("push", f"{repository}:squeezed").line
+    assert there("pull", f"{repository}:squeezed").line == pushed
     assert there("push", f"{repository}:squeezed", "--dialect", "clowder").line == created
     there("run", f"{repository}:squeezed", PROMPT, "--seed", 1, "--steps", 1, "-o", "x.png")
 

@@ -138,12 +138,18 @@ def lying(layer: Layer, **changes: object) -> Layer:
     return Layer(layer.descriptor, layer.name, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "BF16"}, {"shape": (3, 2)}, {"dtype": None}])
+@pytest.mark.parametrize("changes", [{"dtype": "BF16"}, {"shape": (3, 2)}, {"shape": ()}])
 def test_a_layer_that_lies(store: FolderStore, changes: dict[str, object]) -> None:
     aimage = packed(store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), **changes)
     with pytest.raises(ModelError, match=r"fc\.weight: the blob holds F32 \[2, 3\]"):
         ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+
+
+def test_a_layer_that_says_nothing(store: FolderStore) -> None:
+    aimage = packed(store, arrays())
+    layer = lying(aimage.layer("net/model.fc.weight"), dtype=None, shape=None)
+    ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
 
 
 BAD_BLOBS = {
