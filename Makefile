@@ -15,12 +15,6 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
 
-# The models that are compared with diffusers are drawn anew for each run, once for all its workers.
-ifndef AIMAGE_PARITY_SEED
-AIMAGE_PARITY_SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
-endif
-export AIMAGE_PARITY_SEED
-
 .PHONY: help demo test test-slow check lint format venv clean
 .DELETE_ON_ERROR:
 

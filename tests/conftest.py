@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,16 @@ from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
+
+
+def pytest_configure() -> None:
+    """Draw the models that are compared with diffusers once, for all workers of a run."""
+    os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
+
+
+def pytest_report_header() -> str:
+    """Name the draw, so that it can be repeated."""
+    return f"AIMAGE_PARITY_SEED={os.environ['AIMAGE_PARITY_SEED']}"
 
 
 @pytest.fixture(scope="session")

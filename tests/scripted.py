@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ class Seen:
 
 @dataclass
 class Answer:
-    """``drip``: seconds to hang in the middle of the body, or until the client leaves."""
+    """What to send."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -77,9 +78,19 @@ class ScriptedRegistry:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, *_: object) -> None:
+                pass  # a client that leaves is no news here
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
+
+    def wrap(self, context: ssl.SSLContext) -> None:
+        """Speak TLS."""
+        self._server.socket = context.wrap_socket(
+            self._server.socket, server_side=True, do_handshake_on_connect=False
+        )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ScriptedRegistry]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.output import note
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def connection(plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int
         raise UsageError(
             "--plain-http leaves no certificate for --insecure or --ca-file to be about"
         )
+    if insecure:
+        note("the registry's certificate is not checked: whoever is in between reads along")
     config = os.environ.get("DOCKER_CONFIG")
     realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "")
     return Connection(

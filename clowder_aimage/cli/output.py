@@ -8,12 +8,20 @@ from typing import Any
 
 import click
 
+from clowder_aimage.oci import Descriptor
+
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> None:
     """Print a result: ``text`` for people and shells, ``value`` for programs."""
     click.echo(json.dumps(value, ensure_ascii=False) if as_json else text)
+
+
+def plain(descriptor: Descriptor) -> dict[str, Any]:
+    """What of a descriptor is true wherever it lies: not the names that an index gave it."""
+    value = descriptor.to_json()
+    return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}
 
 
 def note(text: str) -> None:

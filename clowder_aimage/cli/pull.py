@@ -13,7 +13,7 @@ from clowder_aimage.cli.option import (
     jobs_option,
     settings,
 )
-from clowder_aimage.cli.output import note, result
+from clowder_aimage.cli.output import note, plain, result
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.oci import Reference
 
@@ -43,5 +43,5 @@ def pull(ref: str, jobs: int, plain_http: bool, insecure: bool, ca_file: Path | 
         )
     if not chosen.quiet:
         note(progress.summary("pulled"))
-    value = {"reference": str(reference), **descriptor.to_json()}
+    value = {"reference": str(reference), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

@@ -14,7 +14,7 @@ from clowder_aimage.cli.option import (
     jobs_option,
     settings,
 )
-from clowder_aimage.cli.output import note, result
+from clowder_aimage.cli.output import note, plain, result
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.oci import Reference
 
@@ -69,5 +69,5 @@ def push(
         )
     if not chosen.quiet:
         note(progress.summary("pushed"))
-    value = {"reference": str(reference), **descriptor.to_json()}
+    value = {"reference": str(reference), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

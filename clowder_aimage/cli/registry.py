@@ -14,7 +14,7 @@ def registry() -> None:
     """Let other tools use the store as a registry."""
 
 
-@registry.command()
+@registry.command(short_help="Serve the store by the OCI distribution API.")
 @click.option(
     "--addr",
     default="127.0.0.1:5000",

@@ -39,7 +39,8 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
     with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
         stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
     model = generate.load(chosen.layout, stored, dtype=facts.get("dtype"))
-    (rendered,) = render(model, _request(picture, facts), quiet=chosen.quiet)
+    request = _request(picture, facts)
+    (rendered,) = render(model.generate(request), request, quiet=chosen.quiet)
     again = rendered.pixels
     if again.shape != pixels.shape:
         raise VerificationError(f"{picture} was resized: it should be {_size(again)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ import click
 from clowder_aimage.cli.option import common_options, connection, connection_options, settings
 from clowder_aimage.cli.output import note, result
 from clowder_aimage.cli.progress import Progress
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.model.pipeline import Image, Request
+    from clowder_aimage.model.pipeline import Image, Request, Step
 
 # An option's value is None when it was not given: then the AImage decides.
 
@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 @click.option("--guidance", type=float, help="How hard to follow the prompt. [default: 0]")
 @click.option("--shift", type=float, help="Of the noise schedule. [default: the model's]")
 @click.option("--dtype", help="To compute in: float32 or bfloat16. [default: by device]")
-@click.option("-n", "count", type=int, default=1, help="How many pictures, with rising seeds.")
+@click.option(
+    "-n",
+    "count",
+    type=int,
+    default=1,
+    show_default=True,
+    help="How many pictures, with rising seeds.",
+)
 @click.option(
     "-o",
     "--output",
@@ -63,19 +70,23 @@ def run(
     chosen, reference = settings(), Reference.parse(ref)
     if wishes["negative"] is not None and not wishes["guidance"]:
         raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
+    _check_output(output)
     reach = connection(plain_http, insecure, ca_file)
     with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
         stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
-    if wishes["seed"] is None:
+    drawn = wishes["seed"] is None
+    if drawn:
         wishes["seed"] = secrets.randbits(32)
-        note(f"seed {wishes['seed']}")
     request = generate.make_request(stored.aimage, prompt, n=count, **wishes)
     model = generate.load(chosen.layout, stored, dtype=dtype)
+    events = model.generate(request)
+    if drawn:
+        note(f"seed {request.seed}")
     if not chosen.quiet:
         note(f"computing on {model.backend}")
     facts = describe(reference, str(stored.descriptor.digest), request, dtype)
     written = []
-    for picture in render(model, request, quiet=chosen.quiet):
+    for picture in render(events, request, quiet=chosen.quiet):
         path = _path(output, reference, picture.seed, picture.picture, count)
         _save(picture, path, facts | {"seed": picture.seed})
         written.append({"path": str(path), "seed": picture.seed})
@@ -99,13 +110,13 @@ def needs_mlx() -> Any:
     return generate
 
 
-def render(model: Any, request: Request, *, quiet: bool) -> Iterator[Image]:
-    """Run the pipeline with a bar of its steps; pictures come as they are finished."""
+def render(events: Iterable[Step | Image], request: Request, *, quiet: bool) -> Iterator[Image]:
+    """The pictures of a run as they are finished, with a bar of its steps."""
     from clowder_aimage.model.pipeline import Image
 
     with Progress("rendering", quiet=quiet, unit="steps") as progress:
         progress.begin(request.steps * request.n)
-        for event in model.generate(request):
+        for event in events:
             if isinstance(event, Image):
                 yield event
             else:
@@ -137,6 +148,19 @@ def _save(picture: Image, path: Path, facts: dict[str, Any]) -> None:
     save_picture(picture.pixels, path, facts)
 
 
+def _check_output(output: Path | None) -> None:
+    """Refuse a place that a picture cannot go to before minutes are spent on the picture."""
+    if output is None or output.is_dir():
+        return
+    if output.suffix.lower() not in ("", ".png"):
+        raise UsageError(f"pictures are PNG files; {output.name} is called something else")
+    if not output.parent.is_dir():
+        raise StoreError(
+            f"cannot write the picture {output}: there is no directory {output.parent}",
+            hint="make the directory, or name another place with -o",
+        )
+
+
 def _path(output: Path | None, reference: Reference, seed: int, index: int, count: int) -> Path:
     """Where a picture goes. A path that we make up never overwrites another picture."""
     if output is None or output.is_dir():
@@ -148,6 +172,4 @@ def _path(output: Path | None, reference: Reference, seed: int, index: int, coun
             number += 1
         return path
     output = output if output.suffix else output.with_suffix(".png")
-    if output.suffix.lower() != ".png":
-        raise UsageError(f"pictures are PNG files; {output.name} is called something else")
     return output if count == 1 else output.with_stem(f"{output.stem}-{index + 1}")

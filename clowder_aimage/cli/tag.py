@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from clowder_aimage.cli.option import common_options, settings
-from clowder_aimage.cli.output import result
+from clowder_aimage.cli.output import plain, result
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
@@ -22,5 +22,5 @@ def tag(src: str, dst: str) -> None:
         raise UsageError(f"{dst} names a digest: a tag is needed", hint="leave the @... away")
     descriptor = chosen.layout.resolve(source)
     chosen.layout.tag(descriptor, target)
-    value = {"reference": str(target), **descriptor.to_json()}
+    value = {"reference": str(target), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

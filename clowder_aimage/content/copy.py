@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.event import Event, OnEvent, ignore
-from clowder_aimage.content.store import Body, Source, Target, bytes_body
+from clowder_aimage.content.store import Source, Target, bytes_body
 from clowder_aimage.content.verify import read_all, readinto
 from clowder_aimage.errors import AImageError, FormatError
-from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
+from clowder_aimage.oci import (
+    Descriptor,
+    Digest,
+    Index,
+    Manifest,
+    Reference,
+    mediatype,
+    parse_document,
+)
 
 DEFAULT_CONCURRENCY = 8
 _PARTING = 1.0  # seconds that copies under way get to clean up in when one has failed
 _MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
+_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 def copy(
@@ -42,45 +52,56 @@ def copy(
         AccessError: it could not be read, or could not be kept.
     """
     root = source.resolve(reference)
-    documents = _documents(source, root, 0)
-    blobs = _blobs(document for _, document in documents)
+    documents: dict[Digest, tuple[Descriptor, Manifest | Index]] = {}
+    _read_documents(source, root, documents)
+    blobs = _blobs(document for _, document in documents.values())
     on_event(Event("plan", root, sum(blob.size for blob in blobs), len(blobs)))
     _copy_blobs(source, target, blobs, concurrency, on_event)
-    for descriptor, document in reversed(documents[1:]):
+    _, last = documents.pop(root.digest)
+    for descriptor, document in documents.values():
         if not target.exists(descriptor):
-            target.push(descriptor, _raw(document))
-    target.push(root, _raw(documents[0][1]), target_reference or reference)
+            target.push(descriptor, bytes_body(document.raw))
+    target.push(root, bytes_body(last.raw), target_reference or reference)
     return root
 
 
-def _documents(
-    source: Source, root: Descriptor, depth: int
-) -> list[tuple[Descriptor, Manifest | Index]]:
-    """The root and all manifests below it, parents first."""
+def _read_documents(
+    source: Source,
+    descriptor: Descriptor,
+    found: dict[Digest, tuple[Descriptor, Manifest | Index]],
+    depth: int = 0,
+) -> None:
+    """Read a document and all below it into ``found``, each once, children before parents."""
+    if descriptor.digest in found:
+        return
     if depth > _MAX_DEPTH:
-        raise FormatError(f"{root.digest}: indexes are nested more than {_MAX_DEPTH} deep")
-    document = parse_document(read_all(source.open(root), root), root.media_type)
-    found = [(root, document)]
+        raise FormatError(f"{descriptor.digest}: indexes are nested more than {_MAX_DEPTH} deep")
+    raw = read_all(source.open(descriptor), descriptor)
+    document = parse_document(raw, descriptor.media_type)
     if isinstance(document, Index):
         for child in document.manifests:
-            if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES:
-                found += _documents(source, child, depth + 1)
-    return found
+            if child.media_type in _DOCUMENTS:
+                _read_documents(source, child, found, depth + 1)
+    found[descriptor.digest] = (descriptor, document)
 
 
 def _blobs(documents: Iterable[Manifest | Index]) -> list[Descriptor]:
     """Every blob once, the largest first: a long one must not be what all others waited for."""
     blobs = {
-        child.digest: child
+        (blob.digest, blob.size): blob  # two sizes for one digest: one of them will be refused
         for document in documents
-        for child in document.children
-        if child.media_type not in mediatype.MANIFESTS | mediatype.INDEXES
+        for blob in _blobs_of(document)
     }
     return sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
 
 
-def _raw(document: Manifest | Index) -> Body:
-    return bytes_body(document.raw)
+def _blobs_of(document: Manifest | Index) -> Iterator[Descriptor]:
+    """What is no document of its own. A layer is a blob whatever it calls itself."""
+    for child in document.children:
+        if child.media_type not in _DOCUMENTS:
+            yield child
+        elif isinstance(document, Manifest):
+            yield replace(child, media_type="application/octet-stream")
 
 
 def _copy_blobs(

@@ -21,12 +21,15 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        if reference in self._tags:
-            return self._tags[reference]
+        with self._lock:
+            for name, content in self._tags.items():
+                if name == reference or content.digest == reference.digest:
+                    return content
         raise NotFoundError(f"no {reference} in memory")
 
     def exists(self, content: Descriptor, /) -> bool:
-        return content.digest in self._blobs
+        data = self._blobs.get(content.digest)
+        return data is not None and len(data) == content.size
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         data = self._blobs.get(content.digest)
@@ -47,7 +50,6 @@ class MemoryStore:
             raise NotFoundError(f"no {content.digest} in memory to tag as {reference}")
         with self._lock:
             self._tags[reference] = content
-            self._tags[reference.with_digest(content.digest)] = content
 
 
 class Overlay:

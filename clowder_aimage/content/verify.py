@@ -28,6 +28,8 @@ class VerifyingReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not len(buffer):
+            return 0
         count = readinto(self._source, buffer)
         if count == 0:
             self._check_end()
@@ -69,7 +71,8 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
     if encoded != expected.digest.encoded:
         raise VerificationError(
             f"the content of {expected.digest} hashes to "
-            f"{expected.digest.algorithm}:{encoded} instead"
+            f"{expected.digest.algorithm}:{encoded} instead",
+            hint="a copy in the store is damaged if it is that one: remove the file, pull again",
         )
 
 

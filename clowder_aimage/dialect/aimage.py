@@ -55,10 +55,18 @@ class AImage:
         return tuple(layer for layer in self.layers if layer.component == name)
 
     @property
+    def config_text(self) -> str:
+        """The config as it travels inside another document. Raises FormatError."""
+        try:
+            return self.config.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"the AImage config is not UTF-8: {error}") from None
+
+    @property
     def properties(self) -> Mapping[str, Any]:
         """The config, parsed. Raises FormatError."""
         try:
-            value = json.loads(self.config)
+            value = json.loads(self.config_text)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the AImage config is not JSON: {error}") from None
         if not isinstance(value, dict):
@@ -70,8 +78,8 @@ def check_name(name: str) -> str:
     """A layer's name, if it can be one.
 
     Raises:
-        FormatError: it is empty, absolute, climbs with ``..``, or holds control characters: names
-            become file names when an AImage is exported.
+        FormatError: it is empty, absolute, climbs with ``..``, or holds control characters or
+            what is not Unicode: names become file names when an AImage is exported.
     """
     parts = name.split("/")
     if (
@@ -79,7 +87,7 @@ def check_name(name: str) -> str:
         or len(name) > 1024
         or any(part in ("", ".", "..") for part in parts)
         or "\\" in name
-        or any(ord(c) < 32 or ord(c) == 127 for c in name)
+        or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in name)
     ):
         raise FormatError(f"not a layer name: {name[:100]!r}")
     return name
@@ -97,15 +105,16 @@ def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 def parse_shape(value: object) -> tuple[int, ...] | None:
     """A shape from JSON (a list of numbers) or an annotation (that list as text)."""
-    if isinstance(value, str):
-        try:
-            return parse_shape(json.loads(value))
-        except (ValueError, RecursionError):
-            raise FormatError(f"not a shape: {value[:100]!r}") from None
     if value is None:
         return None
-    if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value):
-        return tuple(value)
+    shape = value
+    if isinstance(value, str):
+        try:
+            shape = json.loads(value)
+        except (ValueError, RecursionError):
+            raise FormatError(f"not a shape: {value[:100]!r}") from None
+    if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+        return tuple(shape)
     raise FormatError(f"not a shape: {value!r:.100}")
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations
-from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, encode, foreign_config
+from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
+from clowder_aimage.oci.manifest import encode
 
 CARRIED_LAYERS = "vnd.clowder.aimage.layers"
 
@@ -53,7 +54,7 @@ class Container:
                     "type": "layers",
                     "diff_ids": [str(layer.descriptor.digest) for layer in aimage.layers],
                 },
-                CARRIED_CONFIG: aimage.config.decode(),
+                CARRIED_CONFIG: aimage.config_text,
                 CARRIED_LAYERS: [
                     to_named(layer, layer.descriptor.media_type) for layer in aimage.layers
                 ],

@@ -7,9 +7,12 @@ read: layers of ``application/vnd.ollama.image.config`` as well as ``.json``.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
+from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from clowder_aimage.oci.manifest import encode
 
 # A foreign tool keeps unknown fields of a config, so the AImage config travels in one.
 CARRIED_CONFIG = "vnd.clowder.aimage.config"
@@ -30,12 +33,11 @@ class Ollama:
     name = "ollama"
 
     def matches(self, manifest: Manifest) -> bool:
-        return any(layer.media_type.startswith(_OLLAMA) for layer in manifest.layers)
+        return any(layer.media_type in _READ for layer in manifest.layers)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        layers = check_names(
-            tuple(from_named(layer, _media_type(_READ, layer)) for layer in manifest.layers)
-        )
+        named = [_named(layer, i) for i, layer in enumerate(manifest.layers)]
+        layers = check_names(tuple(from_named(layer, _media_type(_READ, layer)) for layer in named))
         return AImage(carried_config(config) or foreign_config(layers), layers)
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
@@ -51,6 +53,14 @@ class Ollama:
         return Manifest.build(document), config
 
 
+def _named(layer: Descriptor, position: int) -> Descriptor:
+    """ollama gives no name to the texts of a Modelfile (license, template, system ...)."""
+    kind = layer.media_type.removeprefix(_OLLAMA)
+    if "name" in layer.extra or layer.media_type in _READ or kind == layer.media_type:
+        return layer
+    return replace(layer, extra={**layer.extra, "name": f"{kind}.{position}"})
+
+
 def _media_type(table: dict[str, str], descriptor: Descriptor) -> str:
     return table.get(descriptor.media_type, descriptor.media_type)
 
@@ -62,23 +72,27 @@ def _config(aimage: AImage) -> bytes:
         "model_format": "safetensors",
         "model_family": properties.get("pipeline", ""),
         "capabilities": ["image"],
-        CARRIED_CONFIG: aimage.config.decode(),
+        CARRIED_CONFIG: aimage.config_text,
     }
     return encode(value)
 
 
-def encode(value: object) -> bytes:
-    """Compact JSON, the same bytes on every machine."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
-
-
 def carried_config(config: bytes) -> bytes | None:
-    """The AImage config that travels inside another tool's config, if there is one."""
+    """The AImage config that travels inside another tool's config, if there is one.
+
+    Raises:
+        FormatError: it cannot be one.
+    """
     try:
         carried = json.loads(config)[CARRIED_CONFIG]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return carried.encode() if isinstance(carried, str) else None
+    if not isinstance(carried, str):
+        return None
+    try:
+        return carried.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{CARRIED_CONFIG} is not Unicode text") from None
 
 
 def foreign_config(layers: tuple[Layer, ...]) -> bytes:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.dialect import AImage, Dialect, Layer
-from clowder_aimage.dialect.ollama import encode
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer.inventory import Component, Inventory, SourceFile
 from clowder_aimage.importer.shards import SourceTensor
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
+from clowder_aimage.oci.manifest import encode
 from clowder_aimage.tensor import encode_header
 
 _UNKNOWN = Digest("sha256", "0" * 64)

@@ -24,6 +24,8 @@ def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> lis
     files = [path for path in paths if not path.is_dir()]
     for path in files:
         check_inside(root, path)
+        if not path.is_file():
+            raise ModelError(f"{path} is not a regular file", hint="remove it")
     return files
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
+import zlib
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.store import Body, ContentStore
-from clowder_aimage.content.verify import read_all
+from clowder_aimage.content.verify import CHUNK_SIZE, read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
@@ -70,7 +72,32 @@ def inflate(store: ContentStore, stored: Stored) -> None:
 
 
 def _gunzip(store: ContentStore, layer: Descriptor) -> Body:
-    def body(_: int = 0, /) -> BinaryIO:
-        return cast(BinaryIO, gzip.GzipFile(fileobj=store.open(layer)))
+    def body(offset: int = 0, /) -> BinaryIO:
+        reader = _GunzipReader(store.open(layer), layer)
+        while offset and (passed := len(reader.read(min(offset, CHUNK_SIZE)))):
+            offset -= passed
+        return cast(BinaryIO, reader)
 
     return body
+
+
+class _GunzipReader(io.RawIOBase):
+    """What a gzipped blob unpacks to."""
+
+    def __init__(self, source: BinaryIO, layer: Descriptor) -> None:
+        self._source = source
+        self._layer = layer
+        self._plain = gzip.GzipFile(fileobj=source)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        try:
+            return self._plain.readinto(buffer)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise FormatError(f"layer {self._layer.digest} is not gzip: {error}") from None
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()

@@ -45,9 +45,11 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     if len(raw) > MAX_INDEX_SIZE:
         raise broken
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError):
         raise broken from None
+    if isinstance(value, dict) and value.get("manifests", 0) is None:
+        value["manifests"] = []  # how Go writes an empty list
     if not isinstance(value, dict) or not isinstance(value.get("manifests"), list):
         raise broken
     return value
@@ -75,7 +77,8 @@ def _lock(root: Path) -> Iterator[None]:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(root / ".aimage" / "lock", flags, 0o660)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        with store_errors(root):
+            fcntl.flock(fd, fcntl.LOCK_EX)
         if not (root / "oci-layout").exists():
             replace_file(root, "oci-layout", LAYOUT_FILE)
         yield

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from clowder_aimage.content.verify import CHUNK_SIZE, check
+from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import Hasher
@@ -57,7 +58,9 @@ class FileIngest:
             written = 0
             while written < len(view):
                 written += os.pwrite(self._fd, view[written:], offset + written)
-        if self._hasher is not None and offset == self._hashed:
+        if self._hasher is not None and offset < self._hashed:
+            self._hasher = None  # what was hashed is not what is there now
+        elif self._hasher is not None and offset == self._hashed:
             self._hasher.update(view)
             self._hashed += len(view)
         self._add(offset, offset + len(view))
@@ -79,8 +82,9 @@ class FileIngest:
             VerificationError: the bytes are not ``expected``; the ingest is gone then.
         """
         try:
-            check(expected, self._verified_size(), self._encoded(expected))
             with store_errors(self._root):
+                self._check_whole(expected)
+                check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
                 os.fchmod(self._fd, BLOB_MODE)
                 os.fsync(self._fd)
                 final = blob_path(self._root, expected)
@@ -89,10 +93,14 @@ class FileIngest:
         except BaseException:
             self.abort()
             raise
-        os.close(self._fd)
+        self._close()
 
-    def _verified_size(self) -> int:
-        return os.fstat(self._fd).st_size if not self.missing() else -1
+    def _check_whole(self, expected: Descriptor) -> None:
+        if self.missing():
+            written = sum(end - start for start, end in self._spans)
+            raise VerificationError(
+                f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
+            )
 
     def _encoded(self, expected: Descriptor) -> str:
         """The hash of what is in the file, from the running hasher where that saw all of it."""
@@ -108,9 +116,16 @@ class FileIngest:
 
     def abort(self) -> None:
         """Forget everything written so far."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
-        self._path.unlink(missing_ok=True)
+        if self._close():
+            self._path.unlink(missing_ok=True)
+
+    def _close(self) -> bool:
+        """Close the file, once: its number may be another file's by now."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        return fd >= 0
 
 
 def blob_path(root: Path, content: Descriptor) -> Path:

@@ -14,12 +14,19 @@ from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import edit_index, read_index, sync_directory
 from clowder_aimage.layout.ingest import FileIngest, blob_path
-from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype, parse_document
+from clowder_aimage.oci import (
+    Descriptor,
+    Digest,
+    Manifest,
+    Reference,
+    mediatype,
+    parse_document,
+)
 
-_NAMES = (
-    mediatype.REF_NAME,
+_NAMES = (  # the best first: what containerd exports has the tag alone as ref.name
     mediatype.CONTAINERD_NAME,
     mediatype.CONTAINERD_NAME_MISSPELT,
+    mediatype.REF_NAME,
 )
 
 
@@ -119,13 +126,7 @@ class ImageLayout:
         could take back.
         """
         document = parse_document(read_all(self.open(content), content), content.media_type)
-        for name in {child.digest.algorithm for child in document.children} | {
-            content.digest.algorithm
-        }:
-            with store_errors(self.root):
-                directory = self.root / "blobs" / name
-                if directory.is_dir():
-                    sync_directory(directory)
+        self._sync_blobs({content.digest, *(child.digest for child in document.children)})
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
         if isinstance(document, Manifest) and document.artifact_type:
             entry["artifactType"] = document.artifact_type
@@ -134,16 +135,25 @@ class ImageLayout:
         with edit_index(self.root) as index:
             _replace(index["manifests"], entry, name)
 
+    def _sync_blobs(self, digests: set[Digest]) -> None:
+        directories = {self.root / "blobs" / digest.algorithm for digest in digests}
+        with store_errors(self.root):
+            for directory in [*sorted(directories), self.root / "blobs"]:
+                if directory.is_dir():
+                    sync_directory(directory)
+
     def untag(self, reference: Reference, /) -> None:
         """Forget a name; the blobs stay until they are collected. Raises NotFoundError."""
         wanted = _index_name(reference)
+        missing = NotFoundError(
+            f"no {reference} in the store {self.root}", hint="'aimage ls' lists what is there"
+        )
+        if not any(_is_named(entry, wanted) for entry in read_index(self.root)["manifests"]):
+            raise missing  # before a store is made just to look into it
         with edit_index(self.root) as index:
-            kept = [e for e in index["manifests"] if not _is_named(e, wanted)]
+            kept = [entry for entry in index["manifests"] if not _is_named(entry, wanted)]
             if len(kept) == len(index["manifests"]):
-                raise NotFoundError(
-                    f"no {reference} in the store {self.root}",
-                    hint="'aimage ls' lists what is there",
-                )
+                raise missing
             index["manifests"] = kept
 
 

@@ -44,9 +44,7 @@ class Descriptor:
             raise FormatError(f"{where}: mediaType must be a string")
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
             raise FormatError(f"{where}: size must be a number of bytes, not {size!r:.60}")
-        annotations = value.get("annotations") or {}
-        if not _is_string_map(annotations):
-            raise FormatError(f"{where}: annotations must map strings to strings")
+        annotations = read_annotations(value, where)
         extra = {key: item for key, item in value.items() if key not in _KNOWN}
         return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
 
@@ -65,5 +63,13 @@ class Descriptor:
         return value
 
 
-def _is_string_map(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:
+    """The annotations of a JSON object; absent or null, there are none. Raises FormatError."""
+    annotations = value.get("annotations")
+    if annotations is None:
+        return {}
+    if not isinstance(annotations, dict) or not all(
+        isinstance(item, str) for item in annotations.values()
+    ):
+        raise FormatError(f"{where}: annotations must map strings to strings")
+    return annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
-from clowder_aimage.oci.descriptor import Descriptor
+from clowder_aimage.oci.descriptor import Descriptor, read_annotations
 from clowder_aimage.oci.digest import Digest
 
 MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should take 4 MB
@@ -57,7 +57,7 @@ class Manifest:
     @classmethod
     def build(cls, document: Mapping[str, Any]) -> Manifest:
         """A manifest from JSON values of our own making: compact, in the order given."""
-        return cls.parse(json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode())
+        return cls.parse(encode(document))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,20 @@ class Index:
         return self.manifests
 
 
+def encode(value: object) -> bytes:
+    """Compact JSON in UTF-8, keys in the order given: the same bytes on every machine.
+
+    Raises:
+        FormatError: a string in it is not Unicode (half a surrogate pair).
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 40) : error.end]
+        raise FormatError(f"not Unicode text: {around!r}") from None
+
+
 def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
     """Parse a manifest or an index, whichever the bytes are.
 
@@ -99,7 +113,7 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
         "raw": raw,
         "media_type": media_type,
         "artifact_type": _string(value, "artifactType"),
-        "annotations": _annotations(value),
+        "annotations": read_annotations(value, "the manifest"),
         "subject": Descriptor.from_json(value["subject"], "subject")
         if value.get("subject") is not None
         else None,
@@ -117,7 +131,7 @@ def _load(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_MANIFEST_SIZE:
         raise FormatError(f"a manifest of {len(raw)} bytes is over {MAX_MANIFEST_SIZE}")
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode("utf-8"))  # never UTF-16, which others would not read
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -143,6 +157,8 @@ def _media_type(value: Mapping[str, Any], transport: str) -> str:
 
 def _descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
     items = value.get(key)
+    if items is None and key in value:
+        return ()  # how Go writes an empty list
     if not isinstance(items, list):
         raise FormatError(f"{key} must be a list")
     return tuple(Descriptor.from_json(item, f"{key}[{i}]") for i, item in enumerate(items))
@@ -153,10 +169,3 @@ def _string(value: Mapping[str, Any], key: str) -> str:
     if not isinstance(item, str):
         raise FormatError(f"{key} must be a string")
     return item
-
-
-def _annotations(value: Mapping[str, Any]) -> Mapping[str, str]:
-    items = value.get("annotations") or {}
-    if not isinstance(items, dict) or not all(isinstance(item, str) for item in items.values()):
-        raise FormatError("annotations must map strings to strings")
-    return items

@@ -18,7 +18,8 @@ _REPOSITORY = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _REGISTRY = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?")
-_LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]")
+_LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECASE)
+_MAX_PORT = 65535
 DEFAULT_TAG = "latest"
 _MAX_REPOSITORY = 255
 
@@ -95,8 +96,15 @@ def _split_registry(rest: str) -> tuple[str | None, str]:
     return None, rest
 
 
+def _is_host(registry: str) -> bool:
+    if _REGISTRY.fullmatch(registry) is None:
+        return False
+    port = re.search(r":([0-9]+)$", registry)
+    return port is None or 0 < int(port[1]) <= _MAX_PORT
+
+
 def _check(text: str, registry: str | None, repository: str) -> None:
-    if registry is not None and _REGISTRY.fullmatch(registry) is None:
+    if registry is not None and not _is_host(registry):
         raise UsageError(f"{text!r} is not a reference: {registry!r} is not a host name")
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return

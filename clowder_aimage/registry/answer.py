@@ -110,7 +110,7 @@ def manifest_failure(response: requests.Response, what: str) -> AImageError:
     if found.refuses_kind:
         return ManifestRefusedError(
             f"{found.host} refuses this kind of manifest ({found.said})",
-            hint="push with --dialect container: registries that refuse everything else take it",
+            hint="leave --no-fallback out, or push with --dialect container",
             **fields,
         )
     if found.is_too_large:

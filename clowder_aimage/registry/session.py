@@ -10,6 +10,8 @@ from urllib.parse import urljoin, urlsplit
 
 import requests
 import requests.adapters
+import urllib3
+import urllib3.exceptions
 
 from clowder_aimage.errors import AImageError, NetworkError
 from clowder_aimage.oci import Reference
@@ -26,7 +28,18 @@ _DOCKER_HUB = "registry-1.docker.io"
 
 
 class _Requests(requests.Session):
-    """requests, without its two habits that hand credentials around: netrc and redirects."""
+    """requests, without its habits that surprise: netrc and redirects hand credentials around,
+    ``REQUESTS_CA_BUNDLE`` beats what the command line says, and loopback goes through a proxy.
+    """
+
+    def merge_environment_settings(
+        self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
+    ) -> Any:
+        """The environment's proxies and CA file, below what this session was told."""
+        if _is_loopback(str(url)):
+            return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
+        settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
+        return settings if self.verify is True else settings | {"verify": self.verify}
 
     def rebuild_auth(
         self, prepared_request: requests.PreparedRequest, response: requests.Response
@@ -49,6 +62,10 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, blocksize=_BLOCK_SIZE, **kwargs)
+
+
+def _is_loopback(url: str) -> bool:
+    return Reference(urlsplit(url).netloc, "x").is_loopback
 
 
 def origin(url: str) -> tuple[str, str, int]:
@@ -216,7 +233,9 @@ def _session(connection: Connection) -> _Requests:
     session.auth = _unchanged
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
-    if connection.ca_file is not None and not connection.insecure:
+    if connection.insecure:  # said by whoever chose it; urllib3 would say it with our paths
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)
     size = connection.pool_size
     session.mount("https://", _Adapter(pool_connections=4, pool_maxsize=size))

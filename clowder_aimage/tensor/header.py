@@ -53,10 +53,15 @@ def encode_header(
 
     Always the same bytes for the same tensors: compact JSON, keys in the order dtype, shape,
     data_offsets, padded with spaces to a multiple of 8.
+
+    Raises:
+        FormatError: for a name that cannot be one or stands twice, and what ``nbytes`` refuses.
     """
     value: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
+        if name in value or not _is_name(name):
+            raise FormatError(f"not a tensor name, or there twice: {name!r:.100}")
         end = offset + nbytes(dtype, shape)
         value[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -113,7 +118,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(name: str, item: object) -> TensorInfo:
-    if not name or any(ord(c) < 32 or ord(c) == 127 for c in name):
+    if not _is_name(name):
         raise FormatError(f"not a tensor name: {name!r:.100}")
     if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{name[:200]}: needs dtype, shape and data_offsets, and nothing else")
@@ -125,6 +130,15 @@ def _tensor(name: str, item: object) -> TensorInfo:
     if nbytes(dtype, shape) != span[1] - span[0]:
         raise FormatError(f"{name[:200]}: {dtype} {shape} does not fill {span[1] - span[0]} bytes")
     return TensorInfo(dtype, tuple(shape), span[0], span[1])
+
+
+def _is_name(name: str) -> bool:
+    """Not empty, not taken, and without control characters or halves of surrogate pairs."""
+    return (
+        name not in ("", METADATA)
+        and not any(ord(c) < 32 or ord(c) == 127 for c in name)
+        and not any(0xD800 <= ord(c) <= 0xDFFF for c in name)
+    )
 
 
 def _is_span(span: object) -> bool:
