@@ -1,39 +1,50 @@
-"""A blob as a stream that survives a broken connection."""
+"""A blob, or a part of one, as a stream that survives a broken connection."""
 
 from __future__ import annotations
 
+import http.client
 import io
+import time
 from typing import Protocol
 
 import requests
 from urllib3.exceptions import HTTPError
 
-from clowder_aimage.errors import RegistryError, VerificationError
+from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.answer import failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
+_REFUSES_RANGE = frozenset({400, 405, 416, 501})
+_WINDOW = 20.0  # seconds over which a connection's speed is judged
+_SLOWEST = 2048  # bytes per second below which another connection can only be better
+
 
 class Get(Protocol):
-    """Ask for the blob's bytes from an offset on."""
+    """Ask for bytes [start, end) of the blob, or for all of it where start is None."""
 
-    def __call__(self, offset: int, /) -> requests.Response: ...
+    def __call__(self, start: int | None, end: int, /) -> requests.Response: ...
 
 
 class BlobReader(io.RawIOBase):
-    """Reads bytes [offset, end) of a blob; when the connection breaks it asks for the rest.
+    """Reads bytes [offset, end) of a blob of ``size`` bytes.
 
-    The bytes are not verified here: whoever stores them does that.
+    When the connection breaks, stands still or crawls, it asks for the rest on a new one. A
+    server that ignores ranges, refuses them or answers with another one is read from the front,
+    up to where we are; ``ignores_range`` says so. The bytes are not verified here: whoever
+    stores them does that.
     """
 
-    def __init__(self, get: Get, what: str, offset: int, end: int) -> None:
+    def __init__(self, get: Get, what: str, offset: int, end: int, size: int) -> None:
         self._get = get
         self._what = what
         self._offset = offset
         self._end = end
+        self._size = size
         self._broken = 0
         self._response: requests.Response | None = None
+        self.ignores_range = False
         if offset < end:  # a range past the end is refused, so nothing is asked for nothing
-            self._response = retrying(self._connect)
+            self._connect()
 
     def readable(self) -> bool:
         return True
@@ -41,58 +52,89 @@ class BlobReader(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while self._offset < self._end:
             try:
-                count = self._read(buffer)
+                count = self._read(memoryview(buffer)[: self._end - self._offset])
             except BrokenOffError:
                 self._broken += 1
                 if self._broken >= ATTEMPTS:
                     raise
-                self._disconnect()
-                self._response = retrying(self._connect)
+                self._connect()
                 continue
             self._offset += count
             self._broken = 0
             return count
+        self._release()
         return 0
 
-    def _read(self, buffer: memoryview) -> int:
-        view = memoryview(buffer)[: self._end - self._offset]
-        assert self._response is not None  # noqa: S101 - set wherever offset < end
-        try:
-            count = int(self._response.raw.readinto(view))
-        except (OSError, HTTPError) as error:
-            raise BrokenOffError(f"{self._what} broke off: {error}") from error
+    def _read(self, view: memoryview) -> int:
+        count = self._receive(view)
         if count == 0:
             raise BrokenOffError(f"{self._what} ended after {self._offset} bytes")
+        self._in_window += count
+        now = time.monotonic()
+        if now - self._window_began >= _WINDOW:
+            if self._in_window < _SLOWEST * (now - self._window_began):
+                self._disconnect()  # what came is kept; the next read begins a new connection
+                self._connect(self._offset + count)
+            self._window_began, self._in_window = now, 0
         return count
 
-    def _connect(self) -> requests.Response:
-        response = self._get(self._offset)
-        if response.status_code == 206:
-            start = response.headers.get("Content-Range", "").removeprefix("bytes ")
-            if start.partition("-")[0] != str(self._offset):
+    def _receive(self, view: memoryview) -> int:
+        """Bytes straight from the socket into ``view``.
+
+        urllib3's own readinto makes a copy; the http.client response under it does not.
+        """
+        assert self._response is not None  # noqa: S101 - set wherever offset < end
+        try:
+            return int(self._response.raw._fp.readinto(view))
+        except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
+            raise BrokenOffError(f"{self._what} broke off: {error}") from error
+
+    def _connect(self, offset: int | None = None) -> None:
+        """Open a connection that stands at ``offset``, by default where we are."""
+        self._disconnect()
+        where = self._offset if offset is None else offset
+        if where < self._end:
+            self._response = retrying(lambda: self._open(where))
+        self._window_began, self._in_window = time.monotonic(), 0
+
+    def _open(self, offset: int) -> requests.Response:
+        whole = offset == 0 and self._end == self._size
+        if not whole and not self.ignores_range:
+            response = self._get(offset, self._end)
+            if response.status_code == 206 and _starts_at(response, offset):
+                return response
+            self.ignores_range = response.status_code in {200, 206} | _REFUSES_RANGE
+            if response.status_code != 200:
+                if not self.ignores_range:
+                    raise failure(response, self._what)
                 response.close()
-                raise VerificationError(f"{self._what}: the registry sent another range than asked")
-            return response
+                response = self._get(None, self._size)
+        else:
+            response = self._get(None, self._size)
         if response.status_code != 200:
             raise failure(response, self._what)
-        try:
-            self._skip(response)
-        except BaseException:
-            response.close()
-            raise
+        self._response = response
+        self._skip(offset)
         return response
 
-    def _skip(self, response: requests.Response) -> None:
-        """A server that ignores Range sends the whole: pass over what we have."""
-        remaining = self._offset
-        while remaining:
-            try:
-                chunk = response.raw.read(min(remaining, 1 << 20))
-            except (OSError, HTTPError) as error:
-                raise BrokenOffError(f"{self._what} broke off: {error}") from error
-            if not chunk:
+    def _skip(self, offset: int) -> None:
+        """The whole blob is coming: pass over what we have."""
+        scratch = memoryview(bytearray(min(offset, 1 << 20)))
+        while offset:
+            count = self._receive(scratch[:offset])
+            if not count:
+                self._disconnect()
                 raise RegistryError(f"{self._what} is shorter than it was")
-            remaining -= len(chunk)
+            offset -= count
+
+    def _release(self) -> None:
+        """The body was read to its end: its connection can serve the next request."""
+        if self._response is not None:
+            if self._response.raw._fp.isclosed():
+                self._response.raw.release_conn()
+            else:
+                self._response.close()
+            self._response = None
 
     def _disconnect(self) -> None:
         if self._response is not None:
@@ -100,5 +142,13 @@ class BlobReader(io.RawIOBase):
             self._response = None
 
     def close(self) -> None:
+        if self._offset >= self._end:
+            self._release()
         self._disconnect()
         super().close()
+
+
+def _starts_at(response: requests.Response, offset: int) -> bool:
+    """Whether a 206 brings what was asked for (RFC 9110, 14.4)."""
+    text = response.headers.get("Content-Range", "")
+    return text.removeprefix("bytes ").partition("-")[0].strip() == str(offset)

@@ -21,6 +21,7 @@ from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.upload import upload
 
 _MANIFESTS = mediatype.MANIFESTS | mediatype.INDEXES
+STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
 ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
@@ -90,12 +91,12 @@ class Repository:
         end = content.size if length is None else min(content.size, offset + length)
         what = f"blob {content.digest} of {self._name}"
 
-        def get(start: int, /) -> requests.Response:
-            whole = start == 0 and end == content.size
-            headers = {} if whole else {"Range": f"bytes={start}-{end - 1}"}
-            return self._get(f"blobs/{content.digest}", headers)
+        def get(start: int | None, end: int, /) -> requests.Response:
+            headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
+            url = self._session.url(f"blobs/{content.digest}")
+            return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
-        return cast(BinaryIO, BlobReader(get, what, offset, end))
+        return cast(BinaryIO, BlobReader(get, what, offset, end, content.size))
 
     def _manifest(self, content: Descriptor) -> bytes:
         if content.digest not in self._manifests:

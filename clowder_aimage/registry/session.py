@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -88,7 +89,7 @@ class Session:
         host = _DOCKER_HUB if self._registry == "docker.io" else self._registry
         self.base = f"{self._scheme}://{host}"
         self._http = _session(connection)
-        self._read_timeout = FIRST_READ_TIMEOUT
+        self._first_read_timeout = FIRST_READ_TIMEOUT
         self._headers: dict[str, str] = {}
         self._lock = threading.Lock()
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
@@ -132,6 +133,7 @@ class Session:
         *,
         headers: Mapping[str, str] | None = None,
         body: Any = None,
+        read_timeout: float = READ_TIMEOUT,
     ) -> requests.Response:
         """Send a request; the answer's body is not read yet, its status not judged.
 
@@ -145,7 +147,7 @@ class Session:
         direction = "pull" if method in ("GET", "HEAD") else "push"
         ours = origin(url) == origin(self.base)
         header = self._headers.get(direction) if ours else None
-        response = self._send(method, url, headers, body, header)
+        response = self._send(method, url, headers, body, header, read_timeout)
         challenge = response.headers.get("WWW-Authenticate", "")
         if response.status_code != 401 or not ours or not challenge or response.history:
             return response
@@ -153,7 +155,7 @@ class Session:
         header = self._authorise(direction, challenge, header)
         if body is not None and not isinstance(body, bytes):
             raise BrokenOffError(f"{self._registry} asked for credentials in an upload")
-        return self._send(method, url, headers, body, header)
+        return self._send(method, url, headers, body, header, read_timeout)
 
     def _authorise(self, direction: str, challenge: str, stale: str | None) -> str:
         """Credentials for a challenge; threads that failed together share one exchange."""
@@ -172,6 +174,7 @@ class Session:
         headers: Mapping[str, str] | None,
         body: Any,
         authorization: str | None,
+        read_timeout: float,
     ) -> requests.Response:
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
@@ -183,11 +186,11 @@ class Session:
                 headers=sent,
                 data=body,
                 stream=True,
-                timeout=(CONNECT_TIMEOUT, self._read_timeout),
+                timeout=(CONNECT_TIMEOUT, min(self._first_read_timeout, read_timeout)),
                 allow_redirects=method in ("GET", "HEAD"),
             )
         )
-        self._read_timeout = READ_TIMEOUT
+        self._first_read_timeout = math.inf
         return response
 
     def _wrapped(self, call: Any) -> Any:
