@@ -39,15 +39,17 @@ def create(
     The same directory gives the same manifest digest on every machine.
 
     Raises:
-        ModelError: the directory is not a model that can be packed; nothing was written then.
+        ModelError: the directory is not a model that can be packed; nothing was written then,
+            unless a file changed in the middle.
+        FormatError: the provenance is not what the config's schema allows; nothing was written.
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
     chosen = DIALECTS[dialect]
     plan = make_plan(take_inventory(directory), chosen, provenance or Provenance())
+    validate("aimage-config", AImage(plan.config, ()).properties)
     on_plan(plan)
     written = write_layers(plan, store, jobs=jobs, on_written=on_written)
     aimage = AImage(plan.config, tuple(item.layer for item in written))
-    validate("aimage-config", aimage.properties)
     manifest, config = chosen.write(aimage)
     store.push(manifest.config, bytes_body(config))
     store.push(manifest.descriptor, bytes_body(manifest.raw), reference)

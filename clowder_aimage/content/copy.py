@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.event import Event, OnEvent, ignore
-from clowder_aimage.content.store import Source, Target, bytes_body
+from clowder_aimage.content.fetch import Fetch
+from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.store import ContentStore, Source, Target, bytes_body
 from clowder_aimage.content.verify import read_all, readinto
-from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -24,7 +27,6 @@ from clowder_aimage.oci import (
 )
 
 DEFAULT_CONCURRENCY = 8
-_PARTING = 1.0  # seconds that copies under way get to clean up in when one has failed
 _MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
@@ -37,6 +39,7 @@ def copy(
     *,
     concurrency: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
+    rate: Rate | None = None,
 ) -> Descriptor:
     """Copy what ``reference`` names, children before parents, and name it in ``target``.
 
@@ -56,7 +59,10 @@ def copy(
     _read_documents(source, root, documents)
     blobs = _blobs(document for _, document in documents.values())
     on_event(Event("plan", root, sum(blob.size for blob in blobs), len(blobs)))
-    _copy_blobs(source, target, blobs, concurrency, on_event)
+    if isinstance(target, ContentStore):
+        Fetch(source, target, blobs, connections=concurrency, on_event=on_event, rate=rate).run()
+    else:
+        _push_blobs(source, target, blobs, concurrency, on_event)
     _, last = documents.pop(root.digest)
     for descriptor, document in documents.values():
         if not target.exists(descriptor):
@@ -104,18 +110,19 @@ def _blobs_of(document: Manifest | Index) -> Iterator[Descriptor]:
             yield replace(child, media_type="application/octet-stream")
 
 
-def _copy_blobs(
+def _push_blobs(
     source: Source,
     target: Target,
     blobs: list[Descriptor],
     concurrency: int,
     on_event: OnEvent,
 ) -> None:
+    """Blobs to a target that takes each as one stream, several side by side."""
     stopped = threading.Event()
 
     def one(blob: Descriptor) -> None:
         if stopped.is_set():
-            raise _Stopped
+            raise StoppedError
         if target.exists(blob):
             on_event(Event("skip", blob, blob.size))
             return
@@ -123,31 +130,7 @@ def _copy_blobs(
         target.push(blob, _Watch(source, blob, stopped, on_event))
         on_event(Event("done", blob, blob.size))
 
-    pool = ThreadPoolExecutor(max_workers=max(1, concurrency), thread_name_prefix="copy")
-    futures: list[Future[None]] = []
-    try:
-        futures += [pool.submit(one, blob) for blob in blobs]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        _raise_first(futures)
-    except BaseException:
-        stopped.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        wait(futures, timeout=_PARTING)  # one that waits for a dead network is left behind
-        raise
-    pool.shutdown()
-
-
-def _raise_first(futures: list[Future[None]]) -> None:
-    for future in futures:
-        if future.done() and (error := future.exception()) is not None:
-            raise error
-
-
-class _Stopped(AImageError):
-    """Another blob failed, or the user left: this one stops between two reads."""
-
-    def __init__(self) -> None:
-        super().__init__("stopped")
+    in_parallel([partial(one, blob) for blob in blobs], concurrency, stopped.set)
 
 
 class _Watch:
@@ -173,7 +156,7 @@ class _Watch:
 
     def passed(self, count: int) -> None:
         if self._stopped.is_set():
-            raise _Stopped
+            raise StoppedError
         self._count(count)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
+from clowder_aimage.errors import AccessError
 from clowder_aimage.oci import Descriptor, Reference
 
 
@@ -64,6 +65,10 @@ class Target(Source, Protocol):
         ...
 
 
+class IngestBusyError(AccessError):
+    """Somebody else is taking that blob in at this moment."""
+
+
 class Ingest(Protocol):
     """A blob on its way in. Ranges may arrive in any order; nothing is visible until commit."""
 
@@ -75,6 +80,10 @@ class Ingest(Protocol):
         """Write ``data`` at ``offset``."""
         ...
 
+    def checkpoint(self) -> None:
+        """Make what was written so far survive a crash."""
+        ...
+
     def commit(self, expected: Descriptor, /) -> None:
         """Verify size and digest, make it durable, and give it its final name.
 
@@ -83,11 +92,16 @@ class Ingest(Protocol):
         """
         ...
 
+    def suspend(self) -> None:
+        """Leave what is there to a later ingest of the same key."""
+        ...
+
     def abort(self) -> None:
         """Forget everything written so far."""
         ...
 
 
+@runtime_checkable
 class ContentStore(Target, Protocol):
     """Content kept on this machine, where other programs can map it."""
 
@@ -104,7 +118,17 @@ class ContentStore(Target, Protocol):
         ...
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:
-        """Begin to take a blob in; ``key`` names the ingest among those under way."""
+        """Begin to take a blob in, or go on with what an earlier ingest of ``key`` left.
+
+        Without ``expected`` nobody knows yet what it will be: then it is a new one.
+
+        Raises:
+            IngestBusyError: somebody else is at work on it.
+        """
+        ...
+
+    def free(self) -> int:
+        """The bytes that more content may take."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.importer.shards import SourceTensor, read_weights
-from clowder_aimage.importer.tree import check_inside, list_directory
+from clowder_aimage.importer.tree import check_inside, check_not_pointer, list_directory
 
 MODEL_INDEX = "model_index.json"
 WEIGHTED = ("text_encoder", "transformer", "vae")
@@ -23,15 +23,18 @@ _PIPELINES = {"ZImagePipeline": "z-image"}
 _FILES = (".json", ".jinja", ".txt")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_FILE = 256 * 1024 * 1024
+_MAX_CARD = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A small file that becomes a layer as it is. ``size`` in bytes."""
+    """A small file that becomes a layer as it is. ``size`` in bytes; ``modified`` is when it was
+    last written, in nanoseconds."""
 
     name: str
     path: Path
     size: int
+    modified: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,16 @@ def take_inventory(directory: Path) -> Inventory:
     """Read everything about a model directory except its weights.
 
     Raises:
-        ModelError: it is not a model that we pack, or not a whole and honest one.
+        ModelError: it is not a model that we pack, or not a whole and honest one, or it cannot
+            be read.
     """
+    try:
+        return _take_inventory(directory)
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or directory}: {error.strerror}") from error
+
+
+def _take_inventory(directory: Path) -> Inventory:
     index = _model_index(directory)
     pipeline = str(index.get("_class_name", ""))
     if pipeline not in _PIPELINES:
@@ -70,12 +81,28 @@ def take_inventory(directory: Path) -> Inventory:
             f"{directory / MODEL_INDEX} names the pipeline {pipeline[:80]!r}, which is not known",
             hint=f"models of {', '.join(_PIPELINES)} can be packed",
         )
+    if unknown := sorted(key for key, value in index.items() if _is_unknown(key, value)):
+        raise ModelError(
+            f"{directory / MODEL_INDEX} names parts that are not known: {', '.join(unknown)[:200]}",
+            hint=f"a {pipeline} has {', '.join(COMPONENTS)}",
+        )
     return Inventory(
         family=_PIPELINES[pipeline],
         pipeline=pipeline,
         components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
         files=(_file(directory, MODEL_INDEX),),
         license=_license(directory),
+    )
+
+
+def _is_unknown(key: str, value: object) -> bool:
+    """Whether it is a part that we would leave out; one that the model lacks is [null, null]."""
+    return key not in COMPONENTS and _is_part(value)
+
+
+def _is_part(value: object) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value)
     )
 
 
@@ -95,7 +122,7 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
 
 
 def _component(root: Path, name: str, entry: object) -> Component:
-    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(e, str) for e in entry):
+    if not isinstance(entry, list) or not _is_part(entry):
         raise ModelError(f"{root / MODEL_INDEX} does not say what the {name} is")
     directory = root / name
     if not directory.is_dir():
@@ -104,6 +131,8 @@ def _component(root: Path, name: str, entry: object) -> Component:
             hint="download the model again, in full",
         )
     paths = list_directory(root, directory, _PICKLED)
+    if name == "tokenizer":
+        _check_tokenizer(directory, {path.name for path in paths})
     tensors, bookkeeping = read_weights(directory, paths) if name in WEIGHTED else ((), set())
     files = [p for p in paths if p.suffix in _FILES and p not in bookkeeping]
     config = "scheduler_config.json" if name == "scheduler" else "config.json"
@@ -117,26 +146,43 @@ def _component(root: Path, name: str, entry: object) -> Component:
     )
 
 
+def _check_tokenizer(directory: Path, names: set[str]) -> None:
+    if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
+        raise ModelError(
+            f"{directory} has no tokenizer.json, nor vocab.json with merges.txt",
+            hint="download the model again, in full",
+        )
+
+
 def _file(root: Path, name: str) -> SourceFile:
     path = root / name
     check_inside(root, path)
+    status = path.stat()
     if path.suffix == ".json":
-        _read_json(root, name)
-    return SourceFile(name, path, path.stat().st_size)
+        _parse_json(root, name)
+    return SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
 def _read_json(root: Path, name: str) -> Mapping[str, Any]:
+    value = _parse_json(root, name)
+    if not isinstance(value, dict):
+        raise ModelError(f"{root / name} is not a JSON object")
+    return value
+
+
+def _parse_json(root: Path, name: str) -> object:
     path = root / name
     if not path.is_file():
         raise ModelError(f"{path} is missing", hint="download the model again, in full")
     check_inside(root, path)
     if path.stat().st_size > _MAX_FILE:
         raise ModelError(f"{path} is too large for a JSON file")
+    raw = path.read_bytes()
+    check_not_pointer(path, raw)
     try:
-        value = json.loads(path.read_bytes())
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _license(root: Path) -> str | None:
@@ -145,13 +191,14 @@ def _license(root: Path) -> str | None:
     if not path.is_file():
         return None
     check_inside(root, path)
-    lines = path.read_text("utf-8", errors="replace").splitlines()
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        lines = file.read(_MAX_CARD).splitlines()
     if not lines or lines[0].strip() != "---":
         return None
     for line in lines[1:]:
         if line.strip() == "---":
             return None
         key, colon, value = line.partition(":")
-        if key == "license" and colon and value.strip():
-            return value.strip().strip("\"'")
+        if key == "license" and colon:
+            return value.partition(" #")[0].strip().strip("\"'") or None
     return None

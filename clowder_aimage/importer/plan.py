@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.dialect import AImage, Dialect, Layer
+from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer.inventory import Component, Inventory, SourceFile
 from clowder_aimage.importer.shards import SourceTensor
@@ -31,7 +33,8 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A blob to be: ``prefix`` (a safetensors header, or nothing), then a span of a file."""
+    """A blob to be: ``prefix`` (a safetensors header, or nothing), then a span of a file that
+    was last written at ``modified``, in nanoseconds."""
 
     name: str
     media_type: str
@@ -39,6 +42,7 @@ class PlannedLayer:
     path: Path
     offset: int
     nbytes: int
+    modified: int
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
 
@@ -70,16 +74,31 @@ def make_plan(inventory: Inventory, dialect: Dialect, provenance: Provenance) ->
     """Decide everything.
 
     Raises:
-        ModelError: the manifest would be larger than registries take.
+        ModelError: a name cannot be a layer's, or the manifest would be larger than registries
+            take.
     """
     layers = [_file(file) for file in inventory.files]
     for component in inventory.components:
         layers += [_file(file) for file in component.files]
         layers += [_tensor(component.name, tensor) for tensor in component.tensors]
     layers.sort(key=lambda layer: layer.name)
+    _check_names(layers)
     plan = Plan(tuple(layers), encode(_config(inventory, layers, provenance)))
     _check_manifest(plan, dialect)
     return plan
+
+
+def _check_names(layers: list[PlannedLayer]) -> None:
+    for layer in layers:
+        try:
+            check_name(layer.name)
+        except FormatError as error:
+            raise ModelError(f"{layer.path}: {error}") from None
+    for layer, following in pairwise(layers):
+        if layer.name == following.name:
+            raise ModelError(
+                f"{layer.path} and {following.path} both have something called {layer.name[:200]}"
+            )
 
 
 def _check_manifest(plan: Plan, dialect: Dialect) -> None:
@@ -95,7 +114,9 @@ def _check_manifest(plan: Plan, dialect: Dialect) -> None:
 
 
 def _file(file: SourceFile) -> PlannedLayer:
-    return PlannedLayer(file.name, mediatype.AIMAGE_FILE, b"", file.path, 0, file.size)
+    return PlannedLayer(
+        file.name, mediatype.AIMAGE_FILE, b"", file.path, 0, file.size, file.modified
+    )
 
 
 def _tensor(component: str, tensor: SourceTensor) -> PlannedLayer:
@@ -106,6 +127,7 @@ def _tensor(component: str, tensor: SourceTensor) -> PlannedLayer:
         tensor.path,
         tensor.offset,
         tensor.nbytes,
+        tensor.modified,
         tensor.dtype,
         tensor.shape,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.importer.tree import check_not_pointer
 from clowder_aimage.tensor import Header, read_header
 
 _WEIGHTS = ".safetensors"
@@ -15,7 +16,8 @@ _INDEX = ".safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start."""
+    """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
+    ``modified`` is when the file was last written, in nanoseconds."""
 
     name: str
     dtype: str
@@ -23,6 +25,7 @@ class SourceTensor:
     path: Path
     offset: int
     nbytes: int
+    modified: int
 
 
 def read_weights(directory: Path, paths: list[Path]) -> tuple[tuple[SourceTensor, ...], set[Path]]:
@@ -43,9 +46,13 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[tuple[SourceTensor
         found = f"{len(files)} ({_names(files)})" if files else "none"
         raise ModelError(
             f"{directory} should have one weight file, or shards with an index; it has {found}",
-            hint="download the model again, in full",
+            hint="download the index of the shards, or keep one of the variants"
+            if files
+            else "download the model again, in full",
         )
     tensors = [tensor for path, header in headers.items() for tensor in _tensors(path, header)]
+    if not tensors:
+        raise ModelError(f"{_names(files)} in {directory} holds no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name)), set(indexes)
 
 
@@ -53,6 +60,7 @@ def read_file(path: Path) -> Header:
     """The header of a safetensors file. Raises ModelError."""
     try:
         with path.open("rb") as file:
+            check_not_pointer(path, file.peek(64)[:64])
             return read_header(file, path.stat().st_size)
     except FormatError as error:
         raise ModelError(
@@ -61,9 +69,16 @@ def read_file(path: Path) -> Header:
 
 
 def _tensors(path: Path, header: Header) -> list[SourceTensor]:
+    modified = path.stat().st_mtime_ns
     return [
         SourceTensor(
-            name, info.dtype, info.shape, path, header.data_offset + info.start, info.nbytes
+            name,
+            info.dtype,
+            info.shape,
+            path,
+            header.data_offset + info.start,
+            info.nbytes,
+            modified,
         )
         for name, info in header.tensors.items()
     ]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from clowder_aimage.errors import ModelError
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> list[Path]:
     """The files right in ``directory``, sorted by name.
@@ -27,6 +29,15 @@ def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> lis
         if not path.is_file():
             raise ModelError(f"{path} is not a regular file", hint="remove it")
     return files
+
+
+def check_not_pointer(path: Path, start: bytes) -> None:
+    """Refuse what a clone without Git LFS leaves in a file's place (git-lfs, "The Pointer")."""
+    if start.startswith(_LFS_POINTER):
+        raise ModelError(
+            f"{path} is a Git LFS pointer, not the file itself",
+            hint="fetch the files with 'git lfs pull'",
+        )
 
 
 def check_inside(root: Path, path: Path) -> None:

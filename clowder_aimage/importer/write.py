@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from clowder_aimage.content import Body, ContentStore
 from clowder_aimage.dialect import Layer
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import ModelError, VerificationError
 from clowder_aimage.importer.plan import Plan, PlannedLayer
 from clowder_aimage.oci import Digest
 
@@ -44,12 +47,13 @@ def write_layers(
     stopped = threading.Event()
 
     def one(planned: PlannedLayer) -> Written:
-        if stopped.is_set():
-            raise ModelError("stopped")
-        layer = planned.layer(_digest(planned))
+        layer = planned.layer(_digest(planned, stopped))
         was_there = store.exists(layer.descriptor)
         if not was_there:
-            store.push(layer.descriptor, _body(planned))
+            try:
+                store.push(layer.descriptor, _body(planned, stopped))
+            except VerificationError:
+                raise _changed(planned.path) from None
         written = Written(layer, was_there)
         on_written(written)
         return written
@@ -68,50 +72,74 @@ def write_layers(
         return [future.result() for future in futures]
 
 
-def _digest(planned: PlannedLayer) -> Digest:
+def _changed(path: Path) -> ModelError:
+    return ModelError(
+        f"{path} changed while it was read", hint="wait until it is written, then pack again"
+    )
+
+
+def _digest(planned: PlannedLayer, stopped: threading.Event) -> Digest:
     hasher = hashlib.sha256()
     buffer = memoryview(bytearray(min(_CHUNK, planned.size + 1)))
-    with _SpanReader(planned) as reader:
+    with _SpanReader(planned, stopped) as reader:
         while count := reader.readinto(buffer):
             hasher.update(buffer[:count])
     return Digest("sha256", hasher.hexdigest())
 
 
-def _body(planned: PlannedLayer) -> Body:
+def _body(planned: PlannedLayer, stopped: threading.Event) -> Body:
     def body(offset: int = 0, /) -> BinaryIO:
-        return cast(BinaryIO, _SpanReader(planned, offset))
+        return cast(BinaryIO, _SpanReader(planned, stopped, offset))
 
     return body
 
 
 class _SpanReader(io.RawIOBase):
-    """The planned prefix, then the span of the file."""
+    """The planned prefix, then the span of the file, cut short when the user leaves."""
 
-    def __init__(self, planned: PlannedLayer, offset: int = 0) -> None:
+    def __init__(self, planned: PlannedLayer, stopped: threading.Event, offset: int = 0) -> None:
+        self._planned = planned
+        self._stopped = stopped
         self._prefix = planned.prefix[offset:]
         skip = max(0, offset - len(planned.prefix))
         self._left = planned.nbytes - skip
-        self._path = planned.path
-        self._file = planned.path.open("rb", buffering=0)
-        self._file.seek(planned.offset + skip)
+        with self._errors():
+            self._file = planned.path.open("rb", buffering=0)
+            self._file.seek(planned.offset + skip)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._stopped.is_set():
+            raise ModelError("stopped")
         view = memoryview(buffer)
         if self._prefix:
             count = min(len(view), len(self._prefix))
             view[:count] = self._prefix[:count]
             self._prefix = self._prefix[count:]
             return count
-        if not self._left:
-            return 0
-        read = self._file.readinto(view[: self._left])
+        with self._errors():
+            if not self._left:
+                self._check_unchanged()
+                return 0
+            read = self._file.readinto(view[: self._left])
         if not read:
-            raise ModelError(f"{self._path} became shorter while it was read")
+            raise _changed(self._planned.path)
         self._left -= read
         return read
+
+    def _check_unchanged(self) -> None:
+        """It must be the file whose header was read: another's bytes would fit it as well."""
+        if os.fstat(self._file.fileno()).st_mtime_ns != self._planned.modified:
+            raise _changed(self._planned.path)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(f"cannot read {self._planned.path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,55 +1,121 @@
-"""A blob on its way into the layout."""
+"""A blob on its way into the layout, shared by the connections that fetch it.
+
+An ingest of known content is a file of that name under ``.aimage/ingest``, locked by whoever is at
+work on it; what a process leaves behind, whatever ended it, the next one goes on with. Beside the
+file lies a journal of the spans that are surely on disk: data is synchronised before its entry.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import threading
 from pathlib import Path
 
+from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verify import CHUNK_SIZE, check
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.oci.digest import Hasher
+from clowder_aimage.oci.digest import new_hasher
 
 BLOB_MODE = 0o444  # content never changes under its name
+JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept book of
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_Span = tuple[int, int]
 
 
 class FileIngest:
-    """Bytes gather in a file of its own and get the blob's name only when they are verified.
+    """Bytes gather in a file of their own and get the blob's name only when they are verified.
 
-    Written from front to back they are hashed as they pass; a write out of order is allowed,
-    and then the file is read once more at commit.
+    Ranges may be written by several threads in any order. They are hashed in order: from the
+    writer's buffer where it continues what is hashed, else from the file, by whichever writer
+    comes along.
     """
 
-    def __init__(self, root: Path, key: str, expected: Descriptor | None = None) -> None:
+    def __init__(
+        self, root: Path, key: str, expected: Descriptor | None = None, *, wait: bool = False
+    ) -> None:
+        """Open an ingest; without ``expected`` it is a new one that nobody else finds.
+
+        Raises:
+            IngestBusyError: another one is at work on it, and ``wait`` is off.
+            StoreError, NoSpaceError: the store cannot be written.
+        """
         self._root = root
         self._expected = expected
-        self._spans: list[tuple[int, int]] = []
-        self._hashed = 0
-        self._hasher: Hasher | None = expected.digest.hasher() if expected else None
+        self._algorithm = expected.digest.algorithm if expected else "sha256"
+        self._lock = threading.Lock()
+        self._hashing = threading.Lock()
+        self._syncing = threading.Lock()
         directory = root / ".aimage" / "ingest"
+        name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
+        self._path = directory / name
+        self._journal = directory / f"{name}.journal"
         with store_errors(root):
             directory.mkdir(parents=True, exist_ok=True)
-            self._path = directory / f"{key[:80]}.{secrets.token_hex(8)}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self._path, flags, 0o600)
+            self._fd = self._open(wait)
+            self._spans = self._journaled()
+        self._reset_hash()
+
+    def _open(self, wait: bool) -> int:
+        """The file's descriptor, locked; the lock goes with the process, however that ends."""
+        while True:
+            fd = os.open(self._path, _FLAGS, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                with contextlib.suppress(FileNotFoundError):
+                    if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                        return fd
+            except BlockingIOError:
+                os.close(fd)
+                raise IngestBusyError(f"{self._path.name[:12]} is being fetched") from None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # it was committed or aborted while we waited: begin anew
+
+    def _journaled(self) -> list[_Span]:
+        """The spans that an earlier process has surely written."""
+        try:
+            lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
+            size = os.fstat(self._fd).st_size
+            spans = [_parse_span(text) for text in lines[-1].split(",")] if lines else []
+        except (OSError, ValueError):
+            return []
+        return spans if all(0 <= start < end <= size for start, end in spans) else []
+
+    def _reset_hash(self) -> None:
+        self._rewritten = False  # whether bytes may have changed after they were hashed
+        self._hashed = 0
+        self._hasher = new_hasher(self._algorithm)
 
     @property
     def size(self) -> int:
         """One past the last byte written so far."""
-        return max((end for _, end in self._spans), default=0)
+        with self._lock:
+            return max((end for _, end in self._spans), default=0)
 
-    def missing(self) -> list[tuple[int, int]]:
+    def missing(self) -> list[_Span]:
         """The spans [start, end) of the expected size that have not been written yet."""
-        total = self._expected.size if self._expected else self.size
-        spans, offset = [], 0
-        for start, end in self._spans:
-            if start > offset:
-                spans.append((offset, start))
-            offset = max(offset, end)
+        with self._lock:
+            spans, offset = [], 0
+            for start, end in self._spans:
+                if start > offset:
+                    spans.append((offset, start))
+                offset = max(offset, end)
+            total = self._expected.size if self._expected else offset
         return [*spans, (offset, total)] if offset < total else spans
+
+    def restart(self) -> None:
+        """Forget what an earlier process has written, for a writer that begins at the front."""
+        with store_errors(self._root):
+            self._journal.unlink(missing_ok=True)
+            os.ftruncate(self._fd, 0)
+        self._spans = []
+        self._reset_hash()
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
         """Write ``data`` at ``offset``. Raises NoSpaceError or StoreError."""
@@ -58,22 +124,57 @@ class FileIngest:
             written = 0
             while written < len(view):
                 written += os.pwrite(self._fd, view[written:], offset + written)
-        if self._hasher is not None and offset < self._hashed:
-            self._hasher = None  # what was hashed is not what is there now
-        elif self._hasher is not None and offset == self._hashed:
-            self._hasher.update(view)
-            self._hashed += len(view)
-        self._add(offset, offset + len(view))
+        with self._lock:
+            end = offset + len(view)
+            self._rewritten |= any(low < end and offset < high for low, high in self._spans)
+            self._spans = _merge(self._spans, offset, end)
+        self._hash(offset, view)
 
-    def _add(self, start: int, end: int) -> None:
-        """Merge a span into the sorted, disjoint list of what is there."""
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted([*self._spans, (start, end)]):
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        self._spans = merged
+    def _hash(self, offset: int, view: memoryview) -> None:
+        """Bring the hash forward as far as bytes have come, unless another writer is at it."""
+        behind = True
+        while behind and self._hashing.acquire(blocking=False):
+            try:
+                if offset == self._hashed:
+                    self._hasher.update(view)
+                    self._hashed += len(view)
+                self._catch_up()
+            finally:
+                self._hashing.release()
+            behind = self._hashed < self._front()  # a span may have come before the release
+
+    def _catch_up(self) -> None:
+        """Hash from the file what lies between the hash and the first byte that is missing."""
+        scratch: memoryview | None = None
+        while (left := self._front() - self._hashed) > 0:
+            scratch = scratch or memoryview(bytearray(CHUNK_SIZE))
+            with store_errors(self._root):
+                count = os.preadv(self._fd, [scratch[:left]], self._hashed)
+            if not count:
+                return  # the file is shorter than it should be: commit will say so
+            self._hasher.update(scratch[:count])
+            self._hashed += count
+
+    def _front(self) -> int:
+        with self._lock:
+            return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
+
+    def checkpoint(self) -> None:
+        """Make what was written survive a power cut, and note it; one thread at a time does."""
+        if self._expected is None or self._expected.size <= JOURNALED:
+            return
+        if not self._syncing.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                spans = list(self._spans)
+            with store_errors(self._root):
+                os.fsync(self._fd)
+                line = ",".join(f"{start}-{end}" for start, end in spans)
+                with self._journal.open("a", encoding="ascii") as file:
+                    file.write(f"{line}\n")
+        finally:
+            self._syncing.release()
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable, publish. The directory is synchronised by the layout.
@@ -82,14 +183,15 @@ class FileIngest:
             VerificationError: the bytes are not ``expected``; the ingest is gone then.
         """
         try:
+            self._check_whole(expected)
+            check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
             with store_errors(self._root):
-                self._check_whole(expected)
-                check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
                 os.fchmod(self._fd, BLOB_MODE)
                 os.fsync(self._fd)
                 final = blob_path(self._root, expected)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 self._path.replace(final)
+                self._journal.unlink(missing_ok=True)
         except BaseException:
             self.abort()
             raise
@@ -97,35 +199,61 @@ class FileIngest:
 
     def _check_whole(self, expected: Descriptor) -> None:
         if self.missing():
-            written = sum(end - start for start, end in self._spans)
+            with self._lock:
+                come = sum(end - start for start, end in self._spans)
             raise VerificationError(
-                f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
+                f"{expected.digest} is not whole: {come} of {expected.size} bytes came"
             )
 
     def _encoded(self, expected: Descriptor) -> str:
-        """The hash of what is in the file, from the running hasher where that saw all of it."""
-        own = self._expected
-        if self._hasher and own and own.digest.algorithm == expected.digest.algorithm:
-            hasher, offset = self._hasher, self._hashed
+        """The hash of what is in the file; a second reading only where it is of another kind."""
+        with self._hashing:
+            if expected.digest.algorithm != self._algorithm or self._rewritten:
+                self._algorithm = expected.digest.algorithm
+                self._reset_hash()
+            self._catch_up()
+            return self._hasher.hexdigest()
+
+    def suspend(self) -> None:
+        """Leave what is there for the next process, if it is worth keeping book of."""
+        with contextlib.suppress(OSError):
+            self.checkpoint()
+        if self._journal.exists():
+            self._close()
         else:
-            hasher, offset = expected.digest.hasher(), 0
-        while chunk := os.pread(self._fd, CHUNK_SIZE, offset):
-            hasher.update(chunk)
-            offset += len(chunk)
-        return hasher.hexdigest()
+            self.abort()
 
     def abort(self) -> None:
         """Forget everything written so far."""
-        if self._close():
+        if self._fd < 0:
+            return  # it has ended, and what lies there now is another's
+        with contextlib.suppress(OSError):  # why it is aborted is worth more
             self._path.unlink(missing_ok=True)
+            self._journal.unlink(missing_ok=True)
+        self._close()
 
-    def _close(self) -> bool:
+    def _close(self) -> None:
         """Close the file, once: its number may be another file's by now."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        return fd >= 0
+
+
+def _parse_span(text: str) -> _Span:
+    start, _, end = text.partition("-")
+    return int(start), int(end)
+
+
+def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
+    """Sorted, disjoint spans with one more in them."""
+    merged: list[_Span] = []
+    for low, high in sorted([*spans, (start, end)]):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
 
 
 def blob_path(root: Path, content: Descriptor) -> Path:

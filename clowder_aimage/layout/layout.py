@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -97,8 +98,16 @@ class ImageLayout:
     # -- writing
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
-        """Begin to take a blob in. Raises StoreError or NoSpaceError."""
+        """Begin to take a blob in. Raises IngestBusyError, StoreError or NoSpaceError."""
         return FileIngest(self.root, key, expected)
+
+    def free(self) -> int:
+        """The bytes that an ordinary user may still write to the store's file system."""
+        place = self.root
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        with store_errors(self.root):
+            return shutil.disk_usage(place).free
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if not self.exists(content):
@@ -107,8 +116,12 @@ class ImageLayout:
             self.tag(content, reference)
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
-        ingest = self.ingest(content.digest.encoded, content)
+        ingest = FileIngest(self.root, content.digest.encoded, content, wait=True)
+        if self.exists(content):  # another process was at it, and has finished
+            ingest.abort()
+            return
         try:
+            ingest.restart()
             buffer, offset = memoryview(bytearray(min(CHUNK_SIZE, content.size + 1))), 0
             with body() as source:
                 while (count := readinto(source, buffer)) and offset <= content.size:

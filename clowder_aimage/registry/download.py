@@ -41,6 +41,7 @@ class BlobReader(io.RawIOBase):
         self._end = end
         self._size = size
         self._broken = 0
+        self._window_began, self._in_window = time.monotonic(), 0
         self._response: requests.Response | None = None
         self.ignores_range = False
         if offset < end:  # a range past the end is refused, so nothing is asked for nothing
@@ -85,24 +86,25 @@ class BlobReader(io.RawIOBase):
         """
         assert self._response is not None  # noqa: S101 - set wherever offset < end
         try:
-            return int(self._response.raw._fp.readinto(view))
+            return int(_stream(self._response).readinto(view))
         except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
             raise BrokenOffError(f"{self._what} broke off: {error}") from error
 
     def _connect(self, offset: int | None = None) -> None:
         """Open a connection that stands at ``offset``, by default where we are."""
-        self._disconnect()
         where = self._offset if offset is None else offset
         if where < self._end:
-            self._response = retrying(lambda: self._open(where))
+            retrying(lambda: self._open(where))
         self._window_began, self._in_window = time.monotonic(), 0
 
-    def _open(self, offset: int) -> requests.Response:
+    def _open(self, offset: int) -> None:
+        self._disconnect()
         whole = offset == 0 and self._end == self._size
         if not whole and not self.ignores_range:
             response = self._get(offset, self._end)
             if response.status_code == 206 and _starts_at(response, offset):
-                return response
+                self._response = response
+                return
             self.ignores_range = response.status_code in {200, 206} | _REFUSES_RANGE
             if response.status_code != 200:
                 if not self.ignores_range:
@@ -115,7 +117,6 @@ class BlobReader(io.RawIOBase):
             raise failure(response, self._what)
         self._response = response
         self._skip(offset)
-        return response
 
     def _skip(self, offset: int) -> None:
         """The whole blob is coming: pass over what we have."""
@@ -130,7 +131,7 @@ class BlobReader(io.RawIOBase):
     def _release(self) -> None:
         """The body was read to its end: its connection can serve the next request."""
         if self._response is not None:
-            if self._response.raw._fp.isclosed():
+            if _stream(self._response).isclosed():
                 self._response.raw.release_conn()
             else:
                 self._response.close()
@@ -146,6 +147,12 @@ class BlobReader(io.RawIOBase):
             self._release()
         self._disconnect()
         super().close()
+
+
+def _stream(response: requests.Response) -> http.client.HTTPResponse:
+    """The response of http.client under that of urllib3 under that of requests."""
+    stream: http.client.HTTPResponse = response.raw._fp  # type: ignore[assignment]
+    return stream
 
 
 def _starts_at(response: requests.Response, offset: int) -> bool:

@@ -15,9 +15,6 @@ from clowder_aimage.server.error import ApiError
 
 EXPIRY = 3600.0  # seconds without a byte after which an upload is given up
 MAX_UPLOADS = 256  # each holds a file open
-# The digest of an upload is only said at its end. With this the ingest hashes by sha256, which it
-# nearly always is, as the bytes pass; for another algorithm it reads the file again.
-_HASHED = Descriptor("", Digest.of(b""), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +65,7 @@ class Uploads:
         if len(self._uploads) >= MAX_UPLOADS:
             raise ApiError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
         key = secrets.token_hex(16)
-        ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}", _HASHED)
+        ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}")
         upload = self._uploads[key] = Upload(key, repository, ingest, self._clock())
         return upload
 

@@ -1,0 +1,244 @@
+"""Many blobs over a few connections: the download engine.
+
+One budget of connections serves all blobs. A connection takes a blob that nobody has begun; when
+there is none, it joins the blob with most left to fetch and takes the next part of it. So many
+small blobs travel side by side, and the last large one is finished by all connections together.
+
+Parts may arrive in any order: the ingest hashes them in order, from the buffer where it can and
+from its file where it must. Nothing is believed before the whole blob's digest holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from clowder_aimage.content.event import Event, OnEvent
+from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.store import ContentStore, Ingest, IngestBusyError, Source
+from clowder_aimage.content.verify import CHUNK_SIZE, readinto
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.oci import Descriptor
+
+PART = 16 * 1024 * 1024  # the most that one connection fetches at a time, and can lose
+SMALLEST_PART = 1024 * 1024
+_POLL = 0.1  # seconds between looks at a blob that another process is fetching
+
+_Span = tuple[int, int]
+
+
+class _Blob:
+    """A blob under way. All fields are guarded by the engine's lock."""
+
+    def __init__(self, content: Descriptor, ingest: Ingest) -> None:
+        self.content = content
+        self.ingest = ingest
+        self.unclaimed: list[_Span] = ingest.missing()
+        self.readers = 0
+        self.serial = False  # its server does not do ranges: one connection, from the front
+
+    @property
+    def left(self) -> int:
+        """The bytes that no connection has taken yet."""
+        return sum(end - start for start, end in self.unclaimed)
+
+    def claim(self, connections: int) -> _Span:
+        """Take the next part: large ones first, smaller ones near the end, so that all finish
+        together."""
+        start, end = self.unclaimed.pop(0)
+        if self.serial:
+            return start, end
+        fair = (self.left + end - start) // (2 * connections)
+        size = min(PART, max(SMALLEST_PART, fair - fair % SMALLEST_PART))
+        if end - start > size:
+            self.unclaimed.insert(0, (start + size, end))
+            end = start + size
+        return start, end
+
+    def give_back(self, start: int, end: int) -> None:
+        """What a connection took and did not fetch."""
+        if start < end:
+            self.unclaimed = sorted([*self.unclaimed, (start, end)])
+
+    @property
+    def may_be_joined(self) -> bool:
+        return bool(self.unclaimed) and not (self.serial and self.readers)
+
+
+class Fetch:
+    """One run of the engine over ``blobs``, the largest first."""
+
+    def __init__(
+        self,
+        source: Source,
+        target: ContentStore,
+        blobs: Sequence[Descriptor],
+        *,
+        connections: int,
+        on_event: OnEvent,
+        rate: Rate | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._connections = max(1, connections)
+        self._on_event = on_event
+        self._rate = rate
+        self._pending = deque(blobs)
+        self._elsewhere: deque[Descriptor] = deque()  # another process is fetching these
+        self._active: list[_Blob] = []
+        self._opening = 0
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def run(self) -> None:
+        """Fetch everything. Raises what the first failing connection raised."""
+        if not self._pending:
+            return
+        try:
+            in_parallel([self._connection] * self._connections, self._connections, self._stop)
+        except BaseException:
+            for blob in self._active:
+                blob.ingest.suspend()
+            raise
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _connection(self) -> None:
+        """One connection's life: take work until there is none."""
+        buffer = memoryview(bytearray(CHUNK_SIZE))
+        try:
+            while (blob := self._next()) is not None:
+                self._part(blob, buffer)
+        except StoppedError:
+            return
+        except BaseException:
+            self._stop()
+            raise
+
+    def _next(self) -> _Blob | None:
+        """A blob to take a part of: a new one, else the one with most left; None at the end."""
+        while True:
+            with self._changed:
+                content = self._choose()
+                if isinstance(content, _Blob):
+                    content.readers += 1
+                    return content
+                if content is None:
+                    return None
+                self._opening += 1
+            try:
+                blob = self._begin(content)
+            finally:
+                with self._changed:
+                    self._opening -= 1
+                    self._changed.notify_all()
+            if blob is not None:
+                return blob
+
+    def _choose(self) -> Descriptor | _Blob | None:
+        """What to do next, once there is something to do. The lock is held."""
+        while True:
+            if self._stopped:
+                raise StoppedError
+            if self._pending:
+                return self._pending.popleft()
+            joinable = [blob for blob in self._active if blob.may_be_joined]
+            if joinable:
+                return max(joinable, key=lambda blob: blob.left)
+            if self._elsewhere:
+                self._changed.wait(_POLL)
+                if self._elsewhere and not self._pending:
+                    return self._elsewhere.popleft()
+                continue
+            if not self._active and not self._opening:
+                return None
+            self._changed.wait()
+
+    def _begin(self, content: Descriptor) -> _Blob | None:
+        """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
+        if self._target.exists(content):
+            self._on_event(Event("skip", content, content.size))
+            return None
+        try:
+            ingest = self._target.ingest(content.digest.encoded, content)
+        except IngestBusyError:
+            with self._changed:
+                self._elsewhere.append(content)
+            return None
+        if self._target.exists(content):  # it was finished while we waited for the ingest
+            ingest.abort()
+            self._on_event(Event("skip", content, content.size))
+            return None
+        blob = _Blob(content, ingest)
+        self._on_event(Event("start", content, content.size))
+        if content.size - blob.left:
+            self._on_event(Event("progress", content, content.size - blob.left))
+        if not blob.unclaimed:  # all of it was here: only its digest is left to check
+            self._finish(blob)
+            return None
+        with self._changed:
+            blob.readers = 1
+            self._active.append(blob)
+            self._changed.notify_all()
+        return blob
+
+    def _part(self, blob: _Blob, buffer: memoryview) -> None:
+        """Fetch one part of a blob, and finish the blob if that was the last one."""
+        with self._changed:
+            if not blob.unclaimed:  # others took the rest since
+                blob.readers -= 1
+                return
+            start, end = blob.claim(self._connections)
+        reached = start
+        try:
+            reached = self._read(blob, start, end, buffer)
+        finally:
+            with self._changed:
+                blob.readers -= 1
+                blob.give_back(reached, end)
+                last = not blob.readers and not blob.unclaimed
+                if last:
+                    self._active.remove(blob)
+                    self._opening += 1
+                self._changed.notify_all()
+        if last:
+            try:
+                self._finish(blob)
+            finally:
+                with self._changed:
+                    self._opening -= 1
+                    self._changed.notify_all()
+        else:
+            blob.ingest.checkpoint()
+
+    def _read(self, blob: _Blob, start: int, end: int, buffer: memoryview) -> int:
+        """Stream [start, end) into the ingest; returns how far it came."""
+        content = blob.content
+        with self._source.open(content, start, end - start) as reader:
+            if getattr(reader, "ignores_range", False) and not blob.serial:
+                with self._changed:
+                    blob.serial = True
+                    if start or blob.readers > 1:
+                        return start  # one connection goes on from the front
+            while start < end:
+                if self._stopped:
+                    raise StoppedError
+                size = min(end - start, len(buffer), self._rate.burst if self._rate else end)
+                count = readinto(reader, buffer[:size])
+                if not count:
+                    raise VerificationError(f"{content.digest} ends after {start} bytes")
+                blob.ingest.write_at(start, buffer[:count])
+                start += count
+                self._on_event(Event("progress", content, count))
+                if self._rate is not None:
+                    self._rate.passed(count)
+        return start
+
+    def _finish(self, blob: _Blob) -> None:
+        blob.ingest.commit(blob.content)
+        self._on_event(Event("done", blob.content, blob.content.size))

@@ -1,0 +1,41 @@
+"""Several threads at one job, the first failure ending it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from clowder_aimage.errors import AImageError
+
+_PARTING = 1.0  # seconds that calls under way get to clean up in when one has failed
+
+
+class StoppedError(AImageError):
+    """Another call failed, or the user left: this one stops where it can."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
+
+
+def in_parallel(
+    calls: Sequence[Callable[[], None]], threads: int, stop: Callable[[], None]
+) -> None:
+    """Make ``calls``, ``threads`` at a time.
+
+    When one raises, or the user interrupts, ``stop`` is called, the others get a moment to end,
+    and the first error is raised. A thread that waits for a dead network is left behind.
+    """
+    pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="aimage")
+    futures: list[Future[None]] = []
+    try:
+        futures += [pool.submit(call) for call in calls]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failures = [future.exception() for future in futures if future.done()]
+        for error in sorted(filter(None, failures), key=lambda e: isinstance(e, StoppedError)):
+            raise error
+    except BaseException:
+        stop()
+        pool.shutdown(wait=False, cancel_futures=True)
+        wait([future for future in futures if not future.cancelled()], timeout=_PARTING)
+        raise
+    pool.shutdown()

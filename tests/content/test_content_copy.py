@@ -1,0 +1,341 @@
+"""The one way to move an artifact: what goes over, in which order, and what does not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, Overlay, bytes_body, copy, parallel
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    NotFoundError,
+    VerificationError,
+)
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from tests.content.artifact import (
+    BLOB,
+    Broken,
+    Recorder,
+    blob,
+    index,
+    manifest,
+    put,
+    put_artifact,
+)
+
+NAME = Reference.parse("a:v1")
+
+
+def watched(source, target, **options):
+    """Copy and return the events, too."""
+    events = []
+    copy(source, NAME, target, on_event=events.append, **options)
+    return events
+
+
+def total(events, *kinds):
+    return sum(event.count for event in events if event.kind in kinds)
+
+
+def test_everything_arrives_and_is_named_last():
+    source, target = MemoryStore(), Recorder()
+    made = put_artifact(source, "a:v1", b"one", b"two")
+    found = copy(source, NAME, target)
+    assert found == made.descriptor
+    assert target.pushed[-1] == made.descriptor
+    assert {content.digest for content in target.pushed[:-1]} == {
+        child.digest for child in made.children
+    }
+    assert target.resolve(NAME) == made.descriptor
+
+
+def test_under_another_name():
+    source, target = MemoryStore(), MemoryStore()
+    made = put_artifact(source, "a:v1", b"one")
+    copy(source, NAME, target, Reference.parse("b:v2"))
+    assert target.resolve(Reference.parse("b:v2")).digest == made.digest
+    with pytest.raises(NotFoundError):
+        target.resolve(NAME)
+
+
+def test_what_is_there_is_skipped_and_the_sums_are_right():
+    source, target = MemoryStore(), Recorder()
+    put_artifact(source, "a:v1", b"x" * 1000, b"y" * 500, b"z" * 70)
+    put(target, b"y" * 500)
+    target.pushed.clear()
+    events = watched(source, target)
+    (plan,) = [event for event in events if event.kind == "plan"]
+    assert plan.blobs == 4
+    assert plan.count == 1000 + 500 + 70 + len(b'{"name":"a:v1"}')
+    assert total(events, "skip") == 500
+    assert total(events, "progress", "skip") == total(events, "start", "skip") == plan.count
+    assert total(events, "start") == total(events, "done")
+    assert Counter(event.kind for event in events)["done"] == 3
+    assert 500 not in {content.size for content in target.pushed}
+
+
+def test_a_second_copy_moves_nothing_but_the_root():
+    source, target = MemoryStore(), Recorder()
+    made = put_artifact(source, "a:v1", b"one", b"two")
+    copy(source, NAME, target)
+    target.pushed.clear()
+    copy(source, NAME, target)
+    assert target.pushed == [made.descriptor]
+
+
+def test_a_digest_that_stands_twice_moves_once():
+    source, target = MemoryStore(), Recorder()
+    made = put_artifact(source, "a:v1", b"same", b"same", b"other", b"same")
+    events = watched(source, target)
+    assert next(event.blobs for event in events if event.kind == "plan") == 3
+    assert len(target.pushed) == 4
+    assert len(made.layers) == 4
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (5, 4)])
+def test_a_digest_with_two_sizes_is_refused(sizes):
+    """The true size must not hide the lie, whichever comes first."""
+    source, target = MemoryStore(), MemoryStore()
+    data = put(source, b"four")
+    layers = [Descriptor(BLOB, data.digest, size) for size in sizes]
+    made = manifest(put(source, b"{}"), layers)
+    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    with pytest.raises(VerificationError):
+        copy(source, NAME, target)
+    assert not target.exists(made.descriptor)
+
+
+def test_the_largest_go_first():
+    source, target = MemoryStore(), Recorder()
+    put_artifact(source, "a:v1", b"1" * 1, b"2" * 200, b"3" * 30)
+    copy(source, NAME, target, concurrency=1)
+    sizes = [content.size for content in target.pushed[:-1]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+class Failing(MemoryStore):
+    """Cannot be read where it holds ``bad``."""
+
+    def __init__(self, bad: bytes) -> None:
+        super().__init__()
+        self.bad = blob(bad)
+        self.opened: list[Descriptor] = []
+
+    def open(self, content, offset=0, length=None, /):
+        self.opened.append(content)
+        if content.digest == self.bad.digest:
+            return io.BufferedReader(Broken(b"x", NetworkError("the line is dead")))
+        return super().open(content, offset, length)
+
+
+def test_the_first_failure_stops_the_rest_and_names_nothing():
+    source, target = Failing(b"x" * 1000), Recorder()
+    made = put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 100)), b"x" * 1000)
+    with pytest.raises(NetworkError, match="the line is dead"):
+        copy(source, NAME, target, concurrency=1)
+    assert not target.exists(made.descriptor)
+    assert target.pushed == []  # the largest failed; the others never began
+    with pytest.raises(NotFoundError):
+        target.resolve(NAME)
+    source.bad = blob(b"nothing of it")
+    assert copy(source, NAME, target) == made.descriptor
+
+
+def test_damage_in_the_source_is_found():
+    source, target = MemoryStore(), MemoryStore()
+    made = put_artifact(source, "a:v1", b"true")
+    source._blobs[made.layers[0].digest] = b"fals"
+    with pytest.raises(VerificationError):
+        copy(source, NAME, target)
+    assert not target.exists(made.layers[0])
+
+
+def test_a_damaged_manifest_is_found_before_anything_moves():
+    source, target = MemoryStore(), Recorder()
+    made = put_artifact(source, "a:v1", b"one")
+    source._blobs[made.digest] = made.raw.replace(b"2", b"3", 1)
+    with pytest.raises(VerificationError):
+        copy(source, NAME, target)
+    assert target.pushed == []
+
+
+def test_a_missing_layer_is_not_found():
+    source, target = MemoryStore(), MemoryStore()
+    made = manifest(put(source, b"{}"), [blob(b"absent")])
+    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    with pytest.raises(NotFoundError):
+        copy(source, NAME, target)
+    assert not target.exists(made.descriptor)
+
+
+def tree(source: MemoryStore):
+    """An index of a manifest and of an index that has the same manifest and another."""
+    one = put_artifact(source, "x:one", b"one", b"common")
+    two = put_artifact(source, "x:two", b"two", b"common")
+    inner = index([one.descriptor, two.descriptor], annotations={"a": "inner"})
+    source.push(inner.descriptor, bytes_body(inner.raw))
+    outer = index([one.descriptor, inner.descriptor, one.descriptor])
+    source.push(outer.descriptor, bytes_body(outer.raw), NAME)
+    return one, two, inner, outer
+
+
+def test_an_index_goes_over_whole_children_before_parents_each_once():
+    source, target = MemoryStore(), Recorder()
+    one, two, inner, outer = tree(source)
+    copy(source, NAME, target)
+    order = [content.digest for content in target.pushed]
+    assert len(order) == len(set(order)) == 5 + 4  # two configs, three layers, four documents
+    place = {digest: i for i, digest in enumerate(order)}
+    assert order[-1] == outer.digest
+    for parent in (one, two, inner, outer):
+        for child in parent.children:
+            assert place[child.digest] < place[parent.digest]
+
+
+def test_a_child_with_a_type_unknown_to_us_goes_over_as_it_is():
+    source, target = MemoryStore(), MemoryStore()
+    odd = put(source, b"?", "application/vnd.example.manifest.v9")
+    made = index([odd])
+    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    copy(source, NAME, target)
+    assert target.exists(odd)
+
+
+def test_a_layer_that_calls_itself_a_manifest_goes_over_as_a_blob():
+    source, target = MemoryStore(), Recorder()
+    odd = put(source, b"not JSON at all", mediatype.OCI_MANIFEST)
+    made = manifest(put(source, b"{}"), [odd])
+    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    copy(source, NAME, target)
+    with target.open(odd) as file:
+        assert file.read() == b"not JSON at all"
+    assert mediatype.OCI_MANIFEST not in {content.media_type for content in target.pushed[:-1]}
+
+
+def nested(source: MemoryStore, depth: int) -> None:
+    document = put_artifact(source, "x:leaf", b"leaf")
+    for level in range(depth):
+        # each level many times: a naive walk would take a thousand to the power of the depth
+        document = index([document.descriptor] * 1000, annotations={"level": str(level)})
+        source.push(document.descriptor, bytes_body(document.raw))
+    source.tag(document.descriptor, NAME)
+
+
+def test_indexes_of_indexes_are_read_once_each_and_end_somewhere():
+    source, target = MemoryStore(), MemoryStore()
+    nested(source, 4)
+    assert target.exists(copy(source, NAME, target))
+    nested(source, 5)
+    with pytest.raises(FormatError, match="nested more than 4 deep"):
+        copy(source, NAME, target)
+
+
+def test_leaving_stops_the_copies_between_two_reads():
+    """Ctrl-C in the caller's thread: what is being read ends with the read it is in."""
+    source, target = MemoryStore(), MemoryStore()
+    made = put_artifact(source, "a:v1", b"x" * 100, b"x" * 50)
+    reading, left, reads = threading.Barrier(3), threading.Event(), []
+
+    class Hanging(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            reads.append(1)
+            reading.wait(10)
+            assert left.wait(10)
+            buffer[:1] = b"x"
+            return 1
+
+    class Slow(MemoryStore):
+        def open(self, content, offset=0, length=None, /):
+            return Hanging() if content.media_type == BLOB else source.open(content, offset, length)
+
+        def resolve(self, reference, /):
+            return source.resolve(reference)
+
+    waits = []
+
+    def wait(futures, **options):
+        waits.append(options)
+        if len(waits) == 1:
+            reading.wait(10)
+            raise KeyboardInterrupt
+        left.set()
+        return concurrent.futures.wait(futures, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            copy(Slow(), NAME, target, concurrency=2)
+    assert len(waits) == 2
+    assert len(reads) == 2
+    assert not any(target.exists(child) for child in (made.descriptor, *made.layers))
+
+
+def test_a_failure_among_many_is_told_at_once():
+    """What was cancelled is not waited for."""
+    source = Failing(b"x" * 1000)
+    put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 50)), b"x" * 1000)
+    start = time.monotonic()
+    with pytest.raises(NetworkError):
+        copy(source, NAME, MemoryStore(), concurrency=1)
+    assert time.monotonic() - start < 0.9
+
+
+def test_a_retry_counts_back():
+    source = MemoryStore()
+    made = put_artifact(source, "a:v1", b"x" * 100)
+
+    class Retrying(MemoryStore):
+        def push(self, content, body, reference=None, /):
+            if content.size == 100:
+                with body() as file:
+                    file.read(60)
+                with body(40) as file:  # resumes
+                    file.read(10)
+            super().push(content, body, reference)
+
+    events = watched(source, Retrying())
+    counts = [e.count for e in events if e.kind == "progress" and e.content == made.layers[0]]
+    assert counts == [60, -20, 10, -50, 100]
+    assert sum(counts) == 100
+
+
+def test_a_failing_watcher_fails_the_copy():
+    source, target = MemoryStore(), MemoryStore()
+    made = put_artifact(source, "a:v1", b"x")
+
+    def on_event(event):
+        if event.kind == "start":
+            raise AImageError("enough")
+
+    with pytest.raises(AImageError, match="enough"):
+        copy(source, NAME, target, on_event=on_event)
+    assert not target.exists(made.descriptor)
+
+
+def test_an_overlay_shows_its_documents_and_what_lies_below():
+    below = MemoryStore()
+    made = put_artifact(below, "a:v1", b"layer")
+    other = manifest(blob(b"config", "application/x"), made.layers)
+    documents = {other.digest: other.raw, other.config.digest: b"config"}
+    over = Overlay(below, other.descriptor, documents)
+    assert over.resolve(NAME) == other.descriptor
+    assert over.exists(other.descriptor)
+    assert over.exists(made.layers[0])
+    assert not over.exists(blob(b"absent"))
+    with over.open(other.config, 2, 3) as file:
+        assert file.read() == b"nfi"
+    target = MemoryStore()
+    copy(over, NAME, target)
+    assert target.resolve(NAME) == other.descriptor
+    assert target.exists(made.layers[0])
+    assert not below.exists(other.descriptor)

@@ -1,0 +1,115 @@
+"""Verification while bytes stream past."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clowder_aimage.content import VerifyingReader, bytes_body, file_body, read_all
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.oci import Descriptor
+from tests.content.artifact import BLOB, blob
+
+
+class Drip(io.RawIOBase):
+    """Gives as few bytes at a time as it is told, and has only ``read``."""
+
+    def __init__(self, data: bytes, sizes: list[int]) -> None:
+        self._data = io.BytesIO(data)
+        self._sizes = sizes
+
+    def read(self, size: int = -1, /) -> bytes:
+        step = self._sizes.pop() if self._sizes else 1
+        return self._data.read(min(size, step) if size >= 0 else step)
+
+    readinto = None
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(1, 50)), st.integers(1, 64))
+def test_true_bytes_pass_in_any_portions(data, sizes, size):
+    with VerifyingReader(Drip(data, sizes), blob(data)) as reader:
+        parts = []
+        while part := reader.read(size):
+            parts.append(part)
+    assert b"".join(parts) == data
+
+
+@given(st.binary(max_size=50), st.binary(max_size=50))
+def test_other_bytes_never_reach_their_end(promised, sent):
+    if promised == sent:
+        return
+    with (
+        VerifyingReader(io.BytesIO(sent), blob(promised)) as reader,
+        pytest.raises(VerificationError),
+    ):
+        reader.readall()
+
+
+def test_the_byte_too_many_is_the_last_that_is_read():
+    content = blob(b"x" * 10)
+    source = io.BytesIO(b"x" * 1000)
+    with VerifyingReader(source, content) as reader:
+        assert reader.read(10) == b"x" * 10
+        with pytest.raises(VerificationError, match="longer than the 10 bytes"):
+            reader.read(1)
+        assert source.tell() == 11
+
+
+def test_a_short_source_says_how_short():
+    reader = VerifyingReader(io.BytesIO(b"xx"), blob(b"xxx"))
+    with pytest.raises(VerificationError, match="has 2 bytes instead of the 3"):
+        reader.readall()
+
+
+def test_reading_nothing_is_not_the_end():
+    with VerifyingReader(io.BytesIO(b"abc"), blob(b"abc")) as reader:
+        assert reader.read(0) == b""
+        assert reader.read(3) == b"abc"
+
+
+def test_closing_it_closes_what_it_reads():
+    source = io.BytesIO(b"")
+    VerifyingReader(source, blob(b"")).close()
+    assert source.closed
+
+
+def test_read_all_refuses_a_huge_size_before_it_reads():
+    class Untouchable(io.RawIOBase):
+        def readinto(self, buffer: object) -> int:
+            raise AssertionError("it was read")
+
+    huge = Descriptor(BLOB, blob(b"").digest, 1 << 40)
+    with pytest.raises(VerificationError, match="claims 1099511627776 bytes"):
+        read_all(Untouchable(), huge)
+    with pytest.raises(VerificationError, match="over 3"):
+        read_all(io.BytesIO(b"1234"), blob(b"1234"), 3)
+    assert read_all(io.BytesIO(b"123"), blob(b"123"), 3) == b"123"
+
+
+def test_read_all_stops_a_source_without_an_end():
+    class Endless(io.RawIOBase):
+        given = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: memoryview) -> int:
+            self.given += len(buffer)
+            return len(buffer)
+
+    source = Endless()
+    with pytest.raises(VerificationError):
+        read_all(source, blob(b"x"))
+    assert source.given < 10_000_000
+
+
+def test_bodies_open_anywhere_and_again(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    for body in (file_body(path), bytes_body(b"0123456789")):
+        for offset in (0, 3, 10, 0):
+            with body(offset) as file:
+                assert file.read() == b"0123456789"[offset:]

@@ -1,0 +1,195 @@
+"""What every store promises, whatever it stands on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, VerifyingReader, bytes_body, copy
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, VerificationError
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from tests.content.artifact import BLOB, blob, broken_body, index, manifest, put, put_artifact
+
+DATA = bytes(range(256)) * 20
+LARGE = bytes(range(251)) * 13_000  # over three mebibytes: more than one buffer
+
+
+def read(store, content, *span):
+    with store.open(content, *span) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("data", [b"", b"x", DATA, LARGE], ids=["empty", "byte", "some", "large"])
+def test_what_is_pushed_is_there(target, data):
+    content = blob(data)
+    assert not target.exists(content)
+    target.push(content, bytes_body(data))
+    assert target.exists(content)
+    assert read(target, content) == data
+
+
+def test_any_algorithm_that_the_specification_registers(target):
+    content = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
+    target.push(content, bytes_body(DATA))
+    assert target.exists(content)
+    assert read(target, content) == DATA
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(0, None), (1, None), (5119, None), (5120, None), (0, 0), (0, 10), (100, 1), (5000, 500)],
+)
+def test_any_part_can_be_read(target, offset, length):
+    content = put(target, DATA)
+    end = None if length is None else offset + length
+    assert read(target, content, offset, length) == DATA[offset:end]
+
+
+def test_an_open_file_fills_a_buffer(target):
+    content = put(target, DATA)
+    buffer = bytearray(len(DATA))
+    with target.open(content, 20) as file:
+        filled = 0
+        while count := file.readinto(memoryview(buffer)[filled:]):
+            filled += count
+    assert bytes(buffer[:filled]) == DATA[20:]
+
+
+def test_what_was_never_pushed_is_not_there(target):
+    put(target, b"something else")
+    absent = blob(b"absent")
+    assert not target.exists(absent)
+    with pytest.raises(NotFoundError):
+        read(target, absent)
+
+
+def test_another_size_is_another_content(target):
+    content = put(target, DATA)
+    assert not target.exists(Descriptor(BLOB, content.digest, content.size + 1))
+
+
+def test_pushing_again_changes_nothing(target):
+    content = put(target, DATA)
+    target.push(content, bytes_body(DATA))
+    assert read(target, content) == DATA
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(bytes_body(DATA[:-1]), id="short"),
+        pytest.param(bytes_body(b""), id="nothing"),
+        pytest.param(bytes_body(DATA[:-1] + b"\0"), id="wrong"),
+        pytest.param(bytes_body(DATA + b"x"), id="long"),
+        pytest.param(bytes_body(DATA * 1000), id="much-longer"),
+        pytest.param(broken_body(DATA[:100], NetworkError("the line is dead")), id="broken"),
+        pytest.param(broken_body(DATA, NetworkError("the line is dead")), id="broken-at-the-end"),
+    ],
+)
+def test_what_is_not_the_promised_content_leaves_nothing(target, body):
+    content = blob(DATA)
+    with pytest.raises((VerificationError, NetworkError)):
+        target.push(content, body)
+    assert not target.exists(content)
+    with pytest.raises(NotFoundError):
+        read(target, content)
+    target.push(content, bytes_body(DATA))  # and does not stand in the way
+    assert read(target, content) == DATA
+
+
+def test_a_manifest_is_named_as_it_is_pushed(target, name):
+    made = put_artifact(target, f"{name}:v1", b"layer")
+    for reference in (f"{name}:v1", f"{name}@{made.digest}"):
+        found = target.resolve(Reference.parse(reference))
+        assert (found.digest, found.size) == (made.digest, len(made.raw))
+        assert found.media_type == made.media_type
+        assert read(target, found) == made.raw
+
+
+def test_the_digest_wins_over_the_tag(target, name):
+    first = put_artifact(target, f"{name}:v1", b"one")
+    put_artifact(target, f"{name}:v2", b"two")
+    found = target.resolve(Reference.parse(f"{name}:v2@{first.digest}"))
+    assert found.digest == first.digest
+
+
+def test_a_wrong_manifest_is_not_named(target, name):
+    config = put(target, b"{}")
+    made = manifest(config, [])
+    with pytest.raises(VerificationError):
+        target.push(made.descriptor, bytes_body(made.raw + b" "), Reference.parse(f"{name}:v1"))
+    with pytest.raises(NotFoundError):
+        target.resolve(Reference.parse(f"{name}:v1"))
+
+
+def test_unknown_names_are_not_found(target, name):
+    put_artifact(target, f"{name}:v1")
+    for text in (f"{name}:v2", f"{name}@{Digest.of(b'other')}"):
+        with pytest.raises(NotFoundError):
+            target.resolve(Reference.parse(text))
+
+
+def test_a_name_can_be_added_and_moved(target, name):
+    first = put_artifact(target, f"{name}:v1", b"one")
+    second = put_artifact(target, f"{name}:v2", b"two")
+    latest = Reference.parse(f"{name}:latest")
+    target.tag(first.descriptor, latest)
+    assert target.resolve(latest).digest == first.digest
+    target.tag(second.descriptor, latest)
+    assert target.resolve(latest).digest == second.digest
+    assert target.resolve(Reference.parse(f"{name}:v1")).digest == first.digest
+
+
+def test_what_is_not_there_cannot_be_named(target, name):
+    absent = manifest(blob(b"{}"), [])
+    with pytest.raises(NotFoundError):
+        target.tag(absent.descriptor, Reference.parse(f"{name}:v1"))
+    with pytest.raises(NotFoundError):
+        target.resolve(Reference.parse(f"{name}:v1"))
+
+
+def test_an_index_can_be_named_too(target, name):
+    one = put_artifact(target, f"{name}:one", b"one")
+    two = put_artifact(target, f"{name}:two", b"two")
+    both = index([one.descriptor, two.descriptor])
+    target.push(both.descriptor, bytes_body(both.raw), Reference.parse(f"{name}:both"))
+    found = target.resolve(Reference.parse(f"{name}:both"))
+    assert (found.digest, found.media_type) == (both.digest, both.media_type)
+
+
+def test_unknown_fields_of_a_manifest_survive(target, name):
+    made = put_artifact(target, f"{name}:v1", b"layer", **{"x-mine": [1.50, {"a": None}]})
+    assert read(target, target.resolve(Reference.parse(f"{name}:v1"))) == made.raw
+
+
+def test_many_pushes_of_one_content_at_once(target):
+    content = blob(LARGE)
+    failures: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            target.push(content, bytes_body(LARGE))
+        except AImageError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=push) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert read(target, content) == LARGE
+
+
+def test_a_copy_from_and_to_it_is_whole(target, name):
+    made = put_artifact(target, f"{name}:v1", b"one", LARGE, b"")
+    memory = MemoryStore()
+    reference = Reference.parse(f"{name}:v1")
+    assert copy(target, reference, memory).digest == made.digest
+    for child in (made.descriptor, *made.children):
+        with VerifyingReader(memory.open(child), child) as reader:
+            assert len(reader.readall()) == child.size
+    copied = Reference.parse(f"{name}:copied")
+    assert copy(memory, reference, target, copied).digest == made.digest
+    assert target.resolve(copied).digest == made.digest

@@ -1,0 +1,185 @@
+"""From a name to an AImage, also after other tools have had it in their hands."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
+from clowder_aimage.tensor import encode_header
+
+REFERENCE = Reference.parse("registry.example.com/model:v1")
+TENSOR = encode_header([("w", "U8", (2000,))]) + bytes(2000)
+FILE = b'{"config":true}'
+CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def aimage():
+    tensor = Layer(Descriptor.of(mediatype.AIMAGE_SAFETENSORS, TENSOR), "vae/w", "U8", (2000,))
+    file = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "vae/config.json")
+    return AImage(CONFIG, (file, tensor))
+
+
+def keep(layout, dialect):
+    """Write the AImage into ``layout`` and return its manifest."""
+    made = aimage()
+    for layer, data in zip(made.layers, (FILE, TENSOR), strict=True):
+        layout.push(layer.descriptor, bytes_body(data))
+    manifest, config = DIALECTS[dialect].write(made)
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    return manifest
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_is_read_back(layout, dialect):
+    manifest = keep(layout, dialect)
+    stored = read_aimage(layout, REFERENCE)
+    assert stored.descriptor.digest == manifest.digest
+    assert stored.manifest.raw == manifest.raw
+    assert stored.dialect.name == dialect
+    assert stored.aimage == aimage()
+    before = set((layout.root / "blobs" / "sha256").iterdir())
+    inflate(layout, stored)  # nothing is compressed: nothing to do
+    assert set((layout.root / "blobs" / "sha256").iterdir()) == before
+
+
+def test_a_damaged_manifest_or_config_is_refused(layout):
+    manifest = keep(layout, "clowder")
+    for content in (manifest.config, manifest.descriptor):
+        path = layout.path(content)
+        good = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(good[:-2] + b" }")
+        with pytest.raises(VerificationError):
+            read_aimage(layout, REFERENCE)
+        path.write_bytes(good)
+    layout.path(manifest.config).unlink()
+    with pytest.raises(NotFoundError):
+        read_aimage(layout, REFERENCE)
+
+
+def recompressed(layout, media_type=mediatype.OCI_LAYER_TAR_GZIP, pack=gzip.compress):
+    """Put the container dialect there as a tool leaves it that packs layers and strips them."""
+    manifest, config = DIALECTS["container"].write(aimage())
+    document = json.loads(manifest.raw)
+    for layer, data in zip(document["layers"], (FILE, TENSOR), strict=True):
+        packed = Descriptor.of(media_type, pack(data))
+        layout.push(packed, bytes_body(pack(data)))
+        layer.clear()
+        layer.update(packed.to_json())
+    made = Manifest.build(document)
+    layout.push(made.config, bytes_body(config))
+    layout.push(made.descriptor, bytes_body(made.raw), REFERENCE)
+
+
+def fixed_gzip(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    [mediatype.OCI_LAYER_TAR_GZIP, "application/vnd.docker.image.rootfs.diff.tar.gzip"],
+)
+def test_compressed_layers_come_back(layout, media_type):
+    recompressed(layout, media_type, fixed_gzip)
+    stored = read_aimage(layout, REFERENCE)
+    assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
+    inflate(layout, stored)
+    for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):
+        assert layout.path(layer.descriptor).read_bytes() == data
+    assert DIALECTS["clowder"].write(stored.aimage)[0] == DIALECTS["clowder"].write(aimage())[0]
+
+
+@pytest.mark.parametrize(
+    ("pack", "error"),
+    [
+        (lambda data: b"not gzip at all", FormatError),
+        (lambda data: fixed_gzip(data)[:-9], FormatError),
+        (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, FormatError),
+        (lambda data: b"", VerificationError),
+        (lambda data: fixed_gzip(data + b"x"), VerificationError),
+        (lambda data: fixed_gzip(data[:-1]), VerificationError),
+        (lambda data: fixed_gzip(bytes(50_000_000)), VerificationError),  # a bomb
+    ],
+    ids=["other", "cut", "torn", "empty", "longer", "shorter", "bomb"],
+)
+def test_what_does_not_unpack_to_its_diff_id_is_refused(layout, pack, error):
+    recompressed(layout, pack=pack)
+    stored = read_aimage(layout, REFERENCE)
+    with pytest.raises(error):
+        inflate(layout, stored)
+    assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
+
+
+def test_a_compression_that_we_do_not_read_is_said(layout):
+    recompressed(layout, mediatype.OCI_LAYER_TAR_ZSTD, lambda data: b"\x28\xb5\x2f\xfd" + data)
+    with pytest.raises(FormatError, match="compressed in a way we do not read"):
+        inflate(layout, read_aimage(layout, REFERENCE))
+
+
+# -- skopeo, which is not ours
+
+
+def run(*arguments: object) -> bytes:
+    done = subprocess.run([str(a) for a in arguments], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+def test_skopeo_reads_what_we_write(layout, skopeo):
+    manifest = keep(layout, "clowder")
+    shown = run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
+    assert shown == manifest.raw
+
+
+def test_skopeo_copies_what_we_write_and_we_read_its_copy(layout, skopeo, tmp_path):
+    manifest = keep(layout, "clowder")
+    other = ImageLayout(tmp_path / "other")
+    source = f"oci:{layout.root}:{REFERENCE}"
+    run(skopeo, "--insecure-policy", "copy", source, f"oci:{other.root}:{REFERENCE}")
+    stored = read_aimage(other, REFERENCE)
+    assert stored.manifest.raw == manifest.raw
+    assert stored.aimage == aimage()
+    assert all(other.exists(layer.descriptor) for layer in stored.aimage.layers)
+
+
+def test_skopeo_writes_into_our_layout_and_we_go_on(layout, skopeo, tmp_path):
+    """Both keep what the other has named."""
+    manifest = keep(layout, "clowder")
+    other = ImageLayout(tmp_path / "other")
+    other.push(manifest.descriptor, bytes_body(manifest.raw))
+    copied = Reference.parse("registry.example.com/copied:v1")
+    target = f"oci:{layout.root}:{copied}"
+    run(skopeo, "--insecure-policy", "copy", f"oci:{layout.root}:{REFERENCE}", target)
+    assert {name for name, _ in layout.tags()} == {str(REFERENCE), str(copied)}
+    assert layout.resolve(copied).digest == manifest.digest
+    layout.tag(manifest.descriptor, Reference.parse("ours:v2"))
+    for name in (REFERENCE, copied, "ours:v2"):
+        assert run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{name}") == manifest.raw
+
+
+def test_what_skopeo_compresses_is_read_again(layout, skopeo, tmp_path):
+    manifest = keep(layout, "container")
+    other = ImageLayout(tmp_path / "other")
+    source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"
+    run(skopeo, "--insecure-policy", "copy", "--dest-compress", source, target)
+    stored = read_aimage(other, REFERENCE)
+    assert stored.manifest.raw != manifest.raw  # else this test shows nothing
+    inflate(other, stored)
+    assert stored.aimage == aimage()
+    for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):
+        assert other.path(layer.descriptor).read_bytes() == data

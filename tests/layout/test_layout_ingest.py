@@ -1,0 +1,257 @@
+"""A blob on its way in: any order, and never a final name for what was not verified."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clowder_aimage.content import IngestBusyError, bytes_body
+from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
+from clowder_aimage.layout import FileIngest, ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from tests.content.artifact import BLOB, blob, manifest, put, put_artifact
+
+DATA = bytes(range(100))
+CONTENT = blob(DATA)
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def ingests(layout):
+    return list((layout.root / ".aimage" / "ingest").iterdir())
+
+
+@pytest.mark.parametrize("expected", [CONTENT, None], ids=["expected", "unknown"])
+def test_from_front_to_back(layout, expected):
+    ingest = layout.ingest("key", expected)
+    for start in range(0, 100, 30):
+        assert not layout.exists(CONTENT)
+        ingest.write_at(start, DATA[start : start + 30])
+    assert ingest.missing() == []
+    assert ingest.size == 100
+    ingest.commit(CONTENT)
+    assert layout.path(CONTENT).read_bytes() == DATA
+    assert ingests(layout) == []
+
+
+@given(st.permutations(range(10)), st.booleans())
+def test_in_any_order(order, known):
+    with tempfile.TemporaryDirectory() as directory:
+        ingest = FileIngest(Path(directory), "key", CONTENT if known else None)
+        written: set[int] = set()
+        for block in order:
+            ingest.write_at(block * 10, DATA[block * 10 : block * 10 + 10])
+            written.add(block)
+            holes = {byte // 10 for start, end in ingest.missing() for byte in range(start, end)}
+            total = 10 if known else max(written) + 1
+            assert holes == set(range(total)) - written
+        ingest.commit(CONTENT)
+        path = Path(directory) / "blobs" / "sha256" / CONTENT.digest.encoded
+        assert path.read_bytes() == DATA
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.binary(min_size=1, max_size=6)), max_size=8))
+def test_whatever_is_written_only_the_promised_bytes_are_committed(writes):
+    promised = b"aabbcc"
+    content = blob(promised)
+    seen = bytearray()
+    with tempfile.TemporaryDirectory() as directory:
+        ingest = FileIngest(Path(directory), "key", content)
+        for offset, data in [(0, promised), *writes]:
+            ingest.write_at(offset, data)
+            seen[len(seen) :] = bytes(max(0, offset + len(data) - len(seen)))
+            seen[offset : offset + len(data)] = data
+        path = Path(directory) / "blobs" / "sha256" / content.digest.encoded
+        if bytes(seen) == promised:
+            ingest.commit(content)
+            assert path.read_bytes() == promised
+        else:
+            with pytest.raises(VerificationError):
+                ingest.commit(content)
+            assert not path.exists()
+
+
+def test_writing_over_what_was_hashed_is_noticed(layout):
+    """The hash of the first bytes must not speak for those that are there now."""
+    ingest = layout.ingest("key", CONTENT)
+    ingest.write_at(0, DATA)
+    ingest.write_at(10, b"\xff" * 10)
+    with pytest.raises(VerificationError):
+        ingest.commit(CONTENT)
+    assert not layout.exists(CONTENT)
+    ingest = layout.ingest("key", CONTENT)
+    ingest.write_at(0, b"\xff" * 50)
+    ingest.write_at(0, DATA)  # begun again, as a retry does
+    ingest.commit(CONTENT)
+    assert layout.path(CONTENT).read_bytes() == DATA
+
+
+def test_a_hole_is_not_content(layout):
+    zeros = blob(bytes(30))
+    ingest = layout.ingest("key", zeros)
+    ingest.write_at(0, bytes(10))
+    ingest.write_at(20, bytes(10))
+    assert ingest.missing() == [(10, 20)]
+    with pytest.raises(VerificationError, match="is not whole: 20 of 30 bytes came"):
+        ingest.commit(zeros)
+    assert ingests(layout) == []
+
+
+def test_another_digest_than_expected_at_commit(layout):
+    other = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
+    ingest = layout.ingest("key", CONTENT)
+    ingest.write_at(0, DATA)
+    ingest.commit(other)
+    assert layout.exists(other)
+    assert not layout.exists(CONTENT)
+
+
+def test_aborting_leaves_nothing_and_may_be_done_twice(layout):
+    ingest = layout.ingest("key", CONTENT)
+    ingest.write_at(0, DATA)
+    ingest.abort()
+    assert ingests(layout) == []
+    fd = os.open(layout.root, os.O_RDONLY)  # very likely gets the number that became free
+    ingest.abort()
+    os.close(fd)  # raises if the second abort closed it
+    with pytest.raises(StoreError):
+        ingest.write_at(0, DATA)
+
+
+def test_aborting_after_a_commit_closes_no_other_file(layout):
+    ingest = layout.ingest("key", CONTENT)
+    ingest.write_at(0, DATA)
+    ingest.commit(CONTENT)
+    fd = os.open(layout.root, os.O_RDONLY)
+    ingest.abort()
+    os.close(fd)
+    assert layout.exists(CONTENT)
+
+
+def test_known_content_is_taken_in_by_one_at_a_time(layout):
+    one = layout.ingest("key", CONTENT)
+    one.write_at(0, DATA[:50])
+    with pytest.raises(IngestBusyError):
+        layout.ingest("key", CONTENT)
+    one.write_at(50, DATA[50:])
+    one.commit(CONTENT)
+    two = layout.ingest("key", CONTENT)
+    one.abort()  # long ended: it must not take away what lies under the same name now
+    assert two.missing() == [(0, 100)]
+    two.write_at(0, DATA)
+    two.commit(CONTENT)
+    assert layout.path(CONTENT).read_bytes() == DATA
+
+
+def test_unknown_content_never_meets_another(layout):
+    one, two = layout.ingest("key"), layout.ingest("key")
+    one.write_at(0, DATA)
+    two.write_at(0, b"other")
+    two.commit(blob(b"other"))
+    one.commit(CONTENT)
+    assert layout.path(CONTENT).read_bytes() == DATA
+
+
+# -- a full disk
+
+
+def full(*_: object, **__: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "mkdir", "replace"])
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(layout, monkeypatch, call):
+    made = put_artifact(layout, "a:v1", b"one")
+    new = manifest(made.config, [])
+    index = (layout.root / "index.json").read_bytes()
+    shutil.rmtree(layout.root / ".aimage")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(NoSpaceError) as caught:
+            layout.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+    assert caught.value.exit_code == 6
+    assert str(layout.root) in caught.value.message
+    assert not layout.exists(new.descriptor)
+    assert (layout.root / "index.json").read_bytes() == index
+    corner = layout.root / ".aimage"
+    assert [p for p in corner.rglob("*") if p.is_file()] == []
+    layout.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+    assert layout.resolve(Reference.parse("b:v1")).digest == new.digest
+
+
+def test_no_space_for_the_index_alone(layout, monkeypatch):
+    made = put_artifact(layout, "a:v1", b"one")
+    index = (layout.root / "index.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NoSpaceError):
+            layout.tag(made.descriptor, Reference.parse("b:v1"))
+    assert (layout.root / "index.json").read_bytes() == index
+    assert {p.name for p in (layout.root / ".aimage").iterdir()} == {"ingest", "lock"}
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        layout = ImageLayout(disk / "store")
+        small = put(layout, b"small")
+        large = bytes(1024 * 1024)
+        with pytest.raises(NoSpaceError):
+            put(layout, large)
+        assert not layout.exists(blob(large))
+        assert layout.path(small).read_bytes() == b"small"
+        assert ingests(layout) == []
+        put(layout, bytes(64 * 1024))  # what failed does not hold the space
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# -- power cuts: what is named must have been made durable before
+
+
+def test_the_order_in_which_things_become_durable(layout, monkeypatch):
+    put_artifact(layout, "z")
+    config = put(layout, b"{}")
+    made = manifest(config, [])
+    log: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(fd: int) -> None:
+        log.append(("fsync", os.fstat(fd).st_ino))
+        fsync(fd)
+
+    def watched_replace(source: object, target: object, **options: object) -> None:
+        log.append(("rename", os.stat(source).st_ino))  # type: ignore[arg-type]  # noqa: PTH116
+        replace(source, target, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    layout.push(made.descriptor, bytes_body(made.raw), Reference.parse("a"))
+    root = layout.root
+    blob_inode = layout.path(made.descriptor).stat().st_ino
+    index_inode = (root / "index.json").stat().st_ino
+    directory = (root / "blobs" / "sha256").stat().st_ino
+    assert log == [
+        ("fsync", blob_inode),
+        ("rename", blob_inode),
+        ("fsync", directory),
+        ("fsync", (root / "blobs").stat().st_ino),
+        ("fsync", index_inode),
+        ("rename", index_inode),
+        ("fsync", root.stat().st_ino),
+    ]

@@ -1,0 +1,71 @@
+"""Many processes on one layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest, Reference
+
+ROOT = Path(__file__).parent.parent.parent
+WRITERS, NAMES = 8, 25
+
+
+def start(root: Path, who: int) -> subprocess.Popen[bytes]:
+    program = Path(__file__).parent / "layout_writer.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, str(program), str(root), str(who), str(NAMES)]
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE)
+
+
+def test_no_name_is_lost_and_no_reader_sees_half_a_file(tmp_path):
+    layout = ImageLayout(tmp_path / "store")
+    writers = [start(layout.root, who) for who in range(WRITERS)]
+    seen, looks = 0, 0
+    while any(writer.poll() is None for writer in writers):
+        entries = list(layout.tags())  # raises when index.json is not whole
+        assert len(entries) >= seen  # nothing that was named is taken back
+        seen, looks = len(entries), looks + 1
+        for _, descriptor in entries[-1:]:
+            assert Digest.of(layout.path(descriptor).read_bytes()) == descriptor.digest
+        if (layout.root / "oci-layout").exists():
+            version = json.loads((layout.root / "oci-layout").read_bytes())
+            assert version == {"imageLayoutVersion": "1.0.0"}
+    for writer in writers:
+        _, said = writer.communicate()
+        assert writer.returncode == 0, said.decode()
+    assert looks > 1
+    names = {name for name, _ in layout.tags()}
+    assert names == {f"writer{who}:v{n}" for who in range(WRITERS) for n in range(NAMES)}
+    assert len(json.loads((layout.root / "index.json").read_bytes())["manifests"]) == 200
+    for path in (layout.root / "blobs" / "sha256").iterdir():
+        assert Digest.of(path.read_bytes()).encoded == path.name
+    left = [p.name for p in (layout.root / ".aimage").rglob("*") if p.is_file()]
+    assert left == ["lock"]
+
+
+def test_a_process_that_is_killed_leaves_a_store_that_works(tmp_path):
+    """Killed at moments of its own choosing, many times over; each time the next one goes on."""
+    layout = ImageLayout(tmp_path / "store")
+    for who in range(6):
+        writer = start(layout.root, who)
+        while writer.poll() is None and len(list(layout.tags())) < 2 + who * 3:
+            pass
+        writer.kill()
+        writer.communicate()
+        named = dict(layout.tags())
+        assert len(named) >= 2 + who * 3
+        for name, descriptor in named.items():
+            assert layout.resolve(Reference.parse(name)).digest == descriptor.digest
+            manifest = json.loads(layout.path(descriptor).read_bytes())
+            for child in (manifest["config"], *manifest["layers"]):
+                path = layout.root / "blobs" / "sha256" / child["digest"].partition(":")[2]
+                assert str(Digest.of(path.read_bytes())) == child["digest"]
+    last = start(layout.root, 99)
+    assert last.wait(60) == 0
+    last.communicate()
+    assert {f"writer99:v{n}" for n in range(NAMES)} <= {name for name, _ in layout.tags()}

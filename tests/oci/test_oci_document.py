@@ -1,0 +1,269 @@
+"""Descriptors, manifests and indexes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import (
+    MAX_MANIFEST_SIZE,
+    Descriptor,
+    Digest,
+    Index,
+    Manifest,
+    mediatype,
+    parse_document,
+)
+from clowder_aimage.oci.manifest import encode
+
+DIGEST = str(Digest.of(b""))
+ENTRY = {"mediaType": "application/vnd.example", "digest": DIGEST, "size": 0}
+MANIFEST: dict[str, Any] = {"schemaVersion": 2, "config": ENTRY, "layers": [ENTRY]}
+INDEX: dict[str, Any] = {"schemaVersion": 2, "manifests": [ENTRY]}
+
+
+def parse(document: object, media_type: str = "") -> Manifest | Index:
+    return parse_document(json.dumps(document).encode(), media_type)
+
+
+@pytest.mark.parametrize(
+    "size", [None, "1", -1, 1.0, True, False, 1 << 51, 1e300, float("nan"), [1], 10**4000]
+)
+def test_a_size_is_a_number_of_bytes(size):
+    with pytest.raises(FormatError, match="size must be a number of bytes"):
+        Descriptor.from_json({**ENTRY, "size": size})
+
+
+@pytest.mark.parametrize("value", [None, [], "x", 1, True])
+def test_a_descriptor_is_an_object(value):
+    with pytest.raises(FormatError, match="a descriptor must be an object"):
+        Descriptor.from_json(value)
+
+
+@pytest.mark.parametrize("media_type", [None, 1, [], {}])
+def test_a_media_type_is_a_string(media_type):
+    with pytest.raises(FormatError, match="mediaType must be a string"):
+        Descriptor.from_json({**ENTRY, "mediaType": media_type})
+
+
+@pytest.mark.parametrize("annotations", [[], "", 0, False, {"a": 1}, {"a": None}, [["a", "b"]]])
+def test_annotations_map_strings_to_strings(annotations):
+    with pytest.raises(FormatError, match="annotations must map strings to strings"):
+        Descriptor.from_json({**ENTRY, "annotations": annotations})
+    with pytest.raises(FormatError, match="annotations must map strings to strings"):
+        parse({**MANIFEST, "annotations": annotations})
+
+
+def test_null_annotations_are_none():
+    assert Descriptor.from_json({**ENTRY, "annotations": None}).annotations == {}
+    assert parse({**MANIFEST, "annotations": None}).annotations == {}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4), st.dictionaries(st.text(), st.text()))
+def test_a_descriptor_keeps_fields_it_does_not_know(extra, annotations):
+    written = {**extra, **ENTRY, "annotations": annotations}
+    again = Descriptor.from_json(written).to_json()
+    assert again == (
+        written if annotations else {k: v for k, v in written.items() if k != "annotations"}
+    )
+    assert Descriptor.from_json(again) == Descriptor.from_json(written)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["mediaType", "digest", "size", "annotations"]), json_values)
+)
+def test_a_descriptor_of_odd_types_is_refused_with_our_error(value):
+    with pytest.raises(FormatError):
+        Descriptor.from_json(value)
+
+
+def test_the_order_of_a_descriptors_fields_is_fixed():
+    descriptor = Descriptor("a/b", Digest.of(b"x"), 1, {"k": "v"}, {"name": "n"})
+    assert list(descriptor.to_json()) == ["mediaType", "digest", "size", "name", "annotations"]
+    assert list(Descriptor("", Digest.of(b"x"), 1).to_json()) == ["digest", "size"]
+
+
+def test_both_layers_and_manifests_are_refused():
+    """CVE-2021-41190: what it is must not depend on who reads it."""
+    both = {**MANIFEST, **INDEX}
+    for media_type in ("", mediatype.OCI_MANIFEST, mediatype.OCI_INDEX):
+        for own in ({}, {"mediaType": media_type} if media_type else {}):
+            with pytest.raises(FormatError, match="both layers and manifests"):
+                parse({**both, **own}, media_type)
+    with pytest.raises(FormatError, match="both layers and manifests"):
+        parse({**INDEX, "config": ENTRY})
+
+
+def test_the_transports_media_type_and_the_documents_own_must_agree():
+    own = {**MANIFEST, "mediaType": mediatype.OCI_MANIFEST}
+    for other in (mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST, "text/html"):
+        with pytest.raises(FormatError, match="calls itself"):
+            parse(own, other)
+    for same in ("", mediatype.OCI_MANIFEST, f"{mediatype.OCI_MANIFEST}; charset=utf-8"):
+        assert parse(own, same).media_type == mediatype.OCI_MANIFEST
+    for nothing in ("application/json", "application/octet-stream", "application/json;x=y"):
+        assert parse(own, nothing).media_type == mediatype.OCI_MANIFEST
+
+
+def test_without_its_own_word_the_transports_counts_then_the_shape():
+    assert parse(MANIFEST, mediatype.DOCKER_MANIFEST).media_type == mediatype.DOCKER_MANIFEST
+    assert parse(MANIFEST).media_type == mediatype.OCI_MANIFEST
+    assert parse(INDEX).media_type == mediatype.OCI_INDEX
+
+
+def test_a_shape_that_contradicts_the_media_type_is_refused():
+    for media_type in (mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST):
+        with pytest.raises(FormatError):
+            parse(MANIFEST, media_type)
+        with pytest.raises(FormatError):
+            parse({**MANIFEST, "mediaType": media_type})
+    for media_type in (mediatype.OCI_MANIFEST, mediatype.AIMAGE_MANIFEST):
+        with pytest.raises(FormatError):
+            parse(INDEX, media_type)
+        with pytest.raises(FormatError):
+            parse({**INDEX, "mediaType": media_type})
+
+
+def test_unknown_kinds_of_manifest_are_refused():
+    for media_type in (
+        "application/vnd.docker.distribution.manifest.v1+prettyjws",
+        "application/vnd.oci.artifact.manifest.v1+json",
+        "application/vnd.oci.image.manifest.v2+json",
+    ):
+        with pytest.raises(FormatError, match="unknown manifest media type"):
+            parse({**MANIFEST, "mediaType": media_type})
+
+
+def test_an_index_is_not_a_manifest():
+    with pytest.raises(FormatError, match="is an index, not a manifest"):
+        Manifest.parse(json.dumps(INDEX).encode())
+
+
+def test_null_lists_are_how_go_writes_empty_ones():
+    assert parse({**MANIFEST, "layers": None}).children == (Descriptor.from_json(ENTRY),)
+    assert parse({"schemaVersion": 2, "manifests": None}).children == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": {}},
+        {"layers": "x"},
+        {"layers": [None]},
+        {"layers": [[]]},
+        {"config": None},
+        {"config": []},
+        {"artifactType": 1},
+        {"artifactType": None},
+        {"mediaType": []},
+        {"subject": "x"},
+        {"subject": []},
+        {"schemaVersion": 1},
+        {"schemaVersion": "2"},
+        {"schemaVersion": None},
+    ],
+    ids=str,
+)
+def test_odd_types_are_refused(change):
+    with pytest.raises(FormatError):
+        parse({**MANIFEST, **change})
+
+
+@pytest.mark.parametrize("key", ["schemaVersion", "config", "layers"])
+def test_missing_fields_are_refused(key):
+    with pytest.raises(FormatError):
+        parse({k: v for k, v in MANIFEST.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"1",
+        b'"x"',
+        b"{",
+        b"\xff\xfe{}",
+        json.dumps(MANIFEST).encode("utf-16"),
+        json.dumps(MANIFEST).encode("utf-8-sig"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"schemaVersion":' + b"2" * 5000 + b"}",
+        json.dumps(MANIFEST).encode() + b"{}",
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)
+def test_bytes_that_are_no_manifest(raw):
+    with pytest.raises(FormatError):
+        parse_document(raw)
+
+
+def test_the_size_cap_is_the_registries():
+    body = json.dumps({**MANIFEST, "x": ""}).encode()
+    full = body.replace(b'"x": ""', b'"x": "%s"' % (b"y" * (MAX_MANIFEST_SIZE - len(body))))
+    assert len(parse_document(full).raw) == MAX_MANIFEST_SIZE
+    with pytest.raises(FormatError, match="over 4194304"):
+        parse_document(full + b" ")
+
+
+def test_fields_unknown_to_us_leave_the_bytes_alone():
+    raw = (
+        b'{ "zz":[1.50,{}],"schemaVersion":2,"layers":[],"config":%s}\n'
+        % json.dumps(ENTRY).encode()
+    )
+    manifest = Manifest.parse(raw)
+    assert manifest.raw == raw
+    assert manifest.digest == Digest.of(raw)
+
+
+def test_build_is_compact_and_in_the_order_given():
+    manifest = Manifest.build({"layers": [], "schemaVersion": 2, "config": ENTRY, "ü": "ß"})
+    assert (
+        manifest.raw
+        == (
+            '{"layers":[],"schemaVersion":2,"config":{"mediaType":"application/vnd.example",'
+            f'"digest":"{DIGEST}","size":0}},"ü":"ß"}}'
+        ).encode()
+    )
+
+
+def test_half_a_surrogate_pair_cannot_be_written():
+    with pytest.raises(FormatError, match="not Unicode"):
+        encode({"name": "a\udcff"})
+
+
+@given(json_values)
+def test_encode_is_read_back_the_same(value):
+    assert json.loads(encode(value)) == value
+
+
+@given(st.binary(max_size=200) | st.text().map(str.encode))
+def test_arbitrary_bytes_are_refused_with_our_error(raw):
+    with pytest.raises(FormatError):
+        parse_document(raw)
+
+
+@given(st.data())
+def test_a_mutated_manifest_parses_or_is_refused_with_our_error(data):
+    raw = bytearray(json.dumps({**MANIFEST, "mediaType": mediatype.OCI_MANIFEST}).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        document = parse_document(bytes(raw))
+    except FormatError:
+        return
+    assert document.raw == bytes(raw)
+    assert document.digest == Digest.of(bytes(raw))

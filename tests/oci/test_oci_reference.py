@@ -1,0 +1,212 @@
+"""References: what is a host, what is local, and what is neither."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Digest, Reference
+
+DIGEST = Digest.of(b"x")
+
+
+@pytest.mark.parametrize(
+    ("text", "registry", "repository", "tag"),
+    [
+        ("model", None, "model", "latest"),
+        ("model:v1", None, "model", "v1"),
+        ("team/model", None, "team/model", "latest"),
+        ("docker/model:V1.0-rc_2", None, "docker/model", "V1.0-rc_2"),
+        ("a/b/c/d:_", None, "a/b/c/d", "_"),
+        ("a__b.c-d--e", None, "a__b.c-d--e", "latest"),
+        ("localhost", None, "localhost", "latest"),
+        ("localhost:5000", None, "localhost", "5000"),
+        ("localhost/model", "localhost", "model", "latest"),
+        ("localhost:5000/model", "localhost:5000", "model", "latest"),
+        ("registry.example.com/model", "registry.example.com", "model", "latest"),
+        ("Registry.Example.COM/model", "Registry.Example.COM", "model", "latest"),
+        ("host:80/team/model:v1", "host:80", "team/model", "v1"),
+        ("127.0.0.1:5000/m", "127.0.0.1:5000", "m", "latest"),
+        ("[::1]:5000/m:v1", "[::1]:5000", "m", "v1"),
+        ("[2001:db8::1]/m", "[2001:db8::1]", "m", "latest"),
+        ("nekko.ai/llama/3.1:70B", "nekko.ai", "llama/3.1", "70B"),
+        (f"m:{'t' * 128}", None, "m", "t" * 128),
+        ("r" * 255, None, "r" * 255, "latest"),
+        ("h.x:65535/m", "h.x:65535", "m", "latest"),
+    ],
+)
+def test_by_tag(text, registry, repository, tag):
+    reference = Reference.parse(text)
+    assert reference == Reference(registry, repository, tag, None)
+    assert Reference.parse(str(reference)) == reference
+    assert reference.target == tag
+
+
+@pytest.mark.parametrize(
+    ("text", "registry", "tag"),
+    [
+        (f"m@{DIGEST}", None, None),
+        (f"m:v1@{DIGEST}", None, "v1"),
+        (f"h.x:5000/m@{DIGEST}", "h.x:5000", None),
+        (f"h.x:5000/m:v1@{DIGEST}", "h.x:5000", "v1"),
+    ],
+)
+def test_by_digest(text, registry, tag):
+    reference = Reference.parse(text)
+    assert reference == Reference(registry, "m", tag, DIGEST)
+    assert str(reference) == text
+    assert reference.target == str(DIGEST)
+    assert reference.with_digest(DIGEST).tag is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        ":v1",
+        "@",
+        f"@{DIGEST}",
+        "/model",
+        "model/",
+        "a//b",
+        ".",
+        "..",
+        "../model",
+        "./model",
+        "/etc/passwd",
+        "a/../b",
+        "registry.example.com/../model",
+        "registry.example.com/",
+        "host:5000/",
+        "host:/m",
+        "host:port/m",
+        "host.x:0/m",
+        "host.x:65536/m",
+        "host.x:99999/m",
+        "host.x:123456/m",
+        "-host.x/m",
+        "host-.x/m",
+        "host..x/m",
+        "ho_st.x/m",
+        "::1/m",
+        "[::1/m",
+        "[::1%eth0]/m",
+        "user@host.x/m",
+        "user:password@host.x/m",
+        "https://host.x/m",
+        "model:",
+        "model:-v1",
+        "model:.v1",
+        "model:v 1",
+        "model:v1:v2",
+        f"m:{'t' * 129}",
+        "r" * 256,
+        "m@sha256:abc",
+        f"m@{str(DIGEST).upper()}",
+        f"m@{DIGEST}@{DIGEST}",
+        f"m@{DIGEST} ",
+        "m@md5:d41d8cd98f00b204e9800998ecf8427e",
+        "m@sha256:../../../etc/passwd",
+        "model\n",
+        "model:v1\n",
+        "mod\0el",
+        "modèle",
+        "host.x\n/m",
+        "a..b",
+        "a___b",
+        "-a",
+        "a-",
+        "a._b",
+        "a\\b",
+        "a b",
+        "~/model",
+        "model?x=y",
+        "model#x",
+        "%2e%2e/model",
+    ],
+)
+def test_what_is_no_reference(text):
+    with pytest.raises(UsageError) as caught:
+        Reference.parse(text)
+    assert "is not a reference" in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("Model", "model"),
+        ("h.x:5000/Team/Model:V1", "h.x:5000/team/model:V1"),
+        ("LOCALHOST/model", "localhost/model"),
+    ],
+)
+def test_capitals_are_refused_and_the_hint_says_what_was_meant(text, meant):
+    with pytest.raises(UsageError) as caught:
+        Reference.parse(text)
+    assert caught.value.hint.endswith(f": {meant}")
+    Reference.parse(meant)
+
+
+@pytest.mark.parametrize(
+    ("text", "loopback"),
+    [
+        ("localhost/m", True),
+        ("localhost:5000/m", True),
+        ("LocalHost:5000/m", True),
+        ("127.0.0.1/m", True),
+        ("127.8.9.10:5000/m", True),
+        ("[::1]:5000/m", True),
+        ("m", False),
+        ("localhost.evil.com/m", False),
+        ("127.0.0.1.evil.com/m", False),
+        ("128.0.0.1/m", False),
+        ("[::2]/m", False),
+        ("10.0.0.1:5000/m", False),
+    ],
+)
+def test_which_hosts_are_this_machine(text, loopback):
+    assert Reference.parse(text).is_loopback is loopback
+
+
+component = st.from_regex(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*", fullmatch=True)
+label = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9-]{0,8}[A-Za-z0-9])?", fullmatch=True)
+hosts = st.one_of(
+    st.lists(label, min_size=2, max_size=4).map(".".join),
+    st.builds("{}:{}".format, label, st.integers(1, 65535)),
+    st.ip_addresses(v=6).map("[{}]".format),
+    st.builds("[{}]:{}".format, st.ip_addresses(v=6), st.integers(1, 65535)),
+    st.just("localhost"),
+)
+digests = st.binary(max_size=4).map(Digest.of) | st.just(Digest.of(b"", "sha512"))
+tags = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", fullmatch=True)
+
+
+@st.composite
+def references(draw: st.DrawFn) -> Reference:
+    registry = draw(st.none() | hosts)
+    parts = draw(st.lists(component, min_size=1, max_size=3))
+    if registry is None and len(parts) > 1:
+        parts[0] = "team"  # a first part with a dot would be a host
+    repository = "/".join(parts)[:200].rstrip("/._-")
+    digest = draw(st.none() | digests)
+    tag = draw(tags if digest is None else st.none() | tags)
+    return Reference(registry, repository, tag, digest)
+
+
+@given(references())
+def test_every_reference_survives_being_written_and_read(reference):
+    assert Reference.parse(str(reference)) == reference
+
+
+@given(st.text() | st.text(alphabet="aZ0.:/@_-[]%\\ \n"))
+def test_any_text_is_a_reference_that_reads_back_or_a_usage_error(text):
+    try:
+        reference = Reference.parse(text)
+    except UsageError:
+        return
+    assert Reference.parse(str(reference)) == reference
+    assert ".." not in reference.repository
+    assert reference.repository == reference.repository.lower()

@@ -1,0 +1,19 @@
+"""The files of this folder, as bytes and as values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def raw(name: str) -> bytes:
+    """The bytes of ``name``.json."""
+    return (HERE / f"{name}.json").read_bytes()
+
+
+def value(name: str) -> Any:
+    """``name``.json, parsed."""
+    return json.loads(raw(name))
