@@ -52,7 +52,7 @@ def check_inside(root: Path, path: Path) -> None:
     top = root.resolve()
     try:
         target = path.resolve(strict=True)
-    except OSError:
+    except (OSError, RuntimeError):  # a loop of links is a RuntimeError before Python 3.13
         raise ModelError(
             f"{path} is a link to nothing", hint="download the model again, in full"
         ) from None

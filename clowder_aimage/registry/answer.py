@@ -48,6 +48,22 @@ def read_capped(response: requests.Response, limit: int) -> bytes:
         response.close()
 
 
+def finish(response: requests.Response) -> None:
+    """Be done with an answer: read what little is left, so that its connection can be used again.
+
+    Closing it unread would close the connection too.
+    """
+    try:
+        response.raw.read(_MAX_ERROR_BODY)
+        ended = not response.raw.read(1)
+    except (OSError, HTTPError):
+        ended = False
+    if ended:
+        response.raw.release_conn()
+    else:
+        response.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What an error answer says: the status, and the first error in its body."""

@@ -13,7 +13,7 @@ from clowder_aimage.content.verify import VerifyingReader
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import parse_document
-from clowder_aimage.registry.answer import failure, manifest_failure, read_capped
+from clowder_aimage.registry.answer import failure, finish, manifest_failure, read_capped
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.retry import retrying
@@ -77,7 +77,7 @@ class Repository:
         kind = "manifests" if content.media_type in _MANIFESTS else "blobs"
         url = self._session.url(f"{kind}/{content.digest}")
         response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
-        response.close()
+        finish(response)
         if response.status_code == 404:
             return False
         if response.status_code != 200:
@@ -129,7 +129,7 @@ class Repository:
         response = self._session.request("PUT", url, headers=headers, body=raw)
         if response.status_code not in (200, 201):
             raise manifest_failure(response, f"manifest {self._name}:{target}")
-        response.close()
+        finish(response)
 
     def _get(self, path: str, headers: dict[str, str]) -> requests.Response:
         return self._session.request("GET", self._session.url(path), headers=headers)

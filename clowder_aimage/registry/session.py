@@ -14,9 +14,10 @@ import requests.adapters
 import urllib3
 import urllib3.exceptions
 
+from clowder_aimage.content.parallel import StoppedError
 from clowder_aimage.errors import AImageError, NetworkError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.answer import failure
+from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.retry import BrokenOffError
@@ -64,6 +65,13 @@ class _Adapter(requests.adapters.HTTPAdapter):
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, blocksize=_BLOCK_SIZE, **kwargs)
 
+    def close(self) -> None:
+        """Close the connections now; urllib3 leaves that to the garbage collector."""
+        pools = self.poolmanager.pools
+        for key in pools.keys():  # noqa: SIM118 - it is no mapping
+            pools[key].close()
+        super().close()
+
 
 def _is_loopback(url: str) -> bool:
     return Reference(urlsplit(url).netloc, "x").is_loopback
@@ -91,6 +99,7 @@ class Session:
         self._http = _session(connection)
         self._first_read_timeout = FIRST_READ_TIMEOUT
         self._headers: dict[str, str] = {}
+        self._closed = False
         self._lock = threading.Lock()
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
         self._auth = Authenticator(
@@ -109,7 +118,12 @@ class Session:
         self.close()
 
     def close(self) -> None:
+        """Close all connections; a thread that was left behind opens no new ones."""
+        self._closed = True
         self._http.close()
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def url(self, path: str) -> str:
         """The URL of a path below ``/v2/<repository>/``."""
@@ -124,7 +138,7 @@ class Session:
         response = self.request("GET", f"{self.base}/v2/")
         if response.status_code != 200:
             raise failure(response, "a request")
-        response.close()
+        finish(response)
 
     def request(
         self,
@@ -151,7 +165,7 @@ class Session:
         challenge = response.headers.get("WWW-Authenticate", "")
         if response.status_code != 401 or not ours or not challenge or response.history:
             return response
-        response.close()
+        finish(response)
         header = self._authorise(direction, challenge, header)
         if body is not None and not isinstance(body, bytes):
             raise BrokenOffError(f"{self._registry} asked for credentials in an upload")
@@ -176,6 +190,8 @@ class Session:
         authorization: str | None,
         read_timeout: float,
     ) -> requests.Response:
+        if self._is_closed():
+            raise StoppedError
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
             sent["Authorization"] = authorization
@@ -191,6 +207,9 @@ class Session:
             )
         )
         self._first_read_timeout = math.inf
+        if self._is_closed():
+            response.close()
+            self._http.close()
         return response
 
     def _wrapped(self, call: Any) -> Any:

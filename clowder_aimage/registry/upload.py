@@ -9,7 +9,7 @@ from clowder_aimage.content.store import Body
 from clowder_aimage.content.verify import VerifyingReader
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.registry.answer import failure
+from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 
@@ -46,7 +46,7 @@ def _upload(session: Session, content: Descriptor, body: Body) -> None:
     begun = session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
     if begun.status_code != 202:
         raise failure(begun, what)
-    begun.close()
+    finish(begun)
     location = begun.headers.get("Location")
     if not location:
         raise RegistryError("the registry began an upload but did not say where")
@@ -62,7 +62,7 @@ def _upload(session: Session, content: Descriptor, body: Body) -> None:
             raise failure(done, what)
         if content.size and reader.read(1):  # the reader speaks up about a blob that is longer
             raise RegistryError(f"{content.digest} is longer than it should be")
-    done.close()
+    finish(done)
 
 
 def _opened(body: Body) -> BinaryIO:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +11,33 @@ import pytest
 from clowder_aimage.content import MemoryStore
 from clowder_aimage.layout import ImageLayout
 
-STORES: dict[str, Callable[[Path], Any]] = {
-    "memory": lambda directory: MemoryStore(),
-    "layout": lambda directory: ImageLayout(directory / "store"),
+# Each gives an empty store and the name of a repository that it may use, with its host if any.
+STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
+    "memory": lambda request: (MemoryStore(), "contract/test"),
+    "layout": lambda request: (
+        ImageLayout(request.getfixturevalue("tmp_path") / "store"),
+        "contract/test",
+    ),
 }
 
 
 @pytest.fixture(params=STORES)
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """An empty store of each kind."""
-    return STORES[request.param](tmp_path)
+def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    """A store of each kind, closed at the end where it can be."""
+    store, name = STORES[request.param](request)
+    with contextlib.ExitStack() as stack:
+        if hasattr(store, "__exit__"):
+            stack.enter_context(store)
+        yield store, name
 
 
 @pytest.fixture
-def name() -> str:
-    """A repository that the store may use; a store in a registry has its host in it."""
-    return "contract/test"
+def target(subject: tuple[Any, str]) -> Any:
+    """The store."""
+    return subject[0]
+
+
+@pytest.fixture
+def name(subject: tuple[Any, str]) -> str:
+    """The repository's name."""
+    return subject[1]

@@ -1,0 +1,321 @@
+"""A model directory becomes an AImage: the same one everywhere, one blob a tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from clowder_aimage import __version__
+from clowder_aimage.content import MemoryStore
+from clowder_aimage.create import create
+from clowder_aimage.dialect import DIALECTS
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.importer import Provenance
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Reference, mediatype
+from clowder_aimage.schema import validate
+from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of
+
+
+@pytest.fixture
+def packed(model):
+    """The model packed: the store, and what was read back from it."""
+    model.create()
+    store = ImageLayout(model.store)
+    return store, read_aimage(store, Reference.parse("model"))
+
+
+def test_every_tensor_and_file_is_a_layer_sorted_by_name(packed):
+    _, stored = packed
+    names = [layer.name for layer in stored.aimage.layers]
+    tensors = {f"{part}/{tensor[0]}" for part, found in WEIGHTS.items() for tensor in found}
+    assert set(names) == tensors | set(FILES)
+    assert names == sorted(names)
+    assert {layer.name for layer in stored.aimage.layers if layer.is_tensor} == tensors
+
+
+def test_a_tensors_blob_is_a_whole_file_under_its_own_name(packed):
+    store, stored = packed
+    for component, tensors in WEIGHTS.items():
+        for tensor in tensors:
+            name, dtype, shape = tensor
+            layer = stored.aimage.layer(f"{component}/{name}")
+            assert (layer.dtype, layer.shape) == (dtype, shape)
+            raw = store.path(layer.descriptor).read_bytes()
+            ((key, info),) = safetensors.deserialize(raw)
+            assert key == name  # without the component
+            assert (info["dtype"], tuple(info["shape"])) == (dtype, shape)
+            assert bytes(info["data"]) == data_of(tensor, component)
+
+
+def test_files_are_kept_byte_for_byte(packed, model):
+    store, stored = packed
+    for name in FILES:
+        layer = stored.aimage.layer(name)
+        assert store.path(layer.descriptor).read_bytes() == (model.directory / name).read_bytes()
+        assert layer.descriptor.media_type == mediatype.AIMAGE_FILE
+
+
+def test_the_config_says_what_it_is(packed, model):
+    _, stored = packed
+    config = stored.aimage.properties
+    validate("aimage-config", config)
+    layers = stored.aimage.layers
+    assert config["family"] == "z-image"
+    assert config["pipeline"] == "ZImagePipeline"
+    assert config["parameters"] == 20 + 16 + 4 + 16 + 4 + 1 + 0 + 36
+    assert config["size"] == sum(layer.descriptor.size for layer in layers)
+    assert config["dtype"] == "F32"
+    assert config["defaults"] == {"width": 64, "height": 64}
+    assert list(config["components"]) == sorted(CLASSES)
+    for name, component in config["components"].items():
+        assert [component["library"], component["class"]] == CLASSES[name]
+        own = stored.aimage.component(name)
+        assert component["size"] == sum(layer.descriptor.size for layer in own)
+        tensors = [layer for layer in own if layer.is_tensor]
+        assert component.get("tensors", 0) == len(tensors)
+    assert config["components"]["text_encoder"]["dtype"] == "BF16"
+    assert "dtype" not in config["components"]["tokenizer"]
+    assert "license" not in config
+    assert "created" not in config
+
+
+def test_the_config_names_no_place_person_or_program(packed, model):
+    _, stored = packed
+    text = stored.aimage.config.decode()
+    for word in (str(model.directory), str(model.store), "tmp", __version__, "0.42"):
+        assert word not in text
+    for word in ("user", "host", "version", "tool", "date"):
+        assert word not in text.replace("schemaVersion", "").replace("diffusers", "").lower()
+
+
+def test_provenance_is_recorded_where_it_is_given(model):
+    given = Provenance("apache-2.0", "https://example.com/m", "2026-01-31T12:00:00Z")
+    made = model.create(provenance=given)
+    config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
+    assert (config["license"], config["source"], config["created"]) == (
+        "apache-2.0",
+        "https://example.com/m",
+        "2026-01-31T12:00:00Z",
+    )
+    assert made.manifest.annotations == {
+        "org.opencontainers.image.licenses": "apache-2.0",
+        "org.opencontainers.image.created": "2026-01-31T12:00:00Z",
+    }
+    validate("aimage-config", config)
+
+
+@pytest.mark.parametrize(
+    "provenance",
+    [Provenance(created="yesterday"), Provenance(license="\udcff"), Provenance(source="\ud800")],
+    ids=["time", "license", "source"],
+)
+def test_provenance_that_cannot_be_is_refused_before_anything_is_written(model, provenance):
+    with pytest.raises(FormatError):
+        model.create(provenance=provenance)
+    assert not model.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("card", "license_"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# Model\n", "apache-2.0"),
+        ("---\ntags:\n- x\nlicense: 'mit'  # really\n---\n", "mit"),
+        ('\ufeff---\r\nlicense: "cc-by-4.0"\r\n---\r\n', "cc-by-4.0"),
+        ("---\nlicense:\n- mit\n---\n", None),
+        ("---\nlicense: ''\n---\n", None),
+        ("---\nbase_license: mit\n  license: gpl\n---\n", None),
+        ("# Model\nlicense: mit\n", None),
+        ("---\ntitle: x\n---\nlicense: mit\n", None),
+        ("", None),
+        ("---\n", None),
+    ],
+)
+def test_the_licence_is_that_of_the_model_card(model, card, license_):
+    model.write("README.md", card)
+    model.create()
+    config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
+    assert config.get("license") == license_
+    model.create(provenance=Provenance(license="other"))
+    config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
+    assert config["license"] == "other"
+
+
+# -- the same digest, whoever packs
+
+
+def test_the_digest_is_pinned(model):
+    """What was packed yesterday must have the same digest tomorrow."""
+    assert model.digest() == PINNED
+
+
+PINNED = "sha256:3c88f55cd1dbb302d650f6243ddaf038f82d893a43451aebd268cbc27a424aa1"
+
+
+def test_one_file_or_shards_from_any_place_in_any_order(model, tmp_path, monkeypatch):
+    digest = model.digest()
+    for order in ([[0], [1, 2]], [[2, 0], [1]], [[2], [0], [1]], [[1, 0, 2]]):
+        other = tmp_path / f"elsewhere-{order}" / "ünïcode and spaces"
+        shutil.copytree(model.directory, other)
+        sharded = type(model)(other, model.store)
+        tensors = WEIGHTS["text_encoder"]
+        sharded.shard("text_encoder", *[[tensors[i] for i in shard] for shard in order])
+        assert sharded.digest() == digest
+    monkeypatch.chdir(model.directory)
+    here = type(model)(Path(), model.store)
+    assert here.digest() == digest
+    link = tmp_path / "link"
+    link.symlink_to(model.directory)
+    assert type(model)(link, model.store).digest() == digest
+
+
+def test_modes_times_and_what_lies_around_do_not_matter(model):
+    digest = model.digest()
+    before = os.umask(0o077)
+    try:
+        for path in model.directory.rglob("*"):
+            os.utime(path, (0, 0))
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        model.write(".gitattributes", "x")
+        model.write("vae/.DS_Store", b"\0")
+        model.write("transformer/._config.json", b"\0\5\26\7")
+        model.write("assets/picture.png", b"\x89PNG")
+        model.write("NOTICE", "x")
+        model.write("vae/notes.md", "x")
+        (model.directory / ".cache").mkdir()
+        assert model.digest() == digest
+    finally:
+        os.umask(before)
+
+
+def test_jobs_do_not_matter(model):
+    assert model.digest(jobs=1) == model.digest(jobs=16)
+
+
+def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
+    digest = model.digest()
+    for dialect in DIALECTS:
+        model.create(f"model:{dialect}", dialect=dialect)
+        stored = read_aimage(ImageLayout(model.store), Reference.parse(f"model:{dialect}"))
+        assert stored.dialect.name == dialect
+        assert str(DIALECTS["clowder"].write(stored.aimage)[0].digest) == digest
+
+
+def test_another_byte_is_another_digest(model, make_model):
+    assert model.digest() != make_model("other", vae="another seed").digest()
+
+
+# -- what models share
+
+
+def blobs(store):
+    return {path.name for path in (store / "blobs" / "sha256").iterdir()}
+
+
+def test_two_models_share_their_text_encoder(model, make_model):
+    other = make_model("other", transformer="another", vae="another")
+    first = model.create("first")
+    assert not any(written.was_there for written in first.layers)
+    before = blobs(model.store)
+    second = other.create("second")
+    shared = {written.layer.name for written in second.layers if written.was_there}
+    # a tensor without elements has no bytes that could differ
+    new = {
+        f"{part}/{tensor[0]}"
+        for part in ("transformer", "vae")
+        for tensor in WEIGHTS[part]
+        if 0 not in tensor[2]
+    }
+    assert {written.layer.name for written in second.layers} - shared == new
+    assert len(blobs(model.store) - before) == len(new) + 1  # and a manifest
+    again = other.create("again")
+    assert all(written.was_there for written in again.layers)
+    assert again.descriptor == second.descriptor
+
+
+def test_the_watchers_hear_of_everything(model):
+    plans, written = [], []
+    made = model.create(on_plan=plans.append, on_written=written.append)
+    (plan,) = plans
+    assert plan.size == sum(item.layer.descriptor.size for item in made.layers)
+    assert sorted(i.layer.name for i in written) == [i.layer.name for i in made.layers]
+
+
+# -- odd but honest directories
+
+
+def test_a_hugging_face_cache_is_packed(model, tmp_path):
+    """Its snapshots consist of links into its own blobs."""
+    digest = model.digest()
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "0123abcd"
+    (repository / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(model.directory.rglob("*"))):
+        if path.is_dir():
+            continue
+        name = path.relative_to(model.directory)
+        (repository / "blobs" / f"{number:040x}").write_bytes(path.read_bytes())
+        link = snapshot / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        up = os.path.relpath(repository / "blobs", link.parent)
+        link.symlink_to(f"{up}/{number:040x}")
+    assert type(model)(snapshot, model.store).digest() == digest
+    outside = tmp_path / "outside.json"
+    outside.write_text("{}")
+    (snapshot / "vae" / "extra.json").symlink_to(outside)
+    with pytest.raises(ModelError, match="leaves the model directory"):
+        type(model)(snapshot, model.store).create()
+
+
+def test_a_link_within_the_directory_is_a_file(model):
+    digest = model.digest()
+    template = model.directory / "tokenizer" / "chat_template.jinja"
+    template.rename(model.directory / "template")
+    template.symlink_to("../template")
+    assert model.digest() == digest
+
+
+@pytest.mark.parametrize(
+    "name", ["a b.json", "größe.json", "重み.txt", "x'\"$(id).json", "a..b.json"]
+)
+def test_odd_file_names_are_kept(model, name):
+    model.write(f"tokenizer/{name}", "{}")
+    model.create()
+    stored = read_aimage(ImageLayout(model.store), Reference.parse("model"))
+    assert stored.aimage.layer(f"tokenizer/{name}").descriptor.size == 2
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_will_do(model):
+    (model.directory / "tokenizer" / "tokenizer.json").unlink()
+    model.write("tokenizer/vocab.json", {"a": 0})
+    model.write("tokenizer/merges.txt", "#version: 0.2\n")
+    names = {written.layer.name for written in model.create().layers}
+    assert {"tokenizer/vocab.json", "tokenizer/merges.txt"} <= names
+
+
+def test_a_part_that_the_model_says_it_lacks_is_no_hindrance(model):
+    model.write(
+        "model_index.json",
+        FILES["model_index.json"] | {"safety_checker": [None, None], "is_distilled": True},
+    )
+    assert model.create()
+
+
+def test_the_store_may_lie_in_the_model_directory(model):
+    store = ImageLayout(model.directory / "store")
+    first = create(store, Reference.parse("m"), model.directory)
+    assert create(store, Reference.parse("m"), model.directory).descriptor == first.descriptor
+    assert str(first.descriptor.digest) == model.digest()
+
+
+def test_the_embedded_model_is_packed(tiny):
+    made = create(MemoryStore(), Reference.parse("tiny"), tiny)
+    index = json.loads((tiny / "model_index.json").read_bytes())
+    assert index["_class_name"] == "ZImagePipeline"
+    assert len({written.layer.name for written in made.layers}) == len(made.layers) > 100
