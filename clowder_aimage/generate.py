@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.content import ContentStore, OnEvent
@@ -11,13 +11,15 @@ from clowder_aimage.content.event import ignore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
-from clowder_aimage.model.backend import describe
+from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, Request, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import Connection
+from clowder_aimage.schema import validate
 
+MODEL_DEFAULTS = ("width", "height", "steps", "guidance")  # what a config may decide
 DEFAULT_SIDE = 1024  # pixels; what the reference pipeline uses
 DEFAULT_STEPS = 8
 
@@ -28,6 +30,7 @@ class Model:
 
     stored: Stored
     pipeline: Pipeline
+    dtype: str
 
     @property
     def backend(self) -> str:
@@ -66,6 +69,7 @@ def fetch(
 def _complete(store: ContentStore, reference: Reference) -> Stored:
     """The AImage, if all its blobs are in the store. Raises NotFoundError."""
     stored = read_aimage(store, reference)
+    validate("aimage-config", stored.aimage.properties)
     missing = sum(not store.exists(blob) for blob in stored.manifest.children)
     if missing:
         raise NotFoundError(
@@ -77,7 +81,8 @@ def _complete(store: ContentStore, reference: Reference) -> Stored:
 
 def load(store: ContentStore, stored: Stored, *, dtype: str | None = None) -> Model:
     """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
-    return Model(stored, load_pipeline(store, stored.aimage, dtype=dtype))
+    chosen = dtype_name(dtype)
+    return Model(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
 
 
 def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
@@ -88,6 +93,5 @@ def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
         "steps": DEFAULT_STEPS,
         **aimage.properties.get("defaults", {}),
     }
-    names = {field.name for field in fields(Request)}
-    known = {key: value for key, value in defaults.items() if key in names}
+    known = {key: value for key, value in defaults.items() if key in MODEL_DEFAULTS}
     return Request(prompt, **known | {k: v for k, v in wishes.items() if v is not None})

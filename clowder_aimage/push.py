@@ -78,7 +78,13 @@ def _attempts(
     first = DIALECTS[dialect or stored.dialect.name]
     names = list(DIALECTS)
     for name in names[names.index(first.name) :]:
-        yield name, _rewritten(store, stored, DIALECTS[name])
+        try:
+            source = _rewritten(store, stored, DIALECTS[name])
+        except FormatError:
+            if name == first.name:
+                raise
+            continue  # wordier than registries take: no rung of this ladder
+        yield name, source
 
 
 def _rewritten(store: ContentStore, stored: Stored, dialect: Dialect) -> Source:

@@ -23,16 +23,23 @@ def _host(text: str) -> str:
     return registry
 
 
+def _ask(what: str, option: str, *, hide: bool) -> str:
+    """Ask on the terminal; where there is none, an option must say it."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"the {what.lower()} cannot be asked for here: give {option}")
+    return str(click.prompt(what, hide_input=hide, err=True))
+
+
 @click.command(short_help="Keep credentials for a registry.")
 @click.argument("registry", metavar="HOST")
-@click.option("-u", "--username", prompt=True, help="The user's name.")
+@click.option("-u", "--username", help="The user's name.")
 @click.option("-p", "--password", help="Seen by others on this machine: better asked for.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @connection_options
 @common_options
 def login(
     registry: str,
-    username: str,
+    username: str | None,
     password: str | None,
     password_stdin: bool,
     plain_http: bool,
@@ -43,10 +50,10 @@ def login(
     from clowder_aimage.registry import login as log_in
 
     host = _host(registry)
+    username = username or _ask("Username", "--username", hide=False)
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
-    if password is None:
-        password = str(click.prompt("Password", hide_input=True, err=True))
+    password = password or _ask("Password", "--password-stdin", hide=True)
     place = log_in(host, username, password, connection(plain_http, insecure, ca_file))
     if not settings().quiet:
         note(f"logged in to {host} as {username}; the credentials are kept in {place}")

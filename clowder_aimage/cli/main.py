@@ -11,6 +11,7 @@ import click
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.option import common_options
+from clowder_aimage.cli.output import printable
 from clowder_aimage.errors import AImageError
 
 # verb: (module, first line of its help); the module is imported when the verb is used
@@ -92,7 +93,7 @@ def _sentence(error: AImageError) -> str:
 
 def _leave(code: int, message: str) -> NoReturn:
     """Say why and go at once: threads that wait for a dead network must not hold the user up."""
-    click.echo(f"aimage: {message}", err=True)
+    click.echo(f"aimage: {printable(message)}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

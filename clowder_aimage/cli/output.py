@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.oci import Descriptor
+if TYPE_CHECKING:
+    from clowder_aimage.oci import Descriptor
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> None:
     """Print a result: ``text`` for people and shells, ``value`` for programs."""
-    click.echo(json.dumps(value, ensure_ascii=False) if as_json else text)
+    click.echo(json.dumps(value, ensure_ascii=False) if as_json else printable(text))
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: what a model says must not move a cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def plain(descriptor: Descriptor) -> dict[str, Any]:
@@ -40,6 +46,7 @@ def size(count: float) -> str:
 
 def number(count: int) -> str:
     """A count of parameters for people."""
+    count = min(count, 10**18)
     for limit, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if count >= limit:
             return f"{count / limit:.3g} {unit}"

@@ -16,6 +16,7 @@ from clowder_aimage.cli.option import (
 )
 from clowder_aimage.cli.output import note, plain, result
 from clowder_aimage.cli.progress import Progress
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     type=click.Choice(["clowder", "ollama", "container"]),
     help="Rewrite the manifest. [default: as it is]",
 )
+@click.option(
+    "--manifest-type",
+    type=click.Choice(["oci", "custom"]),
+    help="The manifest's own media type; with custom the push begins with Clowder's own.",
+)
 @click.option("--no-fallback", is_flag=True, help="Fail where the registry refuses the manifest.")
 @jobs_option
 @connection_options
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
 def push(
     ref: str,
     dialect: str | None,
+    manifest_type: str | None,
     no_fallback: bool,
     jobs: int,
     plain_http: bool,
@@ -52,6 +59,10 @@ def push(
 
     chosen = settings()
     reference = Reference.parse(ref)
+    if manifest_type is not None:
+        if dialect not in (None, "clowder"):
+            raise UsageError("--manifest-type is a form of the clowder dialect")
+        dialect = "custom" if manifest_type == "custom" else "clowder"
 
     def on_fallback(name: str, error: ManifestRefusedError) -> None:
         note(f"{error.message}; trying the {name} dialect")

@@ -38,7 +38,8 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
     reach = connection(plain_http, insecure, ca_file)
     with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
         stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
-    model = generate.load(chosen.layout, stored, dtype=facts.get("dtype"))
+    dtype = facts.get("dtype")
+    model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))
     request = _request(picture, facts)
     (rendered,) = render(model.generate(request), request, quiet=chosen.quiet)
     again = rendered.pixels

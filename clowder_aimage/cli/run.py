@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 @click.command(short_help="Make a picture from a prompt.")
 @click.argument("ref")
 @click.argument("prompt")
-@click.option("--width", type=int, help="Pixels, a multiple of 16. [default: the model's]")
-@click.option("--height", type=int, help="Pixels, a multiple of 16. [default: the model's]")
+@click.option("--width", type=int, help="Pixels; mostly multiples of 16. [default: the model's]")
+@click.option("--height", type=int, help="Pixels; mostly multiples of 16. [default: the model's]")
 @click.option("--steps", type=int, help="Denoising steps. [default: 8]")
 @click.option("--seed", type=int, help="The same seed makes the same picture. [default: drawn]")
 @click.option("--negative", metavar="TEXT", help="What to avoid; needs --guidance.")
@@ -84,7 +85,7 @@ def run(
         note(f"seed {request.seed}")
     if not chosen.quiet:
         note(f"computing on {model.backend}")
-    facts = describe(reference, str(stored.descriptor.digest), request, dtype)
+    facts = describe(reference, model, request)
     written = []
     for picture in render(events, request, quiet=chosen.quiet):
         path = _path(output, reference, picture.seed, picture.picture, count)
@@ -92,7 +93,7 @@ def run(
         written.append({"path": str(path), "seed": picture.seed})
         if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
             click.launch(str(path))
-    value = facts | {"backend": model.backend, "pictures": written}
+    value = facts | {"pictures": written}
     result(value, "\n".join(str(item["path"]) for item in written), as_json=chosen.as_json)
 
 
@@ -123,13 +124,11 @@ def render(events: Iterable[Step | Image], request: Request, *, quiet: bool) -> 
                 progress.advance(1)
 
 
-def describe(
-    reference: Reference, digest: str, request: Request, dtype: str | None
-) -> dict[str, Any]:
+def describe(reference: Reference, model: Any, request: Request) -> dict[str, Any]:
     """All that is needed to render the picture again."""
     return {
         "reference": str(reference),
-        "digest": digest,
+        "digest": str(model.stored.descriptor.digest),
         "prompt": request.prompt,
         "negative": request.negative,
         "width": request.width,
@@ -138,7 +137,8 @@ def describe(
         "seed": request.seed,
         "guidance": request.guidance,
         "shift": request.shift,
-        "dtype": dtype,
+        "dtype": model.dtype,
+        "backend": model.backend,
     }
 
 
@@ -151,13 +151,23 @@ def _save(picture: Image, path: Path, facts: dict[str, Any]) -> None:
 def _check_output(output: Path | None) -> None:
     """Refuse a place that a picture cannot go to before minutes are spent on the picture."""
     if output is None or output.is_dir():
+        _check_directory(output or Path())
         return
     if output.suffix.lower() not in ("", ".png"):
         raise UsageError(f"pictures are PNG files; {output.name} is called something else")
-    if not output.parent.is_dir():
+    _check_directory(output.parent)
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
         raise StoreError(
-            f"cannot write the picture {output}: there is no directory {output.parent}",
+            f"cannot write a picture: there is no directory {directory}",
             hint="make the directory, or name another place with -o",
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreError(
+            f"cannot write a picture into {directory}: Permission denied",
+            hint="name another place with -o",
         )
 
 

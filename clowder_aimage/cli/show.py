@@ -70,11 +70,13 @@ def _text(reference: Reference, stored: Stored) -> str:
 
 
 def _components(aimage: AImage) -> str:
-    described = aimage.properties.get("components", {})
+    described = aimage.properties.get("components")
+    described = described if isinstance(described, dict) else {}
     rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE")]
     for name in sorted({layer.component for layer in aimage.layers}):
         layers = aimage.component(name)
-        kind = described.get(name, {}).get("class", "")
+        part = described.get(name)
+        kind = part.get("class", "") if isinstance(part, dict) else ""
         tensors = sum(layer.is_tensor for layer in layers)
         total = sum(layer.descriptor.size for layer in layers)
         rows.append((name or "(top)", str(kind), str(tensors), size(total)))

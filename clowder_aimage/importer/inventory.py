@@ -20,7 +20,23 @@ MODEL_INDEX = "model_index.json"
 WEIGHTED = ("text_encoder", "transformer", "vae")
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 _PIPELINES = {"ZImagePipeline": "z-image"}
-_FILES = (".json", ".jinja", ".txt")
+# What a pipeline reads of a part, beside its weights: whatever else lies around is not the model.
+_FILES = {
+    "scheduler": ("scheduler_config.json",),
+    "text_encoder": ("config.json", "generation_config.json"),
+    "tokenizer": (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("vocab.json", "merges.txt", "added_tokens.json"),
+        *("chat_template.jinja", "chat_template.json"),
+    ),
+    "transformer": ("config.json",),
+    "vae": ("config.json",),
+}
+_CLASSES = {
+    "scheduler": "FlowMatchEulerDiscreteScheduler",
+    "transformer": "ZImageTransformer2DModel",
+    "vae": "AutoencoderKL",
+}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_FILE = 256 * 1024 * 1024
 _MAX_CARD = 1024 * 1024
@@ -124,6 +140,11 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
 def _component(root: Path, name: str, entry: object) -> Component:
     if not isinstance(entry, list) or not _is_part(entry):
         raise ModelError(f"{root / MODEL_INDEX} does not say what the {name} is")
+    if entry[1] != _CLASSES.get(name, entry[1]):
+        raise ModelError(
+            f"{root / MODEL_INDEX} names the {name} {entry[1][:80]!r}, which is not known",
+            hint=f"it must be a {_CLASSES[name]}",
+        )
     directory = root / name
     if not directory.is_dir():
         raise ModelError(
@@ -132,9 +153,9 @@ def _component(root: Path, name: str, entry: object) -> Component:
         )
     paths = list_directory(root, directory, _PICKLED)
     if name == "tokenizer":
-        _check_tokenizer(directory, {path.name for path in paths})
-    tensors, bookkeeping = read_weights(directory, paths) if name in WEIGHTED else ((), set())
-    files = [p for p in paths if p.suffix in _FILES and p not in bookkeeping]
+        _check_tokenizer(root, {path.name for path in paths})
+    tensors = read_weights(directory, paths) if name in WEIGHTED else ()
+    files = [path for path in paths if path.name in _FILES[name]]
     config = "scheduler_config.json" if name == "scheduler" else "config.json"
     return Component(
         name,
@@ -146,7 +167,16 @@ def _component(root: Path, name: str, entry: object) -> Component:
     )
 
 
-def _check_tokenizer(directory: Path, names: set[str]) -> None:
+def _check_tokenizer(root: Path, names: set[str]) -> None:
+    directory = root / "tokenizer"
+    configured = "tokenizer_config.json" in names and _read_json(
+        root, "tokenizer/tokenizer_config.json"
+    ).get("chat_template")
+    if not configured and not names & {"chat_template.jinja", "chat_template.json"}:
+        raise ModelError(
+            f"{directory} has no chat template, which the prompt is written in",
+            hint="it belongs into chat_template.jinja, or into tokenizer_config.json",
+        )
     if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
         raise ModelError(
             f"{directory} has no tokenizer.json, nor vocab.json with merges.txt",
@@ -180,9 +210,13 @@ def _parse_json(root: Path, name: str) -> object:
     raw = path.read_bytes()
     check_not_pointer(path, raw)
     try:
-        return json.loads(raw)
+        return json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _license(root: Path) -> str | None:

@@ -28,8 +28,8 @@ class SourceTensor:
     modified: int
 
 
-def read_weights(directory: Path, paths: list[Path]) -> tuple[tuple[SourceTensor, ...], set[Path]]:
-    """The tensors of a component, sorted by name, and the files that only keep book of them.
+def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:
+    """The tensors of a component, sorted by name.
 
     Raises:
         ModelError: a shard is missing, or there is one too many; the index and the shards do not
@@ -53,7 +53,7 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[tuple[SourceTensor
     tensors = [tensor for path, header in headers.items() for tensor in _tensors(path, header)]
     if not tensors:
         raise ModelError(f"{_names(files)} in {directory} holds no tensors")
-    return tuple(sorted(tensors, key=lambda tensor: tensor.name)), set(indexes)
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
 def read_file(path: Path) -> Header:

@@ -31,6 +31,7 @@ __all__ = [
     "RMSNorm",
     "compute_dtype",
     "describe",
+    "dtype_name",
     "mx",
     "on_gpu",
     "tree_flatten",
@@ -59,14 +60,14 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def compute_dtype(name: str | None) -> mx.Dtype:
-    """The type to compute in; None picks bfloat16 on a GPU and float32 on a CPU.
+def dtype_name(name: str | None) -> str:
+    """The name of the type to compute in; None picks bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         UsageError: for float16, in which Z-Image overflows, and for an unknown name.
     """
     if name is None:
-        return mx.bfloat16 if on_gpu() else mx.float32
+        return "bfloat16" if on_gpu() else "float32"
     if name in ("float16", "fp16", "f16", "half"):
         raise UsageError(
             "float16 cannot be used to compute: activations of these models reach 1e6, "
@@ -75,7 +76,12 @@ def compute_dtype(name: str | None) -> mx.Dtype:
         )
     if name not in DTYPES:
         raise UsageError(f"unknown compute type {name!r}: use {' or '.join(DTYPES)}")
-    return DTYPES[name]
+    return name
+
+
+def compute_dtype(name: str | None) -> mx.Dtype:
+    """MLX's type for a name. Raises as ``dtype_name`` does."""
+    return DTYPES[dtype_name(name)]
 
 
 def describe() -> str:

@@ -6,6 +6,7 @@ The facts stand as JSON in an international text chunk named ``aimage`` (PNG spe
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from clowder_aimage.errors import NotFoundError, StoreError, UsageError
+from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreError, UsageError
 
 KEY = "aimage"
 
@@ -38,6 +39,10 @@ def save_picture(pixels: npt.NDArray[np.uint8], path: Path, facts: Mapping[str, 
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(
+                f"no space left for the picture {path}", hint="free some space, or use -o"
+            ) from None
         raise StoreError(
             f"cannot write the picture {path}: {error.strerror or error}",
             hint="name another place with -o",

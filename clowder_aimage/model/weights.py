@@ -136,7 +136,7 @@ class ModelWeights:
         layer = self._layers[name]
         path = self._store.path(layer.descriptor)
         try:
-            with path.open("rb") as file:
+            with self._store.open(layer.descriptor) as file:
                 header = read_header(file, layer.descriptor.size)
         except FormatError as error:
             raise ModelError(f"{layer.name}: {error}") from error

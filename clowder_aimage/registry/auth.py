@@ -8,8 +8,8 @@ the rules about who may see credentials (CVE-2025-51471, CVE-2026-48978, CVE-202
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
+import re
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +17,16 @@ import oras.auth.token
 import oras.auth.utils
 import requests
 
-from clowder_aimage.errors import StoreError, UnauthorizedError
+from clowder_aimage.errors import UnauthorizedError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.answer import read_capped
-from clowder_aimage.registry.connection import DOCKER_HUB, Connection, config_key
+from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.docker_config import (
+    DOCKER_HUB,
+    config_key,
+    credentials,
+    read_config,
+)
 
 _MAX_TOKEN_ANSWER = 1024 * 1024
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {
@@ -73,17 +79,11 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
 
     def _load(self) -> None:
         """Find the registry's credentials in docker's config, by oras-py's rules."""
-        path = self._connection.docker_config / "config.json"
-        if not path.is_file():
-            return
-        try:
-            value = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {error}", hint="mend or remove it") from None
+        config = read_config(self._connection.docker_config / "config.json")
         self._auth_config = {
-            "auths": value.get("auths") or {},
-            "credsStore": value.get("credsStore"),
-            "credHelpers": value.get("credHelpers") or {},
+            "auths": credentials(config),
+            "credsStore": config.get("credsStore"),
+            "credHelpers": config.get("credHelpers") or {},
         }
         registry = self._reference.registry or ""
         for host in oras.utils.iter_localhosts(config_key(registry)):
@@ -143,9 +143,15 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
 
 
 def _is_internal(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
+    """Whether a host is an address of this machine or network, however it is spelt.
+
+    The system's resolver also takes ``127.1``, ``0x7f000001`` and ``2130706433``; no real host's
+    last label is a number.
+    """
+    name = host.rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return not ipaddress.ip_address(host).is_global
+        return not ipaddress.ip_address(name).is_global
     except ValueError:
-        return False
+        return re.fullmatch(r"0x[0-9a-f]*|[0-9]+", name.rpartition(".")[2]) is not None

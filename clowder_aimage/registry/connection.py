@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
-DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -24,8 +21,3 @@ class Connection:
     trusted_realms: frozenset[str] = frozenset()
     pool_size: int = 8
     user_agent: str = "aimage"
-
-
-def config_key(registry: str) -> str:
-    """What docker's config calls a registry: its host, but for Docker Hub."""
-    return DOCKER_HUB_KEY if registry in DOCKER_HUB else registry

@@ -1,19 +1,16 @@
-"""Credentials: docker's config file and its credential helpers, through oras-py."""
+"""Logging in and out: credentials are kept where docker keeps them."""
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import oras.auth.utils
 
-from clowder_aimage.errors import NotFoundError, StoreError, UnauthorizedError
+from clowder_aimage.errors import NotFoundError, UnauthorizedError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.connection import Connection, config_key
+from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.docker_config import config_key, helper, read_config, write_config
 from clowder_aimage.registry.session import Session
 
 
@@ -25,45 +22,45 @@ def login(registry: str, username: str, password: str, connection: Connection) -
 
     Raises:
         UnauthorizedError: the registry does not take them.
-        StoreError: the config file cannot be written.
+        StoreError: the config file cannot be read or written.
     """
-    basic = oras.auth.utils.get_basic_auth(username, password)
-    with Session(Reference(registry, "login"), connection, basic_auth=basic) as session:
-        session.ping()
     path = connection.docker_config / "config.json"
-    config = _read(path)
-    helper = _helper(config, registry)
-    if helper:
-        _run_helper(
-            helper, "store", {"ServerURL": registry, "Username": username, "Secret": password}
-        )
-        return f"docker-credential-{helper}"
-    config.setdefault("auths", {})[config_key(registry)] = {"auth": basic}
-    _write(path, config)
+    config = read_config(path)
+    basic = oras.auth.utils.get_basic_auth(username, password)
+    try:
+        with Session(Reference(registry, "login"), connection, basic_auth=basic) as session:
+            session.ping()
+    except UnauthorizedError as error:
+        raise UnauthorizedError(
+            f"{registry} does not accept that username and password ({error})"
+        ) from None
+    name = helper(config, registry)
+    if name:
+        entry = {"ServerURL": config_key(registry), "Username": username, "Secret": password}
+        _run_helper(name, "store", json.dumps(entry))
+        return f"docker-credential-{name}"
+    config["auths"] = (config.get("auths") or {}) | {config_key(registry): {"auth": basic}}
+    write_config(path, config)
     return str(path)
 
 
 def logout(registry: str, connection: Connection) -> None:
     """Forget the credentials of a registry. Raises NotFoundError when there are none."""
     path = connection.docker_config / "config.json"
-    config = _read(path)
-    helper = _helper(config, registry)
-    if helper:
-        _run_helper(helper, "erase", registry)
-    elif config.get("auths", {}).pop(config_key(registry), None) is None:
+    config = read_config(path)
+    key, name = config_key(registry), helper(config, registry)
+    known = config.get("auths") or {}
+    if name:
+        _run_helper(name, "erase", key)
+    elif key not in known:
         raise NotFoundError(f"no credentials of {registry} in {path}")
-    _write(path, config)
+    if key in known:
+        del known[key]
+        write_config(path, config)
 
 
-def _helper(config: dict[str, Any], registry: str) -> str | None:
-    helper = config.get("credHelpers", {}).get(registry) or config.get("credsStore")
-    return helper if isinstance(helper, str) else None
-
-
-def _run_helper(helper: str, verb: str, value: object) -> None:
-    """Speak the docker-credential-helpers protocol (its README, "Development")."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    binary = f"docker-credential-{helper}"
+def _run_helper(name: str, verb: str, text: str) -> None:
+    binary = f"docker-credential-{name}"
     try:
         subprocess.run([binary, verb], input=text.encode(), check=True, capture_output=True)
     except FileNotFoundError:
@@ -74,28 +71,3 @@ def _run_helper(helper: str, verb: str, value: object) -> None:
     except subprocess.CalledProcessError as error:
         said = (error.stdout + error.stderr).decode(errors="replace").strip()
         raise UnauthorizedError(f"{binary} {verb} failed: {said[:300]}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {error}", hint="mend or remove the file") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _write(path: Path, config: dict[str, Any]) -> None:
-    """Replace the config file, readable by its owner alone."""
-    temporary = path.with_name(f".config.json.{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(config, file, indent="\t")
-            file.write("\n")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None

@@ -38,7 +38,7 @@ class Repository:
         self._session = Session(reference, connection)
         self._name = reference.name
         self._manifests: dict[Digest, bytes] = {}
-        self._present: set[Digest] = set()
+        self._present: set[tuple[Digest, int]] = set()
 
     def __enter__(self) -> Repository:
         return self
@@ -69,9 +69,10 @@ class Repository:
 
     def exists(self, content: Descriptor, /) -> bool:
         """HEAD a blob or manifest (end-2, end-3)."""
-        if content.digest not in self._present and retrying(lambda: self._exists(content)):
-            self._present.add(content.digest)
-        return content.digest in self._present
+        key = (content.digest, content.size)
+        if key not in self._present and retrying(lambda: self._exists(content)):
+            self._present.add(key)
+        return key in self._present
 
     def _exists(self, content: Descriptor) -> bool:
         kind = "manifests" if content.media_type in _MANIFESTS else "blobs"
@@ -107,7 +108,7 @@ class Repository:
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if content.media_type not in _MANIFESTS:
             upload(self._session, content, body)
-            self._present.add(content.digest)
+            self._present.add((content.digest, content.size))
             return
         with VerifyingReader(body(), content) as reader:
             raw = reader.readall() or b""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import requests
 import requests.adapters
@@ -15,15 +15,15 @@ import urllib3
 import urllib3.exceptions
 
 from clowder_aimage.content.parallel import StoppedError
-from clowder_aimage.errors import AImageError, NetworkError
+from clowder_aimage.errors import AImageError, NetworkError, RegistryError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.retry import BrokenOffError
 
-CONNECT_TIMEOUT = 4.0  # seconds; per address of the host
-FIRST_READ_TIMEOUT = 9.0  # a registry that is down is told from a slow one within ten
+CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
+FIRST_READ_TIMEOUT = 6.0  # a registry that is down is told from a slow one within ten
 READ_TIMEOUT = 60.0
 _BLOCK_SIZE = 1024 * 1024
 _DOCKER_HUB = "registry-1.docker.io"
@@ -130,8 +130,23 @@ class Session:
         return f"{self.base}/v2/{self._reference.repository}/{path}"
 
     def join(self, location: str, base: str) -> str:
-        """The URL that a Location header means. It may be relative (RFC 9110, 10.2.2)."""
-        return urljoin(base, location)
+        """The URL that a Location header means. It may be relative (RFC 9110, 10.2.2).
+
+        A registry behind a proxy may call itself http where it was reached by https; it is still
+        reached by https. Content never goes to another host in the clear.
+
+        Raises:
+            RegistryError: it would.
+        """
+        url = urljoin(base, location)
+        old, new = urlsplit(base), urlsplit(url)
+        if old.scheme == "https" and new.scheme != "https":
+            if old.hostname != new.hostname:
+                raise RegistryError(
+                    f"{self._registry} sends uploads to {new.hostname} without encryption"
+                )
+            return urlunsplit(new._replace(scheme="https", netloc=old.netloc))
+        return url
 
     def ping(self) -> None:
         """Check that the registry is there and takes our credentials (distribution-spec, end-1)."""

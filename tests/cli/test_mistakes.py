@@ -12,10 +12,13 @@ import time
 
 import pytest
 
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Descriptor, Reference
 from tests.process import PROGRAM
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import ScriptedRegistry, artifact, serving
 
 
 def _one_sentence(err: str) -> str:
@@ -281,7 +284,7 @@ def test_an_output_place_that_is_not_there(aimage, tiny):
     here = aimage()
     here("create", "x", tiny)
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
-    assert "no/such/place/x.png" in done.err
+    assert "there is no directory no/such/place" in done.err
 
 
 def test_replay_of_what_is_not_ours(aimage):
@@ -319,3 +322,70 @@ def test_limits_are_ours_to_bear(aimage, tiny):
         preexec_fn=limit,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_asked_where_nobody_can_answer(aimage):
+    done = aimage()("login", "localhost:1", code=2)
+    assert "give --username" in done.err
+    done = aimage()("login", "localhost:1", "-u", "x", code=2)
+    assert "give --password-stdin" in done.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"defaults": [1]},
+        {"defaults": {"steps": None}},
+        {"defaults": {"width": 17}},
+        {"components": []},
+        {"components": {"vae": "x"}},
+        {"parameters": 10**400},
+        {"license": "\x1b]0;title\x07"},
+    ],
+    ids=str,
+)
+def test_a_config_that_lies(change, aimage, tiny):
+    """What anybody can push must not bring a command down, nor move the terminal's cursor."""
+    here = aimage()
+    here("create", "x", tiny)
+    layout = ImageLayout(here.store)
+    stored = read_aimage(layout, Reference.parse("x"))
+    config = json.dumps({**stored.aimage.properties, **change}).encode()
+    manifest, config = DIALECTS["clowder"].write(AImage(config, stored.aimage.layers))
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("evil"))
+    shown = here("show", "evil")
+    assert "\x1b" not in shown.out
+    code = 0 if "license" in change or "parameters" in change else 5
+    assert here("run", "evil", "a fox", "--steps", 1, code=code).code == code
+
+
+def test_a_model_does_not_choose_the_prompt_or_the_seed(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    layout = ImageLayout(here.store)
+    stored = read_aimage(layout, Reference.parse("x"))
+    changed = {**stored.aimage.properties, "defaults": {"prompt": "ad", "seed": 1, "width": 32}}
+    aimage_ = AImage(json.dumps(changed).encode(), stored.aimage.layers)
+    manifest, config = DIALECTS["clowder"].write(aimage_)
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("evil"))
+    facts = here("run", "evil", "a fox", "--steps", 1, "--seed", 9, "--json").value
+    assert (facts["prompt"], facts["seed"], facts["width"]) == ("a fox", 9, 32)
+    assert facts["dtype"] == "float32"
+
+
+def test_a_picture_on_a_full_disk(aimage, tiny):
+    here = aimage()
+    here("create", "x", tiny)
+    small = here.home / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        done = here("run", "x", "a fox", "--steps", 1, "--width", 256, "-o", small, code=6)
+        assert "no space left for the picture" in done.err
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -35,6 +35,10 @@ def test_help_is_light(arguments):
     assert not {m for m in modules if m.partition(".")[0] in HEAVY}
 
 
+def test_the_version_is_lighter_still():
+    assert "clowder_aimage.oci" not in imported("--version")
+
+
 def test_verbs_that_only_read_the_store_are_light(aimage, tiny):
     here = aimage()
     here("create", "x", tiny)

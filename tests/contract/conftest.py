@@ -10,6 +10,8 @@ import pytest
 
 from clowder_aimage.content import MemoryStore
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, Repository
 
 # Each gives an empty store and the name of a repository that it may use, with its host if any.
 STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
@@ -17,6 +19,10 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
     "layout": lambda request: (
         ImageLayout(request.getfixturevalue("tmp_path") / "store"),
         "contract/test",
+    ),
+    "registry": lambda request: (
+        Repository(Reference.parse(name := request.getfixturevalue("repository")), Connection()),
+        name,
     ),
 }
 

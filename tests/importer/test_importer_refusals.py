@@ -307,15 +307,23 @@ def test_tensors_whose_names_no_layer_may_have(model, name):
     refused(model, path, "not a layer name")
 
 
-@pytest.mark.parametrize("name", ["a\\b.json", "a\nb.txt", b"caf\xe9.json"])
-def test_files_whose_names_no_layer_may_have(model, name):
-    directory = model.directory / "tokenizer"
-    try:
-        with open(os.path.join(os.fsencode(directory), os.fsencode(name)), "w") as file:  # noqa: PTH118, PTH123
-            file.write("{}")
-    except OSError:
-        pytest.skip("this file system does not take such a name")
-    refused(model, directory, "not a layer name")
+@pytest.mark.parametrize("raw", [b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16"), b'{"a": NaN}'])
+def test_json_that_other_readers_would_refuse(model, raw):
+    path = model.directory / "vae" / "config.json"
+    path.write_bytes(raw)
+    refused(model, path, "is not JSON")
+
+
+def test_no_chat_template(model):
+    (model.directory / "tokenizer" / "chat_template.jinja").unlink()
+    refused(model, model.directory / "tokenizer", "no chat template")
+
+
+@pytest.mark.parametrize("part", ["scheduler", "transformer", "vae"])
+def test_a_part_of_another_class(model, part):
+    index = FILES["model_index.json"] | {part: ["diffusers", "SomethingElse"]}
+    model.write("model_index.json", index)
+    refused(model, model.directory / "model_index.json", "SomethingElse")
 
 
 def test_a_tensor_that_is_called_like_a_file(model):

@@ -9,10 +9,17 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from clowder_aimage.content import MemoryStore, bytes_body, copy
-from clowder_aimage.errors import AImageError, UnauthorizedError
+from clowder_aimage.errors import (
+    AImageError,
+    NotFoundError,
+    RegistryError,
+    StoreError,
+    UnauthorizedError,
+)
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import Connection, Repository, logout
 from clowder_aimage.registry.auth import _is_internal
+from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -205,3 +212,85 @@ def test_an_upload_location_elsewhere_gets_no_credentials(tmp_path):
     assert put.body == b"abc"
     assert put.path.startswith("/upload?state=1&digest=sha256%3A")
     assert "Authorization" not in put.headers
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.1", "2130706433", "0x7f000001", "017700000001", "0", "localhost.", "169.254.169.254."],
+)
+def test_other_spellings_of_an_inside_address(host):
+    assert _is_internal(host)
+
+
+@pytest.mark.parametrize(
+    "auths",
+    [
+        lambda host: {host: {"username": "operator", "password": "secret"}},
+        lambda host: {f"http://{host}": {"auth": BASIC}},
+        lambda host: {f"https://{host}/v1/": {"auth": BASIC}},
+        lambda host: {host: {"auth": BASIC}, "odd.example.com": "nonsense"},
+    ],
+)
+def test_what_docker_reads_is_read(auths, tmp_path):
+    script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
+    with ScriptedRegistry(script).running() as registry:
+        (tmp_path / "config.json").write_text(json.dumps({"auths": auths(registry.host)}))
+        _pull(registry, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"auths": []}', '{"credHelpers": 1}', '{"credsStore": {}}']
+)
+def test_a_docker_config_that_is_none(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(StoreError, match="cannot read"):
+        logout("registry.example.com", Connection(docker_config=tmp_path))
+    assert (tmp_path / "config.json").read_text() == text
+
+
+@pytest.mark.parametrize("text", ['{"auths": null}', "{}", '{"credHelpers": null}'])
+def test_a_docker_config_without_credentials(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(NotFoundError):
+        logout("registry.example.com", Connection(docker_config=tmp_path))
+
+
+def test_a_linked_docker_config_stays_a_link(tmp_path):
+    real = tmp_path / "elsewhere.json"
+    real.write_text(json.dumps({"auths": {"registry.example.com": {"auth": BASIC}}, "kept": 1}))
+    (tmp_path / "config.json").symlink_to(real)
+    logout("registry.example.com", Connection(docker_config=tmp_path))
+    assert (tmp_path / "config.json").is_symlink()
+    assert json.loads(real.read_text()) == {"auths": {}, "kept": 1}
+
+
+def test_a_helper_is_asked_by_the_name_that_docker_uses(tmp_path, monkeypatch):
+    """Docker Hub's key is not its host."""
+    said = tmp_path / "said"
+    helper = tmp_path / "docker-credential-test"
+    helper.write_text(f"#!/bin/sh\ncat > {said}\n")
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "config.json").write_text('{"credsStore": "test"}')
+    logout("docker.io", Connection(docker_config=tmp_path))
+    assert said.read_text() == "https://index.docker.io/v1/"
+
+
+@pytest.mark.parametrize(
+    ("base", "location", "url"),
+    [
+        ("https://a/v2/", "/up?x=1", "https://a/up?x=1"),
+        ("https://a/v2/", "http://a/up", "https://a/up"),
+        ("https://a:8443/v2/", "http://a:80/up", "https://a:8443/up"),
+        ("https://a/v2/", "https://b/up", "https://b/up"),
+        ("http://a/v2/", "http://b/up", "http://b/up"),
+        ("https://a/v2/", "http://b/up", None),
+    ],
+)
+def test_where_an_upload_may_go(base, location, url, tmp_path):
+    with Session(Reference.parse("a.example.com/x"), Connection(docker_config=tmp_path)) as session:
+        if url is None:
+            with pytest.raises(RegistryError, match="without encryption"):
+                session.join(location, base)
+        else:
+            assert session.join(location, base) == url

@@ -80,6 +80,8 @@ class Scheduler:
             spacing="karras" if karras else "exponential" if exponential else "shifted",
             invert=fields.boolean("invert_sigmas", False),
         )
+        if scheduler.dynamic and scheduler.max_image_seq_len <= scheduler.base_image_seq_len:
+            raise fields.refuse("max_image_seq_len", "must be above base_image_seq_len")
         fields.finish()
         return scheduler
 
@@ -111,7 +113,7 @@ class Scheduler:
         return Schedule(np.append(sigmas, end), times)
 
     def _shift_by_size(self, sigmas: Floats, tokens: int) -> Floats:
-        span = self.max_image_seq_len - self.base_image_seq_len
+        span = self.max_image_seq_len - self.base_image_seq_len  # not zero: see parse
         slope = (self.max_shift - self.base_shift) / span
         mu = tokens * slope + self.base_shift - slope * self.base_image_seq_len
         factor = np.float32(math.exp(mu) if self.time_shift_type == "exponential" else mu)

@@ -77,6 +77,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
+                range=_Range(),
                 **{**self._special, "enable_thinking": True},
             )
         except Exception as error:  # a template can make anything happen inside its sandbox
@@ -215,6 +216,20 @@ def _tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+class _Range:
+    """``range`` with one budget for a whole rendering: loops in loops end too."""
+
+    def __init__(self) -> None:
+        self._left = 100_000
+
+    def __call__(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        self._left -= len(numbers) + 1
+        if self._left < 0:
+            raise jinja2.TemplateError("the chat template loops too often")
+        return numbers
 
 
 def _raise(message: str) -> None:
