@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clowder_aimage.content import ContentStore, OnEvent, copy
+from clowder_aimage.content import ContentStore, CopyPlan, OnEvent, Rate, copy, plan_copy
 from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
 from clowder_aimage.content.event import ignore
 from clowder_aimage.errors import FormatError
@@ -18,6 +18,7 @@ def pull(
     *,
     jobs: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
+    rate: Rate | None = None,
 ) -> Descriptor:
     """Fetch what ``reference`` names, byte for byte, and name it the same in ``store``.
 
@@ -28,10 +29,18 @@ def pull(
         StoreError, NoSpaceError: it cannot be kept.
     """
     with Repository(reference, connection) as repository:
-        descriptor = copy(repository, reference, store, concurrency=jobs, on_event=on_event)
+        descriptor = copy(
+            repository, reference, store, concurrency=jobs, on_event=on_event, rate=rate
+        )
     try:
         stored = read_aimage(store, reference)
     except FormatError:
         return descriptor  # another kind of artifact: kept as it is
     inflate(store, stored)
     return descriptor
+
+
+def plan_pull(reference: Reference, connection: Connection) -> CopyPlan:
+    """What a pull would move: only manifests are fetched. Raises as ``pull`` does."""
+    with Repository(reference, connection) as repository:
+        return plan_copy(repository, reference)

@@ -79,6 +79,32 @@ def connection_options(function: _F) -> _F:
     return function
 
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes per second: 500k, 20M, 1.5G in powers of 1000, KiB, MiB, GiB in powers of 1024."""
+    if value is None:
+        return None
+    text = value.lower().removesuffix("/s").removesuffix("b")
+    number = text.rstrip("kmgi")
+    try:
+        count = int(float(number) * _UNITS[text[len(number) :]])
+    except (ValueError, KeyError, OverflowError):
+        count = 0
+    if count < 1:
+        raise click.BadParameter(f"{value!r} is not a rate such as 500k, 20M or 1.5GiB", ctx, param)
+    return count
+
+
+limit_option = click.option(
+    "--limit-rate",
+    "limit",
+    callback=_rate,
+    metavar="RATE",
+    help="Bytes per second in all, such as 500k or 20M.",
+)
+
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 64),

@@ -3,6 +3,8 @@
 from clowder_aimage.content.copy import copy
 from clowder_aimage.content.event import Event, OnEvent
 from clowder_aimage.content.memory import MemoryStore, Overlay
+from clowder_aimage.content.plan import CopyPlan, plan_copy
+from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import (
     Body,
     ContentStore,
@@ -18,17 +20,20 @@ from clowder_aimage.content.verify import VerifyingReader, read_all
 __all__ = [
     "Body",
     "ContentStore",
+    "CopyPlan",
     "Event",
     "Ingest",
     "IngestBusyError",
     "MemoryStore",
     "OnEvent",
     "Overlay",
+    "Rate",
     "Source",
     "Target",
     "VerifyingReader",
     "bytes_body",
     "copy",
     "file_body",
+    "plan_copy",
     "read_all",
 ]

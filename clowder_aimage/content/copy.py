@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.event import Event, OnEvent, ignore
 from clowder_aimage.content.fetch import Fetch
 from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.plan import check_space, plan_copy
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import ContentStore, Source, Target, bytes_body
-from clowder_aimage.content.verify import read_all, readinto
-from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import (
-    Descriptor,
-    Digest,
-    Index,
-    Manifest,
-    Reference,
-    mediatype,
-    parse_document,
-)
+from clowder_aimage.content.verify import readinto
+from clowder_aimage.oci import Descriptor, Reference
 
 DEFAULT_CONCURRENCY = 8
-_MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 def copy(
@@ -52,68 +41,29 @@ def copy(
 
     Raises:
         ContentError: what the source gave is not what it promised.
+        NoSpaceError: it would not fit; nothing was fetched.
         AccessError: it could not be read, or could not be kept.
     """
-    root = source.resolve(reference)
-    documents: dict[Digest, tuple[Descriptor, Manifest | Index]] = {}
-    _read_documents(source, root, documents)
-    blobs = _blobs(document for _, document in documents.values())
-    on_event(Event("plan", root, sum(blob.size for blob in blobs), len(blobs)))
+    plan = plan_copy(source, reference)
+    on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
     if isinstance(target, ContentStore):
+        check_space(plan, target)
+        blobs = plan.blobs
         Fetch(source, target, blobs, connections=concurrency, on_event=on_event, rate=rate).run()
     else:
-        _push_blobs(source, target, blobs, concurrency, on_event)
-    _, last = documents.pop(root.digest)
-    for descriptor, document in documents.values():
+        _push_blobs(source, target, plan.blobs, concurrency, on_event)
+    *below, (root, document) = plan.documents
+    for descriptor, child in below:
         if not target.exists(descriptor):
-            target.push(descriptor, bytes_body(document.raw))
-    target.push(root, bytes_body(last.raw), target_reference or reference)
+            target.push(descriptor, bytes_body(child.raw))
+    target.push(root, bytes_body(document.raw), target_reference or reference)
     return root
-
-
-def _read_documents(
-    source: Source,
-    descriptor: Descriptor,
-    found: dict[Digest, tuple[Descriptor, Manifest | Index]],
-    depth: int = 0,
-) -> None:
-    """Read a document and all below it into ``found``, each once, children before parents."""
-    if descriptor.digest in found:
-        return
-    if depth > _MAX_DEPTH:
-        raise FormatError(f"{descriptor.digest}: indexes are nested more than {_MAX_DEPTH} deep")
-    raw = read_all(source.open(descriptor), descriptor)
-    document = parse_document(raw, descriptor.media_type)
-    if isinstance(document, Index):
-        for child in document.manifests:
-            if child.media_type in _DOCUMENTS:
-                _read_documents(source, child, found, depth + 1)
-    found[descriptor.digest] = (descriptor, document)
-
-
-def _blobs(documents: Iterable[Manifest | Index]) -> list[Descriptor]:
-    """Every blob once, the largest first: a long one must not be what all others waited for."""
-    blobs = {
-        (blob.digest, blob.size): blob  # two sizes for one digest: one of them will be refused
-        for document in documents
-        for blob in _blobs_of(document)
-    }
-    return sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
-
-
-def _blobs_of(document: Manifest | Index) -> Iterator[Descriptor]:
-    """What is no document of its own. A layer is a blob whatever it calls itself."""
-    for child in document.children:
-        if child.media_type not in _DOCUMENTS:
-            yield child
-        elif isinstance(document, Manifest):
-            yield replace(child, media_type="application/octet-stream")
 
 
 def _push_blobs(
     source: Source,
     target: Target,
-    blobs: list[Descriptor],
+    blobs: Sequence[Descriptor],
     concurrency: int,
     on_event: OnEvent,
 ) -> None:

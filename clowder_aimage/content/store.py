@@ -127,6 +127,10 @@ class ContentStore(Target, Protocol):
         """
         ...
 
+    def lacking(self, content: Descriptor, /) -> int:
+        """The bytes that must still be written for the content to be here."""
+        ...
+
     def free(self) -> int:
         """The bytes that more content may take."""
         ...

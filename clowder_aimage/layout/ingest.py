@@ -256,6 +256,14 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
     return merged
 
 
+def ingested(root: Path, content: Descriptor) -> int:
+    """The bytes on disk of what an earlier process left of a blob."""
+    try:
+        return (root / ".aimage" / "ingest" / content.digest.encoded).stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
 def blob_path(root: Path, content: Descriptor) -> Path:
     """Where the layout keeps a blob; the digest is strict, so nothing can climb out."""
     return root / "blobs" / content.digest.algorithm / content.digest.encoded

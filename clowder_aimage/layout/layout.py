@@ -14,7 +14,7 @@ from clowder_aimage.content.verify import CHUNK_SIZE, read_all, readinto
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import edit_index, read_index, sync_directory
-from clowder_aimage.layout.ingest import FileIngest, blob_path
+from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -100,6 +100,12 @@ class ImageLayout:
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin to take a blob in. Raises IngestBusyError, StoreError or NoSpaceError."""
         return FileIngest(self.root, key, expected)
+
+    def lacking(self, content: Descriptor, /) -> int:
+        """The bytes that must still be written: what lies in an ingest has its place already."""
+        if self.exists(content):
+            return 0
+        return max(0, content.size - ingested(self.root, content))
 
     def free(self) -> int:
         """The bytes that an ordinary user may still write to the store's file system."""

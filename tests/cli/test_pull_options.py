@@ -1,0 +1,57 @@
+"""What a pull may be told: to fetch nothing, to go slowly, and when it cannot fit."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+
+
+def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
+    here, there = aimage("here"), aimage("there")
+    digest = here("create", repository, tiny).line
+    here("push", repository)
+    mark = registry.mark()
+    value = there("pull", repository, "--dry-run", "--json").value
+    assert registry.count(mark, repository) == {"GET manifest": 1}
+    assert not there.store.exists()
+    assert value["digest"] == digest
+    assert value["alreadyThere"] == {"blobs": 0, "size": 0}
+    assert value["fetch"]["blobs"] == 293
+    there("pull", repository)
+    again = there("pull", repository, "--dry-run", "--json").value
+    assert again["fetch"] == {"blobs": 0, "size": 0}
+    assert again["alreadyThere"] == value["fetch"]
+
+
+def test_a_limit_is_kept(aimage, tiny, repository):
+    here, there = aimage("here"), aimage("there")
+    here("create", repository, tiny)
+    here("push", repository)
+    begun = time.monotonic()
+    there("pull", repository, "--limit-rate", "500k")
+    assert time.monotonic() - begun > 1.2e6 / 500e3
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "fast", "20X", "nan", "inf", ""])
+def test_a_limit_that_is_none(rate, aimage):
+    assert "is not a rate" in aimage()("pull", "a.example.com/x", "--limit-rate", rate, code=2).err
+
+
+def test_what_cannot_fit_is_not_begun(aimage, tiny, registry, repository):
+    here, there = aimage("here"), aimage("there")
+    here("create", repository, tiny)
+    here("push", repository)
+    there.store.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(there.store)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        mark = registry.mark()
+        done = there("pull", repository, code=6)
+        assert "are missing" in done.err
+        assert registry.count(mark, repository) == {"GET manifest": 1}
+        assert list(there.store.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(there.store)], check=True)
