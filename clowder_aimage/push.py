@@ -11,7 +11,7 @@ from clowder_aimage.dialect import DIALECTS, Dialect
 from clowder_aimage.errors import FormatError, ManifestRefusedError, UsageError
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import Connection, Holders, Origins, Repository
 
 OnFallback = Callable[[str, ManifestRefusedError], None]
 
@@ -31,7 +31,8 @@ def push(
 
     A manifest goes as it is, or rewritten in ``dialect``. Where the registry refuses that kind of
     manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
-    blobs are there already and the local tag stays what it was.
+    blobs are there already and the local tag stays what it was. What another repository of the
+    registry holds, by the names in ``store``, is mounted from there.
 
     Returns:
         the descriptor of what the registry holds now.
@@ -49,7 +50,9 @@ def push(
         )
     may_fall_back = fallback and reference.digest is None
     refused: ManifestRefusedError | None = None
-    with Repository(reference, connection) as repository:
+    with Repository(
+        reference, connection, Origins(Holders(store, reference), on_event)
+    ) as repository:
         for name, source in _attempts(store, reference, dialect):
             if refused is not None:
                 on_fallback(name, refused)

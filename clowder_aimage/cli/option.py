@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from clowder_aimage.errors import UsageError
 if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.registry import Connection
+    from clowder_aimage.registry.settings import HostSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _META = "clowder_aimage.cli."
@@ -161,14 +162,56 @@ def connection(plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int
         )
     if insecure:
         note("the registry's certificate is not checked: whoever is in between reads along")
-    config = os.environ.get("DOCKER_CONFIG")
-    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "")
     return Connection(
         plain_http=plain_http,
         insecure=insecure,
         ca_file=ca_file,
-        docker_config=Path(config) if config else Path.home() / ".docker",
-        trusted_realms=frozenset(realm for realm in realms.lower().split(",") if realm),
+        **_places(),
+        trusted_realms=_trusted_realms(),
+        registries=_registries(),
         pool_size=jobs,
         user_agent=f"aimage/{__version__}",
     )
+
+
+def _places() -> dict[str, Any]:
+    """Where credentials and certificates are: docker's places, containers' and OpenSSL's."""
+    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
+    user = home / ".config" / "containers"
+    return {
+        "auth_file": _named("REGISTRY_AUTH_FILE"),
+        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
+        "container_auth": (
+            *((runtime / "containers" / "auth.json",) if runtime else ()),
+            user / "auth.json",
+        ),
+        "ca_bundle": _named("SSL_CERT_FILE"),
+        "cert_dirs": (
+            user / "certs.d",
+            Path("/etc/containers/certs.d"),
+            Path("/etc/docker/certs.d"),
+        ),
+    }
+
+
+def _named(variable: str) -> Path | None:
+    """The path in an environment variable, where it is set to one."""
+    value = os.environ.get(variable)
+    return Path(value) if value else None
+
+
+def _trusted_realms() -> frozenset[str]:
+    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
+    return frozenset(realm.strip() for realm in realms if realm.strip())
+
+
+def _registries() -> Mapping[str, HostSettings]:
+    """What the config file says about registries; a file that AIMAGE_CONFIG names must be there."""
+    from clowder_aimage.registry.settings import read_settings
+
+    named = _named("AIMAGE_CONFIG")
+    if named is not None and not named.is_file():
+        raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
+    base = _named("XDG_CONFIG_HOME")
+    home = base if base and base.is_absolute() else Path.home() / ".config"
+    return read_settings(named or home / "aimage" / "config.json")

@@ -11,6 +11,7 @@ from its file where it must. Nothing is believed before the whole blob's digest 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
 
 PART = 16 * 1024 * 1024  # the most that one connection fetches at a time, and can lose
-SMALLEST_PART = 1024 * 1024
+SMALLEST_PART = 4 * 1024 * 1024
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
 
 _Span = tuple[int, int]
@@ -37,6 +38,7 @@ class _Blob:
         self.ingest = ingest
         self.unclaimed: list[_Span] = ingest.missing()
         self.readers = 0
+        self.ranges = False  # a first part came as asked for: others may join
         self.serial = False  # its server does not do ranges: one connection, from the front
 
     @property
@@ -48,7 +50,7 @@ class _Blob:
         """Take the next part: large ones first, smaller ones near the end, so that all finish
         together."""
         start, end = self.unclaimed.pop(0)
-        if self.serial:
+        if self.serial or self.content.size <= PART:
             return start, end
         fair = (self.left + end - start) // (2 * connections)
         size = min(PART, max(SMALLEST_PART, fair - fair % SMALLEST_PART))
@@ -64,7 +66,7 @@ class _Blob:
 
     @property
     def may_be_joined(self) -> bool:
-        return bool(self.unclaimed) and not (self.serial and self.readers)
+        return bool(self.unclaimed) and (not self.readers or (self.ranges and not self.serial))
 
 
 class Fetch:
@@ -86,7 +88,8 @@ class Fetch:
         self._on_event = on_event
         self._rate = rate
         self._pending = deque(blobs)
-        self._elsewhere: deque[Descriptor] = deque()  # another process is fetching these
+        # what another process is fetching, and when to look at it again
+        self._elsewhere: deque[tuple[float, Descriptor]] = deque()
         self._active: list[_Blob] = []
         self._opening = 0
         self._changed = threading.Condition()
@@ -151,9 +154,11 @@ class Fetch:
             if joinable:
                 return max(joinable, key=lambda blob: blob.left)
             if self._elsewhere:
-                self._changed.wait(_POLL)
-                if self._elsewhere and not self._pending:
-                    return self._elsewhere.popleft()
+                due, content = self._elsewhere[0]
+                if (left := due - time.monotonic()) <= 0:
+                    self._elsewhere.popleft()
+                    return content
+                self._changed.wait(left)
                 continue
             if not self._active and not self._opening:
                 return None
@@ -168,7 +173,7 @@ class Fetch:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError:
             with self._changed:
-                self._elsewhere.append(content)
+                self._elsewhere.append((time.monotonic() + _POLL, content))
             return None
         if self._target.exists(content):  # it was finished while we waited for the ingest
             ingest.abort()
@@ -220,11 +225,7 @@ class Fetch:
         """Stream [start, end) into the ingest; returns how far it came."""
         content = blob.content
         with self._source.open(content, start, end - start) as reader:
-            if getattr(reader, "ignores_range", False) and not blob.serial:
-                with self._changed:
-                    blob.serial = True
-                    if start or blob.readers > 1:
-                        return start  # one connection goes on from the front
+            self._learn(blob, ranges=not getattr(reader, "ignores_range", False))
             while start < end:
                 if self._stopped:
                     raise StoppedError
@@ -238,6 +239,14 @@ class Fetch:
                 if self._rate is not None:
                     self._rate.passed(count)
         return start
+
+    def _learn(self, blob: _Blob, *, ranges: bool) -> None:
+        """Whether other connections may join is known once a first part begins to come."""
+        with self._changed:
+            if ranges and not blob.ranges:
+                self._changed.notify_all()
+            blob.ranges |= ranges
+            blob.serial |= not ranges
 
     def _finish(self, blob: _Blob) -> None:
         blob.ingest.commit(blob.content)

@@ -25,14 +25,23 @@ def in_parallel(
     When one raises, or the user interrupts, ``stop`` is called, the others get a moment to end,
     and the first error is raised. A thread that waits for a dead network is left behind.
     """
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)  # the first: what others raise once they are stopped is no news
+            stop()
+            raise
+
     pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="aimage")
     futures: list[Future[None]] = []
     try:
-        futures += [pool.submit(call) for call in calls]
+        futures += [pool.submit(run, call) for call in calls]
         wait(futures, return_when=FIRST_EXCEPTION)
-        failures = [future.exception() for future in futures if future.done()]
-        for error in sorted(filter(None, failures), key=lambda e: isinstance(e, StoppedError)):
-            raise error
+        if errors:
+            raise errors[0]
     except BaseException:
         stop()
         pool.shutdown(wait=False, cancel_futures=True)

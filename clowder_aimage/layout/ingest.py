@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verify import CHUNK_SIZE, check
-from clowder_aimage.errors import VerificationError
+from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import new_hasher
@@ -57,13 +57,20 @@ class FileIngest:
         with store_errors(root):
             directory.mkdir(parents=True, exist_ok=True)
             self._fd = self._open(wait)
-            self._spans = self._journaled()
+        self._spans = self._journaled()
+        self._noted = _total(self._spans)  # bytes that the journal knows of
         self._reset_hash()
+        if not self._spans:  # a journal that is not believed now must not be believed later
+            self.restart()
 
     def _open(self, wait: bool) -> int:
         """The file's descriptor, locked; the lock goes with the process, however that ends."""
         while True:
-            fd = os.open(self._path, _FLAGS, 0o600)
+            try:
+                fd = os.open(self._path, _FLAGS, 0o600)
+            except PermissionError:  # it was about to be published when its process was killed
+                self._path.chmod(0o600)
+                fd = os.open(self._path, _FLAGS, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 with contextlib.suppress(FileNotFoundError):
@@ -79,13 +86,13 @@ class FileIngest:
 
     def _journaled(self) -> list[_Span]:
         """The spans that an earlier process has surely written."""
-        try:
-            lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
+        with contextlib.suppress(OSError, ValueError):
             size = os.fstat(self._fd).st_size
-            spans = [_parse_span(text) for text in lines[-1].split(",")] if lines else []
-        except (OSError, ValueError):
-            return []
-        return spans if all(0 <= start < end <= size for start, end in spans) else []
+            lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
+            for line in filter(None, reversed(lines)):
+                spans = _parse_spans(line)
+                return spans if all(0 <= start < end <= size for start, end in spans) else []
+        return []
 
     def _reset_hash(self) -> None:
         self._rewritten = False  # whether bytes may have changed after they were hashed
@@ -115,6 +122,7 @@ class FileIngest:
             self._journal.unlink(missing_ok=True)
             os.ftruncate(self._fd, 0)
         self._spans = []
+        self._noted = 0
         self._reset_hash()
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
@@ -163,18 +171,27 @@ class FileIngest:
         """Make what was written survive a power cut, and note it; one thread at a time does."""
         if self._expected is None or self._expected.size <= JOURNALED:
             return
-        if not self._syncing.acquire(blocking=False):
-            return
-        try:
-            with self._lock:
-                spans = list(self._spans)
-            with store_errors(self._root):
-                os.fsync(self._fd)
-                line = ",".join(f"{start}-{end}" for start, end in spans)
-                with self._journal.open("a", encoding="ascii") as file:
-                    file.write(f"{line}\n")
-        finally:
-            self._syncing.release()
+        while self._syncing.acquire(blocking=False):
+            try:
+                if self._fd < 0:
+                    return  # it has ended: there is nothing to keep book of
+                self._synchronise()
+                with self._lock:
+                    left = _total(self._spans) - self._noted
+            finally:
+                self._syncing.release()
+            if left < JOURNALED:  # else another part came meanwhile, and its writer went on
+                return
+
+    def _synchronise(self) -> None:
+        with self._lock:
+            spans = list(self._spans)
+        with store_errors(self._root):
+            os.fsync(self._fd)
+            line = ",".join(f"{start}-{end}" for start, end in spans)
+            with self._journal.open("a", encoding="ascii") as file:
+                file.write(f"\n{line}\n")  # the line before may be torn
+        self._noted = _total(spans)
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable, publish. The directory is synchronised by the layout.
@@ -185,22 +202,28 @@ class FileIngest:
         try:
             self._check_whole(expected)
             check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
-            with store_errors(self._root):
-                os.fchmod(self._fd, BLOB_MODE)
-                os.fsync(self._fd)
-                final = blob_path(self._root, expected)
-                final.parent.mkdir(parents=True, exist_ok=True)
-                self._path.replace(final)
-                self._journal.unlink(missing_ok=True)
-        except BaseException:
+            with self._syncing, store_errors(self._root):
+                self._publish(blob_path(self._root, expected))
+        except VerificationError:
             self.abort()
             raise
+        except BaseException:  # the bytes are right, the disk is not: they are kept
+            self._leave()
+            raise
+
+    def _publish(self, final: Path) -> None:
+        """Rename it in. A checkpoint that is under way has ended, and none begins after it."""
+        os.fchmod(self._fd, BLOB_MODE)
+        os.fsync(self._fd)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        self._path.replace(final)
+        self._journal.unlink(missing_ok=True)
         self._close()
 
     def _check_whole(self, expected: Descriptor) -> None:
         if self.missing():
             with self._lock:
-                come = sum(end - start for start, end in self._spans)
+                come = _total(self._spans)
             raise VerificationError(
                 f"{expected.digest} is not whole: {come} of {expected.size} bytes came"
             )
@@ -216,21 +239,28 @@ class FileIngest:
 
     def suspend(self) -> None:
         """Leave what is there for the next process, if it is worth keeping book of."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AImageError):  # why it is suspended is worth more
             self.checkpoint()
-        if self._journal.exists():
-            self._close()
-        else:
+        self._leave()
+
+    def _leave(self) -> None:
+        """End, and keep what the journal knows of."""
+        with self._syncing:
+            kept = self._journal.exists()
+            if kept:
+                self._close()
+        if not kept:
             self.abort()
 
     def abort(self) -> None:
         """Forget everything written so far."""
-        if self._fd < 0:
-            return  # it has ended, and what lies there now is another's
-        with contextlib.suppress(OSError):  # why it is aborted is worth more
-            self._path.unlink(missing_ok=True)
-            self._journal.unlink(missing_ok=True)
-        self._close()
+        with self._syncing:
+            if self._fd < 0:
+                return  # it has ended, and what lies there now is another's
+            with contextlib.suppress(OSError):  # why it is aborted is worth more
+                self._path.unlink(missing_ok=True)
+                self._journal.unlink(missing_ok=True)
+            self._close()
 
     def _close(self) -> None:
         """Close the file, once: its number may be another file's by now."""
@@ -240,9 +270,17 @@ class FileIngest:
                 os.close(fd)
 
 
-def _parse_span(text: str) -> _Span:
-    start, _, end = text.partition("-")
-    return int(start), int(end)
+def _parse_spans(line: str) -> list[_Span]:
+    """What a line of the journal claims. Raises ValueError."""
+    spans: list[_Span] = []
+    for text in line.split(","):
+        start, _, end = text.partition("-")
+        spans = _merge(spans, int(start), int(end))
+    return spans
+
+
+def _total(spans: list[_Span]) -> int:
+    return sum(end - start for start, end in spans)
 
 
 def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:

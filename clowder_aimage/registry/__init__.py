@@ -2,6 +2,7 @@
 
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.credential import login, logout
+from clowder_aimage.registry.mount import Holders, Origins
 from clowder_aimage.registry.repository import Repository
 
-__all__ = ["Connection", "Repository", "login", "logout"]
+__all__ = ["Connection", "Holders", "Origins", "Repository", "login", "logout"]

@@ -1,15 +1,21 @@
 """Answering a registry's challenge, with oras-py's token exchange made safe.
 
-oras-py reads docker's config, asks credential helpers and trades credentials for a token. What
-is added here: ``DOCKER_CONFIG``, Basic challenges, a token per repository and direction, and
-the rules about who may see credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+oras-py asks credential helpers and trades credentials for a token. What is added here: Basic
+challenges, identity tokens, tokens that are kept until they expire, and the rules about who may
+see credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+
+Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
+import json
 import logging
 import re
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,19 +25,25 @@ import requests
 
 from clowder_aimage.errors import UnauthorizedError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.answer import read_capped
+from clowder_aimage.registry.answer import failure, read_capped
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB,
-    config_key,
-    credentials,
+    Credential,
+    find_credential,
     read_config,
 )
+from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_ANSWER = 1024 * 1024
+_LIFE = 60.0  # seconds that a token lives where its service does not say
+_MARGIN = 30.0  # seconds, or a fifth of its life, before its end in which a token is renewed
+_CLIENT = "aimage"
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {
     "registry.gitlab.com": "gitlab.com",
 }
+_SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
+_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # it prints, and could print secrets
 
 
@@ -41,21 +53,59 @@ class _TokenSession:
     def __init__(self, session: requests.Session, timeout: tuple[float, float]) -> None:
         self._session = session
         self._timeout = timeout
+        self.answer: requests.Response | None = None
 
     def request(self, method: str, url: str, **options: Any) -> requests.Response:
+        """Ask a token service; 429 and what passes by itself is raised, to be tried again."""
         options.pop("verify", None)  # the session knows
         response = self._session.request(
             method, url, stream=True, allow_redirects=False, timeout=self._timeout, **options
         )
+        if response.status_code in TRANSIENT_STATUS:
+            raise failure(response, "a request for a token")
         response._content = read_capped(response, _MAX_TOKEN_ANSWER)
+        self.answer = response
         return response
 
     def get(self, url: str, **options: Any) -> requests.Response:
         return self.request("GET", url, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class _Challenge:
+    """A WWW-Authenticate header's best offer (RFC 9110, 11.6.1): Bearer before Basic."""
+
+    scheme: str
+    realm: str = ""
+    service: str | None = None
+    scope: str | None = None
+
+    @classmethod
+    def parse(cls, header: str) -> _Challenge:
+        """Read a header, which may hold several challenges."""
+        quoted = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), header)  # not in strings
+        starts = [(found.start(1), found[1].lower()) for found in _SCHEME.finditer(quoted)]
+        ends = [start for start, _ in starts[1:]] + [len(header)]
+        offers = {scheme: header[at:end] for (at, scheme), end in zip(starts, ends, strict=False)}
+        scheme = next((name for name in ("bearer", "basic") if name in offers), "")
+        found = {name: a or b for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))}
+        return cls(scheme, found.get("realm", ""), found.get("service"), found.get("scope"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A header that answered a challenge, and until when it is good."""
+
+    header: str = field(repr=False)
+    challenge: _Challenge
+    until: float
+
+
 class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
-    """Turns a 401 into the Authorization header to send instead."""
+    """Turns challenges into Authorization headers, and keeps these per set of scopes.
+
+    Threads that need the same one at the same time share one exchange.
+    """
 
     def __init__(
         self,
@@ -72,52 +122,111 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         self._scheme = scheme
         self._tls_verify = not connection.insecure  # oras-py asks for it; the session decides
         self.session = _TokenSession(session, timeout)
-        if basic_auth is not None:
-            self._basic_auth = basic_auth
-        else:
-            self._load()
+        self._lock = threading.RLock()
+        self._held: dict[str, _Held] = {}
+        self._tokens: dict[tuple[_Challenge, frozenset[str]], _Held] = {}
+        self._credential = Credential(basic=basic_auth) if basic_auth is not None else None
+        files = () if self._credential else connection.auth_files
+        self._configs = [read_config(path) for path in files]
 
-    def _load(self) -> None:
-        """Find the registry's credentials in docker's config, by oras-py's rules."""
-        config = read_config(self._connection.docker_config / "config.json")
-        self._auth_config = {
-            "auths": credentials(config),
-            "credsStore": config.get("credsStore"),
-            "credHelpers": config.get("credHelpers") or {},
-        }
-        registry = self._reference.registry or ""
-        for host in oras.utils.iter_localhosts(config_key(registry)):
-            if self._load_auth(host):
-                return
+    def known(self, actions: str) -> str | None:
+        """The header for requests that need ``actions`` (such as ``pull,push``), if there is one.
 
-    @property
-    def has_credentials(self) -> bool:
-        return bool(getattr(self, "_basic_auth", None))
+        A token that is about to expire is renewed first.
+        """
+        with self._lock:
+            held = self._held.get(actions)
+            if held is not None and held.until <= self._connection.clock():
+                held = self._answer(actions, held.challenge)
+            return None if held is None else held.header
 
-    def header(self, challenge: str) -> str:
-        """The Authorization header that answers ``challenge`` (WWW-Authenticate).
+    def answer(self, actions: str, challenge: str, refused: str | None) -> str:
+        """The header that answers ``challenge``, where ``refused`` is the one that did not.
 
         Raises:
             UnauthorizedError: there is no answer to it.
         """
-        scheme = challenge.strip().partition(" ")[0].lower()
-        if scheme == "basic" and self.has_credentials:
-            return f"Basic {self._basic_auth}"
-        if scheme != "bearer":
+        with self._lock:
+            held = self._held.get(actions)
+            if held is not None and held.header != refused:
+                return held.header  # another thread was here first
+            return self._answer(actions, _Challenge.parse(challenge), refused).header
+
+    def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Held:
+        credential = self._find_credential()
+        if challenge.scheme == "basic" and credential.basic:
+            held = _Held(f"Basic {credential.basic}", challenge, float("inf"))
+        elif challenge.scheme == "bearer":
+            held = self._token(actions, challenge, refused)
+        else:
             raise self._refused("no credentials for it are known")
-        parsed = oras.auth.utils.parse_auth_header(challenge)
-        if not parsed.realm:
+        self._held[actions] = held
+        return held
+
+    def _find_credential(self) -> Credential:
+        """Look for credentials once, when they are first asked for: helpers may be slow."""
+        if self._credential is None:
+            registry, repository = self._reference.registry or "", self._reference.repository
+            found = find_credential(self._configs, registry, repository)
+            self._credential = found or Credential()
+        return self._credential
+
+    def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Held:
+        """A token for the scopes of a challenge, or for ours where it names none."""
+        ours = f"repository:{self._reference.repository}:{actions}" if actions else ""
+        scopes = frozenset((challenge.scope or ours).split())
+        key = (challenge, scopes)
+        held = self._tokens.get(key)
+        if held is None or held.header == refused or held.until <= self._connection.clock():
+            held = self._tokens[key] = self._fetch(challenge, sorted(scopes))
+        return held
+
+    def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Held:
+        if not challenge.realm:
             raise self._refused("its challenge names no realm")
-        trusted = self._check_realm(parsed.realm)
-        credentials = trusted and self.has_credentials
-        exchange = self.request_token if credentials else self.request_anonymous_token
+        trusted = self._check_realm(challenge.realm)
+        began = self._connection.clock()
+        self.session.answer = None
         try:
-            token = exchange(parsed)
+            token = self._exchange(challenge, scopes, trusted)
         except (ValueError, AttributeError, TypeError):
             token = None  # what it sent is not the JSON object that it should be
-        if not isinstance(token, str) or not token.isascii() or not token.isprintable():
-            raise self._refused("its token service gave no token")
-        return f"Bearer {token}"
+        if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
+            answer = self.session.answer
+            said = f" ({answer.status_code})" if answer is not None else ""
+            raise self._refused(f"its token service gave no token{said}")
+        life = _life(self.session.answer, began)
+        return _Held(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
+
+    def _exchange(self, challenge: _Challenge, scopes: list[str], trusted: bool) -> Any:
+        """Ask the token service; credentials are shown to it only where it is ``trusted``."""
+        credential = self._find_credential() if trusted else Credential()
+        asked = {"realm": challenge.realm, "service": challenge.service, "scope": scopes}
+        header = oras.auth.utils.authHeader(asked)
+        if credential.identity_token:
+            return self._trade(challenge, scopes, credential.identity_token)
+        if credential.basic:
+            self._basic_auth = credential.basic
+            return self.request_token(header)
+        return self.request_anonymous_token(header)
+
+    def _trade(self, challenge: _Challenge, scopes: list[str], identity_token: str) -> Any:
+        """An access token for an identity token, by POST, where it stays out of URLs."""
+        form = {
+            "grant_type": "refresh_token",
+            "service": challenge.service or "",
+            "client_id": _CLIENT,
+            "scope": " ".join(scopes),
+            "refresh_token": identity_token,
+        }
+        response = self.session.request("POST", challenge.realm, data=form)
+        if response.status_code != 200:
+            return None
+        answer = response.json()
+        rotated = answer.get("refresh_token")
+        if isinstance(rotated, str) and rotated:
+            self._credential = Credential(identity_token=rotated)
+        return answer.get("access_token") or answer.get("token")
 
     def _check_realm(self, realm: str) -> bool:
         """Whether credentials may go to ``realm``. Raises where nothing may go there at all."""
@@ -140,6 +249,22 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
             f"{self._reference.registry} wants authentication, and {why}",
             hint=f"log in with: aimage login {self._reference.registry}",
         )
+
+
+def _life(response: requests.Response | None, now: float) -> float:
+    """For how many seconds from ``now`` a token is good, by its service's answer.
+
+    ``issued_at`` shortens that for a token that was issued earlier. Where it says that the token
+    has expired or is yet to be issued, one of the two clocks is wrong, and it is not heeded.
+    """
+    answer = json.loads(response.content) if response is not None else {}
+    life = answer.get("expires_in")
+    life = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else _LIFE
+    try:
+        age = now - datetime.datetime.fromisoformat(answer.get("issued_at", "")).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        age = 0.0
+    return life - age if 0 < age < life else life
 
 
 def _is_internal(host: str) -> bool:

@@ -10,7 +10,13 @@ import oras.auth.utils
 from clowder_aimage.errors import NotFoundError, UnauthorizedError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.connection import Connection
-from clowder_aimage.registry.docker_config import config_key, helper, read_config, write_config
+from clowder_aimage.registry.docker_config import (
+    config_key,
+    helper,
+    keys_of,
+    read_config,
+    write_config,
+)
 from clowder_aimage.registry.session import Session
 
 
@@ -24,7 +30,7 @@ def login(registry: str, username: str, password: str, connection: Connection) -
         UnauthorizedError: the registry does not take them.
         StoreError: the config file cannot be read or written.
     """
-    path = connection.docker_config / "config.json"
+    path = connection.login_file
     config = read_config(path)
     basic = oras.auth.utils.get_basic_auth(username, password)
     try:
@@ -46,16 +52,16 @@ def login(registry: str, username: str, password: str, connection: Connection) -
 
 def logout(registry: str, connection: Connection) -> None:
     """Forget the credentials of a registry. Raises NotFoundError when there are none."""
-    path = connection.docker_config / "config.json"
+    path = connection.login_file
     config = read_config(path)
-    key, name = config_key(registry), helper(config, registry)
-    known = config.get("auths") or {}
+    name, known = helper(config, registry), keys_of(config, registry)
     if name:
-        _run_helper(name, "erase", key)
-    elif key not in known:
+        _run_helper(name, "erase", config_key(registry))
+    elif not known:
         raise NotFoundError(f"no credentials of {registry} in {path}")
-    if key in known:
-        del known[key]
+    for key in known:
+        del config["auths"][key]
+    if known:
         write_config(path, config)
 
 

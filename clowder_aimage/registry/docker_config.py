@@ -1,27 +1,168 @@
-"""docker's config.json: read leniently, written carefully.
+"""docker's config.json and containers' auth.json: read leniently, written carefully.
 
-Format: docker CLI, "Configuration files"; helpers: docker-credential-helpers, "Development".
+Formats: docker CLI, "Configuration files"; containers-auth.json(5); helpers:
+docker-credential-helpers, "Development".
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
 import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import oras.auth.base
 import oras.auth.utils
+import oras.utils
 
 from clowder_aimage.errors import StoreError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
+_IDENTITY_USER = "<token>"  # what a helper answers as Username when Secret is an identity token
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """What a registry gave a user: name and password (``basic``), or an identity token."""
+
+    basic: str | None = field(default=None, repr=False)
+    identity_token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_basic(cls, basic: str) -> Credential | None:
+        """From base64 of ``user:password``. None where it is something else."""
+        try:
+            text = base64.b64decode(basic, validate=True).decode()
+        except (binascii.Error, ValueError):
+            return None
+        user, colon, password = text.rstrip("\0").partition(":")
+        if not colon:
+            return None
+        if user == _IDENTITY_USER:
+            return cls(identity_token=password)
+        return cls(basic=basic)
 
 
 def config_key(registry: str) -> str:
     """What docker's config calls a registry: its host, but for Docker Hub."""
     return DOCKER_HUB_KEY if registry in DOCKER_HUB else registry
+
+
+def scope_of(key: str) -> str | None:
+    """The host, or host and path, that a key of ``auths`` stands for. None for what is neither.
+
+    A key with a scheme, or one that ends in an API's version, is docker's and names a host; a
+    path otherwise is containers' and is meant. Docker Hub has many names and becomes docker.io.
+    Docker Desktop keeps Docker Hub's other tokens below the host's key: those are no passwords.
+    """
+    scheme, found, rest = key.rpartition("://")
+    host, _, path = rest.partition("/")
+    path = path.strip("/")
+    if path in ("v1/access-token", "v1/refresh-token"):
+        return None
+    if (found and scheme) or path in ("v1", "v2"):
+        path = ""
+    host = "docker.io" if host in DOCKER_HUB else host
+    return f"{host}/{path}" if path else host
+
+
+def _scopes(registry: str, repository: str) -> Iterator[str]:
+    """The keys that fit a repository, the longest first; the host comes last."""
+    host = "docker.io" if registry in DOCKER_HUB else registry
+    parts = repository.split("/")
+    for count in range(len(parts), 0, -1):
+        yield "/".join((host, *parts[:count]))
+    yield host
+
+
+def find_credential(
+    configs: Iterable[dict[str, Any]], registry: str, repository: str
+) -> Credential | None:
+    """The credential that the first of the ``configs`` has for a repository.
+
+    In each: a key with a path, the host's own helper, the host's key, the helper for all hosts.
+    localhost and 127.0.0.1 are one, as oras-py has it.
+    """
+    for config in configs:
+        for host in oras.utils.iter_localhosts(registry):
+            found = _find(config, host, repository)
+            if found is not None:
+                return found
+    return None
+
+
+def _find(config: dict[str, Any], registry: str, repository: str) -> Credential | None:
+    inline = _inline(config)
+    *paths, host = _scopes(registry, repository)
+    for scope in paths:
+        if scope in inline:
+            return inline[scope]
+    own = _own_helper(config, registry)
+    found = _ask(own, registry) if own else None
+    found = found or inline.get(host)
+    store = config.get("credsStore")
+    return found or (_ask(store, registry) if store else None)
+
+
+def _inline(config: dict[str, Any]) -> dict[str, Credential]:
+    """All credentials in the file itself, by the host or path they are for."""
+    found = {}
+    for key, entry in (config.get("auths") or {}).items():
+        scope = scope_of(key)
+        credential = _entry(entry) if isinstance(entry, dict) else None
+        if scope is not None and credential is not None:
+            found[scope] = credential
+    return found
+
+
+def _entry(entry: dict[str, Any]) -> Credential | None:
+    """docker writes ``auth`` or ``identitytoken``; it also reads ``username`` and ``password``."""
+    token = entry.get("identitytoken")
+    if token and isinstance(token, str):
+        return Credential(identity_token=token)
+    auth, user, password = (entry.get(name) for name in ("auth", "username", "password"))
+    if not auth and isinstance(user, str) and isinstance(password, str):
+        auth = oras.auth.utils.get_basic_auth(user, password)
+    return Credential.of_basic(auth) if isinstance(auth, str) and auth else None
+
+
+def _ask(name: str, registry: str) -> Credential | None:
+    """What a helper has for a registry, asked by oras-py, which silently passes over failures."""
+    if "/" in name:  # it is looked for on PATH, and nowhere else
+        return None
+    try:
+        backend = oras.auth.base.AuthBackend()
+        basic = backend._get_auth_from_creds_store(name, config_key(registry))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Credential.of_basic(basic) if basic else None
+
+
+def _own_helper(config: dict[str, Any], registry: str) -> str | None:
+    """The helper that is named for this host alone."""
+    host = scope_of(registry)
+    for key, name in (config.get("credHelpers") or {}).items():
+        if scope_of(key) == host and isinstance(name, str):
+            return name
+    return None
+
+
+def helper(config: dict[str, Any], registry: str) -> str | None:
+    """The credential helper that keeps a registry's credentials, if one does."""
+    named = _own_helper(config, registry) or config.get("credsStore")
+    return named if isinstance(named, str) else None
+
+
+def keys_of(config: dict[str, Any], registry: str) -> list[str]:
+    """The keys of ``auths`` that stand for a whole registry, however they are written."""
+    host = scope_of(registry)
+    return [key for key in config.get("auths") or {} if scope_of(key) == host]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -46,31 +187,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _broken(path: Path, why: str) -> StoreError:
     return StoreError(f"cannot read {path}: {why}", hint="mend the file, or remove it")
-
-
-def credentials(config: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """All inline credentials, as oras-py looks for them: by host, in the field ``auth``.
-
-    docker also reads ``username`` and ``password``, and keys with a scheme in front.
-    """
-    found = {}
-    for key, entry in (config.get("auths") or {}).items():
-        if not isinstance(entry, dict):
-            continue
-        auth, user, password = (entry.get(name) for name in ("auth", "username", "password"))
-        if not auth and isinstance(user, str) and isinstance(password, str):
-            auth = oras.auth.utils.get_basic_auth(user, password)
-        if not isinstance(auth, str):
-            auth = ""
-        host = key if key == DOCKER_HUB_KEY else key.rpartition("://")[2].partition("/")[0]
-        found[host] = {"auth": auth} if auth else {}
-    return found
-
-
-def helper(config: dict[str, Any], registry: str) -> str | None:
-    """The credential helper that keeps a registry's credentials, if one does."""
-    named = (config.get("credHelpers") or {}).get(config_key(registry)) or config.get("credsStore")
-    return named if isinstance(named, str) else None
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

@@ -13,9 +13,11 @@ from clowder_aimage.content.verify import VerifyingReader
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import parse_document
+from clowder_aimage.registry import listing, referrer
 from clowder_aimage.registry.answer import failure, finish, manifest_failure, read_capped
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.download import BlobReader
+from clowder_aimage.registry.mount import Origins
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.upload import upload
@@ -26,9 +28,14 @@ ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
 class Repository:
-    """The repository that ``reference`` is in. What it has learned is kept."""
+    """The repository that ``reference`` is in. What it has learned is kept.
 
-    def __init__(self, reference: Reference, connection: Connection) -> None:
+    Blobs that it lacks are mounted from ``origins`` where the registry lets them be.
+    """
+
+    def __init__(
+        self, reference: Reference, connection: Connection, origins: Origins | None = None
+    ) -> None:
         if reference.registry is None:
             raise UsageError(
                 f"{reference} has no registry host: it names an AImage in the local store",
@@ -37,6 +44,7 @@ class Repository:
             )
         self._session = Session(reference, connection)
         self._name = reference.name
+        self._origins = origins or Origins()
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
 
@@ -107,7 +115,7 @@ class Repository:
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if content.media_type not in _MANIFESTS:
-            upload(self._session, content, body)
+            upload(self._session, content, body, self._origins)
             self._present.add((content.digest, content.size))
             return
         with VerifyingReader(body(), content) as reader:
@@ -115,22 +123,35 @@ class Repository:
         target = Reference(None, "x", None, content.digest) if reference is None else reference
         self._put_manifest(content, raw, target)
 
+    def tag_names(self) -> list[str]:
+        """All tags of the repository, in the registry's order (end-8a, end-8b)."""
+        return listing.tags(self._session, self._name)
+
+    def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
+        """The manifests whose subject it is, of one type where one is given (end-12)."""
+        return referrer.referrers(self._session, subject, artifact_type)
+
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)
 
     def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference) -> None:
         """PUT a manifest by tag, or by digest where there is no tag (end-7)."""
         target = reference.tag or str(content.digest)
-        retrying(lambda: self._put(content, raw, target))
+        listed = retrying(lambda: self._put(content, raw, target))
         self._manifests[content.digest] = raw
+        document = parse_document(raw, content.media_type)
+        if document.subject is not None and not listed:
+            referrer.record(self._session, document.subject.digest, content, document)
 
-    def _put(self, content: Descriptor, raw: bytes, target: str) -> None:
+    def _put(self, content: Descriptor, raw: bytes, target: str) -> bool:
+        """PUT a manifest; whether the registry says that it lists it as a referrer."""
         url = self._session.url(f"manifests/{target}")
         headers = {"Content-Type": content.media_type}
         response = self._session.request("PUT", url, headers=headers, body=raw)
         if response.status_code not in (200, 201):
             raise manifest_failure(response, f"manifest {self._name}:{target}")
         finish(response)
+        return "OCI-Subject" in response.headers
 
     def _get(self, path: str, headers: dict[str, str]) -> requests.Response:
         return self._session.request("GET", self._session.url(path), headers=headers)

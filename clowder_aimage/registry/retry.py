@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import email.utils
+import re
+import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import requests
 import tenacity
 
 from clowder_aimage.errors import NetworkError, RegistryError
 
-TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+# 501, 505, 507 and 511 say that nothing will be different a moment later (RFC 9110, 4918, 6585)
+TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
 ATTEMPTS = 4
+LONGEST_WAIT = 5.0  # seconds between two attempts, where the registry does not say
+LONGEST_PAUSE = 60.0  # seconds that a registry may ask for with Retry-After
+DEADLINE = 60.0  # seconds that one request may spend between its attempts
 _T = TypeVar("_T")
 
 
@@ -29,15 +38,69 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, BrokenOffError)
 
 
-def retrying(function: Callable[[], _T], *, attempts: int = ATTEMPTS) -> _T:
+def retrying(
+    function: Callable[[], _T],
+    *,
+    attempts: int = ATTEMPTS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> _T:
     """Call ``function`` until it succeeds, fails for good, or has had its attempts.
 
-    Waits grow exponentially with full jitter, at most 5 s.
+    Waits grow exponentially with full jitter. The deadline counts the waits alone: an upload may
+    take hours, and what breaks it off near its end is still worth another try.
     """
     retryer = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts),
-        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5),
+        stop=tenacity.stop_after_attempt(attempts) | _Deadline(),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT),
         retry=tenacity.retry_if_exception(is_transient),
+        sleep=sleep,
         reraise=True,
     )
     return retryer(function)
+
+
+class _Deadline(tenacity.stop.stop_base):
+    """Ends what would have waited longer than DEADLINE."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        return retry_state.idle_for + retry_state.upcoming_sleep > DEADLINE
+
+
+def retry_after(value: str, now: float) -> float:
+    """For how many seconds a Retry-After header asks; 0 where it says nothing that can be meant.
+
+    Source: RFC 9110, 10.2.3: a number of seconds, or a date.
+    """
+    text = value.strip()
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return min(float(text), LONGEST_PAUSE)
+    try:
+        until = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    return min(max(until - now, 0.0), LONGEST_PAUSE)
+
+
+class Pause:
+    """Until when a registry wants to be left alone. All threads of a session keep to it."""
+
+    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._until = 0.0
+        self._lock = threading.Lock()
+
+    def heed(self, response: requests.Response, *_: Any, **__: Any) -> None:
+        """A hook of requests: look at an answer's Retry-After."""
+        if response.status_code in TRANSIENT_STATUS:
+            now = self._clock()
+            until = now + retry_after(response.headers.get("Retry-After", ""), now)
+            with self._lock:
+                self._until = max(self._until, until)
+
+    def wait(self) -> None:
+        """Return when a request may be sent."""
+        with self._lock:
+            remaining = min(self._until - self._clock(), LONGEST_PAUSE)
+        if remaining > 0:
+            self._sleep(remaining)

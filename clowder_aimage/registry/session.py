@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,97 +12,50 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import requests
-import requests.adapters
 import urllib3
-import urllib3.exceptions
 
 from clowder_aimage.content.parallel import StoppedError
-from clowder_aimage.errors import AImageError, NetworkError, RegistryError
-from clowder_aimage.oci import Reference
-from clowder_aimage.registry.answer import failure, finish
+from clowder_aimage.errors import AImageError, NetworkError, RegistryError, VerificationError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference
+from clowder_aimage.registry.answer import failure, finish, read_capped
 from clowder_aimage.registry.auth import Authenticator
-from clowder_aimage.registry.connection import Connection
-from clowder_aimage.registry.retry import BrokenOffError
+from clowder_aimage.registry.connection import Connection, open_session, origin
+from clowder_aimage.registry.retry import BrokenOffError, Pause
+
+__all__ = ["Session", "origin"]
 
 CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
 FIRST_READ_TIMEOUT = 6.0  # a registry that is down is told from a slow one within ten
 READ_TIMEOUT = 60.0
-_BLOCK_SIZE = 1024 * 1024
 _DOCKER_HUB = "registry-1.docker.io"
-
-
-class _Requests(requests.Session):
-    """requests, without its habits that surprise: netrc and redirects hand credentials around,
-    ``REQUESTS_CA_BUNDLE`` beats what the command line says, and loopback goes through a proxy.
-    """
-
-    def merge_environment_settings(
-        self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
-    ) -> Any:
-        """The environment's proxies and CA file, below what this session was told."""
-        if _is_loopback(str(url)):
-            return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
-        settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
-        return settings if self.verify is True else settings | {"verify": self.verify}
-
-    def rebuild_auth(
-        self, prepared_request: requests.PreparedRequest, response: requests.Response
-    ) -> None:
-        """Drop Authorization when a redirect leaves the origin; never go from https to http."""
-        old, new = urlsplit(response.request.url or ""), urlsplit(prepared_request.url or "")
-        if old.scheme == "https" and new.scheme != "https":
-            raise requests.exceptions.InvalidSchema("redirected from https to http")
-        if origin(str(response.request.url)) != origin(str(prepared_request.url)):
-            prepared_request.headers.pop("Authorization", None)
-
-
-def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """An ``auth`` that adds nothing: its presence keeps netrc out."""
-    return request
-
-
-class _Adapter(requests.adapters.HTTPAdapter):
-    """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, blocksize=_BLOCK_SIZE, **kwargs)
-
-    def close(self) -> None:
-        """Close the connections now; urllib3 leaves that to the garbage collector."""
-        pools = self.poolmanager.pools
-        for key in pools.keys():  # noqa: SIM118 - it is no mapping
-            pools[key].close()
-        super().close()
-
-
-def _is_loopback(url: str) -> bool:
-    return Reference(urlsplit(url).netloc, "x").is_loopback
-
-
-def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of a URL: what credentials belong to."""
-    parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-    return parts.scheme, (parts.hostname or "").lower(), port
+_BROKE_OFF = ("reset", "aborted", "Broken pipe", "disconnected")
+_DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
 class Session:
     """Requests to the repository of ``reference``, authenticated as the registry asks."""
 
     def __init__(
-        self, reference: Reference, connection: Connection, *, basic_auth: str | None = None
+        self,
+        reference: Reference,
+        connection: Connection,
+        *,
+        basic_auth: str | None = None,
+        is_mirror: bool = False,
     ) -> None:
         self._reference = reference
         self._registry = reference.registry or ""
+        self._mirrors = _Mirrors(reference, None if is_mirror else connection)
+        connection = connection.to(self._registry)
         plain = connection.plain_http or reference.is_loopback
         self._scheme = "http" if plain else "https"
         host = _DOCKER_HUB if self._registry == "docker.io" else self._registry
         self.base = f"{self._scheme}://{host}"
-        self._http = _session(connection)
+        self._http = open_session(connection, host)
         self._first_read_timeout = FIRST_READ_TIMEOUT
-        self._headers: dict[str, str] = {}
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
+        self._http.hooks["response"].append(self._pause.heed)
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
         self._auth = Authenticator(
             reference, connection, self._http, timeout, self._scheme, basic_auth
@@ -119,11 +74,9 @@ class Session:
 
     def close(self) -> None:
         """Close all connections; a thread that was left behind opens no new ones."""
-        self._closed = True
+        self._closed.set()
+        self._mirrors.close()
         self._http.close()
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def url(self, path: str) -> str:
         """The URL of a path below ``/v2/<repository>/``."""
@@ -173,28 +126,25 @@ class Session:
             NetworkError: no answer.
             UnauthorizedError: the registry's challenge cannot be answered.
         """
-        direction = "pull" if method in ("GET", "HEAD") else "push"
+        path = url.removeprefix(self.url(""))
+        found = self._mirrors.request(method, path, headers, read_timeout)
+        if found is not None:
+            return found
+        actions = "pull" if method in ("GET", "HEAD") else "pull,push"
+        if url == f"{self.base}/v2/":
+            actions = ""  # asked of the registry, not of a repository in it
         ours = origin(url) == origin(self.base)
-        header = self._headers.get(direction) if ours else None
+        header = self._wrapped(lambda: self._auth.known(actions)) if ours else None
         response = self._send(method, url, headers, body, header, read_timeout)
         challenge = response.headers.get("WWW-Authenticate", "")
         if response.status_code != 401 or not ours or not challenge or response.history:
             return response
         finish(response)
-        header = self._authorise(direction, challenge, header)
+        refused = header
+        header = self._wrapped(lambda: self._auth.answer(actions, challenge, refused))
         if body is not None and not isinstance(body, bytes):
             raise BrokenOffError(f"{self._registry} asked for credentials in an upload")
         return self._send(method, url, headers, body, header, read_timeout)
-
-    def _authorise(self, direction: str, challenge: str, stale: str | None) -> str:
-        """Credentials for a challenge; threads that failed together share one exchange."""
-        with self._lock:
-            known = self._headers.get(direction)
-            if known and known != stale:
-                return known
-            header = self._wrapped(lambda: self._auth.header(challenge))
-            self._headers[direction] = header
-            return str(header)
 
     def _send(
         self,
@@ -205,7 +155,8 @@ class Session:
         authorization: str | None,
         read_timeout: float,
     ) -> requests.Response:
-        if self._is_closed():
+        self._pause.wait()
+        if self._closed.is_set():
             raise StoppedError
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
@@ -222,7 +173,7 @@ class Session:
             )
         )
         self._first_read_timeout = math.inf
-        if self._is_closed():
+        if self._closed.is_set():
             response.close()
             self._http.close()
         return response
@@ -244,7 +195,8 @@ class Session:
                 f"{self._registry} does not answer", hint="check the host, the port and the network"
             ) from error
         except requests.exceptions.ReadTimeout as error:
-            raise NetworkError(
+            answered = self._first_read_timeout == math.inf
+            raise (BrokenOffError if answered else NetworkError)(
                 f"{self._registry} accepts connections but does not answer",
                 hint="the registry may be overloaded; try again later",
             ) from error
@@ -252,10 +204,12 @@ class Session:
             raise self._connection_error(error) from error
         except requests.exceptions.RequestException as error:
             raise NetworkError(f"cannot talk to {self._registry}: {_reason(error)}") from error
+        except OSError as error:  # a file of certificates that is not there
+            raise NetworkError(f"cannot talk to {self._registry}: {error}") from error
 
     def _connection_error(self, error: requests.exceptions.ConnectionError) -> NetworkError:
         reason = _reason(error)
-        if any(word in reason for word in ("reset", "aborted", "Broken pipe", "disconnected")):
+        if any(word in reason for word in _BROKE_OFF):
             return BrokenOffError(
                 f"the connection to {self._registry} broke off ({reason})", hint="try again"
             )
@@ -263,21 +217,6 @@ class Session:
             f"cannot reach {self._registry}: {reason}",
             hint="check the host and the port, and that the registry is running",
         )
-
-
-def _session(connection: Connection) -> _Requests:
-    session = _Requests()
-    session.auth = _unchanged
-    session.headers["User-Agent"] = connection.user_agent
-    session.verify = not connection.insecure
-    if connection.insecure:  # said by whoever chose it; urllib3 would say it with our paths
-        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-    elif connection.ca_file is not None:
-        session.verify = str(connection.ca_file)
-    size = connection.pool_size
-    session.mount("https://", _Adapter(pool_connections=4, pool_maxsize=size))
-    session.mount("http://", _Adapter(pool_connections=4, pool_maxsize=size))
-    return session
 
 
 def _reason(error: BaseException) -> str:
@@ -290,3 +229,72 @@ def _reason(error: BaseException) -> str:
         seen = inner
     text = getattr(seen, "strerror", None) or str(seen)
     return str(text).rpartition(">: ")[2][:300]
+
+
+class _Mirrors:
+    """Other registries that are asked first for what a digest names.
+
+    One that fails is not asked again; one that merely lacks something is. Nothing is written to
+    them, and their answers to HEAD count for nothing: what the registry itself has is meant there.
+    """
+
+    def __init__(self, reference: Reference, connection: Connection | None) -> None:
+        known = None if connection is None else connection.registries.get(reference.registry or "")
+        self._trusts_tags = known is not None and known.trust_tags
+        self._sessions: list[Session] = []
+        self._failed: set[Session] = set()
+        if connection is None or known is None:
+            return
+        for mirror in known.mirrors:
+            host, _, path = mirror.partition("/")
+            there = Reference(host, f"{path}/{reference.repository}".lstrip("/"), "latest")
+            self._sessions.append(Session(there, connection.to_mirror(host), is_mirror=True))
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
+    ) -> requests.Response | None:
+        """An answer of the first mirror that has what ``path`` names, if one may be asked."""
+        kind, _, target = path.partition("/")
+        if method not in ("GET", "HEAD"):
+            self._trusts_tags = False  # we push: a mirror knows nothing of it yet
+        if method != "GET":
+            return None
+        is_digest = _DIGEST.fullmatch(target) is not None
+        if kind not in ("manifests", "blobs") or not (is_digest or self._trusts_tags):
+            return None
+        for session in self._sessions:
+            if session in self._failed:
+                continue
+            try:
+                url = session.url(path)
+                response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
+                if response.status_code in (200, 206):
+                    return _checked(response, target) if kind == "manifests" else response
+                finish(response)
+                if response.status_code == 404:
+                    continue
+            except AImageError:
+                pass  # where the session is closed, the registry's own says so
+            self._failed.add(session)
+        return None
+
+
+def _checked(response: requests.Response, target: str) -> requests.Response:
+    """A mirror's manifest, read and found to be what ``target`` names where that is a digest.
+
+    Raises:
+        VerificationError: it is not.
+    """
+    raw = read_capped(response, MAX_MANIFEST_SIZE)
+    if _DIGEST.fullmatch(target):
+        digest = Digest.parse(target)
+        if Digest.of(raw, digest.algorithm) != digest:
+            raise VerificationError(f"a mirror sent something else for {target}")
+    response.raw = urllib3.HTTPResponse(
+        io.BytesIO(raw), headers=response.headers, preload_content=False
+    )
+    return response

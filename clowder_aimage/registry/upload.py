@@ -10,6 +10,7 @@ from clowder_aimage.content.verify import VerifyingReader
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.answer import failure, finish
+from clowder_aimage.registry.mount import Origins, begin
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 
@@ -31,19 +32,23 @@ class _Sized:
         return self._reader.read(size)
 
 
-def upload(session: Session, content: Descriptor, body: Body) -> None:
-    """Send a blob. A failed attempt begins anew with the body opened again.
+def upload(session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
+    """Mount a blob from ``origins``, else send it.
+
+    A failed attempt begins anew with the body opened again.
 
     Raises:
         VerificationError: our own copy is damaged; the registry keeps nothing of it.
         RegistryError, NetworkError, UnauthorizedError: it was not taken.
     """
-    retrying(lambda: _upload(session, content, body))
+    retrying(lambda: _upload(session, content, body, origins))
 
 
-def _upload(session: Session, content: Descriptor, body: Body) -> None:
+def _upload(session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
     what = f"the upload of blob {content.digest}"
-    begun = session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
+    begun = begin(session, content, origins)
+    if begun is None:
+        return  # mounted
     if begun.status_code != 202:
         raise failure(begun, what)
     finish(begun)

@@ -1,0 +1,120 @@
+"""attach: files beside a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
+
+A signature, a bill of materials or a test report becomes an artifact of its own, whose ``subject``
+is the manifest it is about. That manifest stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from clowder_aimage.content import OnEvent, Overlay, copy
+from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
+from clowder_aimage.content.event import ignore
+from clowder_aimage.content.store import file_body
+from clowder_aimage.errors import ModelError, NotFoundError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.registry import Connection, Repository
+
+EMPTY = b"{}"
+TITLE = "org.opencontainers.image.title"
+_LAYER = "application/octet-stream"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"  # RFC 6838, 4.2
+_MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
+
+
+def attach(
+    reference: Reference,
+    files: Sequence[Path],
+    connection: Connection,
+    *,
+    artifact_type: str,
+    annotations: Mapping[str, str] | None = None,
+    jobs: int = DEFAULT_CONCURRENCY,
+    on_event: OnEvent = ignore,
+) -> tuple[Descriptor, Descriptor]:
+    """Push ``files`` as one artifact about what ``reference`` names, into its repository.
+
+    The same files with the same type and annotations make the same artifact, whoever attaches it.
+
+    Returns:
+        the descriptors of the new manifest and of its subject.
+
+    Raises:
+        UsageError: a type that is none, two files of one name, or no registry host.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
+    """
+    if _MEDIA_TYPE.fullmatch(artifact_type) is None:
+        raise UsageError(
+            f"{artifact_type!r} is not a media type",
+            hint="write it as in --type application/spdx+json",
+        )
+    _check_titles(files)
+    with Repository(reference, connection) as repository:
+        subject = repository.resolve(reference)
+        layers = [_layer(file) for file in files]
+        manifest = build(artifact_type, layers, subject, annotations or {})
+        documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
+        source = Overlay(_Files(layers, files), manifest.descriptor, documents)
+        name = reference.with_digest(manifest.digest)
+        copy(source, name, repository, concurrency=jobs, on_event=on_event)
+    return manifest.descriptor, subject
+
+
+def build(
+    artifact_type: str,
+    layers: Sequence[Descriptor],
+    subject: Descriptor,
+    annotations: Mapping[str, str],
+) -> Manifest:
+    """The manifest of an artifact: an empty config, the files as layers, and what it is about."""
+    document = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "artifactType": artifact_type,
+        "config": Descriptor.of(mediatype.OCI_EMPTY, EMPTY).to_json(),
+        "layers": [layer.to_json() for layer in layers],
+        "subject": Descriptor(subject.media_type, subject.digest, subject.size).to_json(),
+    }
+    if annotations:
+        document["annotations"] = dict(annotations)
+    return Manifest.build(document)
+
+
+def _check_titles(files: Sequence[Path]) -> None:
+    seen: set[str] = set()
+    for file in files:
+        if file.name in seen:
+            raise UsageError(f"two of the files are called {file.name}")
+        seen.add(file.name)
+
+
+def _layer(file: Path) -> Descriptor:
+    """What a file is, under its own name without the directories."""
+    try:
+        with file.open("rb") as opened:
+            encoded = hashlib.file_digest(opened, "sha256").hexdigest()
+            size = opened.tell()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    return Descriptor(_LAYER, Digest("sha256", encoded), size, {TITLE: file.name})
+
+
+class _Files:
+    """Files on this machine, as a source to copy from."""
+
+    def __init__(self, layers: Sequence[Descriptor], files: Sequence[Path]) -> None:
+        self._paths = {layer.digest: file for layer, file in zip(layers, files, strict=True)}
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        raise NotFoundError(f"no {reference} among the files")
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return content.digest in self._paths
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        return file_body(self._paths[content.digest])(offset)

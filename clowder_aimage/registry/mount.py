@@ -1,0 +1,150 @@
+"""Cross-repository mount (distribution-spec, "Mounting a blob from another repository", end-11).
+
+A blob that the registry has in another repository need not be sent again. Mounting is a favour:
+whatever is answered to the question, the blob can still be uploaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from urllib.parse import urlencode
+
+import requests
+
+from clowder_aimage.content.event import Event, OnEvent, ignore
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.verify import read_all
+from clowder_aimage.errors import AImageError, UnauthorizedError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.registry.answer import finish
+from clowder_aimage.registry.session import Session
+
+CANDIDATES = 3  # repositories that are asked about one blob
+_MANIFESTS_READ = 64  # of a store, to learn what other repositories hold
+
+Find = Callable[[Digest], Sequence[str]]  # a blob -> repositories that may hold it
+
+
+class Origins:
+    """The repositories of a registry that a blob may be mounted from, the likeliest first.
+
+    ``find`` knows where a blob may be; the registry's answers say which of those are worth asking.
+    Whoever watches hears of a mounted blob as of one that was there already.
+    """
+
+    def __init__(self, find: Find = lambda digest: (), on_event: OnEvent = ignore) -> None:
+        self._find = find
+        self._on_event = on_event
+        self._refused: set[str] = set()
+        self._lacking: set[str] = set()
+
+    def of(self, digest: Digest) -> list[str]:
+        """Where to mount a blob from; repositories that lacked another blob come last."""
+        found = [name for name in self._find(digest) if name not in self._refused]
+        return sorted(found, key=lambda name: name in self._lacking)[:CANDIDATES]
+
+    def mounted(self, content: Descriptor) -> None:
+        """That blob is there now, and nothing was sent."""
+        self._on_event(Event("skip", content, content.size))
+
+    def refused(self, repository: str) -> None:
+        """Nothing can be mounted from there."""
+        self._refused.add(repository)
+
+    def lacked(self, repository: str) -> None:
+        """That blob could not be mounted from there."""
+        self._lacking.add(repository)
+
+
+def begin(session: Session, content: Descriptor, origins: Origins) -> requests.Response | None:
+    """Mount a blob, else begin its upload: the answer to that, or None when it is mounted.
+
+    An answer 202 to a mount is the beginning of an upload as good as any other.
+    """
+    for repository in origins.of(content.digest):
+        answer = _mount(session, content.digest, repository)
+        if answer is not None and answer.status_code == 202:
+            origins.lacked(repository)
+            return answer
+        if answer is not None:
+            finish(answer)
+        if answer is not None and answer.status_code == 201:
+            origins.mounted(content)
+            return None
+        origins.refused(repository)
+    return session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
+
+
+def _mount(session: Session, digest: Digest, repository: str) -> requests.Response | None:
+    """Ask for a mount; None where there are no credentials for that.
+
+    The right to read the other repository may be missing from a token that another thread got a
+    moment ago for this one alone, so a 401 is worth a second question.
+    """
+    query = urlencode({"mount": str(digest), "from": repository})
+    url = session.url(f"blobs/uploads/?{query}")
+    try:
+        answer = session.request("POST", url, headers={"Content-Length": "0"})
+        if answer.status_code == 401:
+            finish(answer)
+            answer = session.request("POST", url, headers={"Content-Length": "0"})
+    except UnauthorizedError:
+        return None
+    return answer
+
+
+class Holders:
+    """Where a blob may be in the registry of ``target``, as far as a store's names tell.
+
+    The store is asked when the first blob is missing in the registry, and only once.
+    """
+
+    def __init__(self, store: ContentStore, target: Reference) -> None:
+        self._store = store
+        self._target = target
+        self._lock = threading.Lock()
+        self._known: dict[Digest, list[str]] | None = None
+
+    def __call__(self, digest: Digest) -> Sequence[str]:
+        with self._lock:
+            if self._known is None:
+                self._known = holders(self._manifests())
+            return self._known.get(digest, ())
+
+    def _manifests(self) -> Iterator[tuple[str, Manifest]]:
+        names = neighbours(self._store.tags(), self._target)
+        for repository, descriptor in names[:_MANIFESTS_READ]:
+            try:
+                raw = read_all(self._store.open(descriptor), descriptor)
+                yield repository, Manifest.parse(raw, descriptor.media_type)
+            except AImageError:
+                continue  # not ours to judge here: it only could have saved some time
+
+
+def neighbours(
+    names: Iterable[tuple[str, Descriptor]], target: Reference
+) -> list[tuple[str, Descriptor]]:
+    """The other repositories of the registry of ``target``, and the manifests named in them."""
+    found: dict[tuple[str, Digest], Descriptor] = {}
+    for name, descriptor in names:
+        try:
+            reference = Reference.parse(name)
+        except AImageError:
+            continue  # a name that another tool gave
+        if reference.registry != target.registry or reference.repository == target.repository:
+            continue
+        if descriptor.media_type in mediatype.MANIFESTS:
+            found[reference.repository, descriptor.digest] = descriptor
+    return [(repository, descriptor) for (repository, _), descriptor in found.items()]
+
+
+def holders(manifests: Iterable[tuple[str, Manifest]]) -> dict[Digest, list[str]]:
+    """Which repositories hold a blob, going by the manifests in them."""
+    found: dict[Digest, list[str]] = {}
+    for repository, manifest in manifests:
+        for blob in manifest.children:
+            places = found.setdefault(blob.digest, [])
+            if repository not in places:
+                places.append(repository)
+    return found

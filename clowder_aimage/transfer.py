@@ -1,0 +1,72 @@
+"""transfer: an artifact from a registry to a registry, without a stop on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clowder_aimage.content import OnEvent, copy
+from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
+from clowder_aimage.content.event import ignore
+from clowder_aimage.errors import ManifestRefusedError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import Connection, Origins, Repository
+
+
+def transfer(
+    source: Reference,
+    target: Reference,
+    connection: Connection,
+    *,
+    jobs: int = DEFAULT_CONCURRENCY,
+    on_event: OnEvent = ignore,
+) -> Descriptor:
+    """Copy what ``source`` names, byte for byte, to where ``target`` says.
+
+    Each blob streams through; within one registry it is mounted instead, where that is allowed.
+
+    Raises:
+        UsageError: a name without a registry host, or a digest that is not the source's.
+        ManifestRefusedError: the target's registry does not take this kind of manifest.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be had, or sent.
+        VerificationError, FormatError: it is not what it claims to be.
+    """
+    _check_hosts(source, target)
+    origins = Origins(lambda digest: _origins(source, target), on_event)
+    with (
+        Repository(source, connection) as there,
+        Repository(target, connection, origins) as here,
+    ):
+        if target.digest is not None:
+            _check_digest(target, source.digest or there.resolve(source).digest)
+        try:
+            return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
+        except ManifestRefusedError as error:
+            error.hint = "a copy changes nothing; pull it, tag it and push it to have it rewritten"
+            raise
+
+
+def _check_hosts(source: Reference, target: Reference) -> None:
+    if source.registry is None:
+        raise UsageError(
+            f"{source} has no registry host, and copy goes from a registry to a registry",
+            hint=f"to send it from the store: aimage tag {source} {target} && aimage push {target}",
+        )
+    if target.registry is None:
+        raise UsageError(
+            f"{target} has no registry host, and copy goes from a registry to a registry",
+            hint=f"to have it in the store: aimage pull {source} && aimage tag {source} {target}",
+        )
+
+
+def _check_digest(target: Reference, digest: Digest) -> None:
+    if target.digest != digest:
+        raise UsageError(
+            f"what is to be copied is {digest}, not what {target} says",
+            hint="leave the digest out of the second name",
+        )
+
+
+def _origins(source: Reference, target: Reference) -> Sequence[str]:
+    """The source's repository, where it is another one in the same registry."""
+    same = source.registry == target.registry and source.repository != target.repository
+    return (source.repository,) if same else ()

@@ -1,0 +1,496 @@
+"""The download engine against a source in memory that counts and misbehaves."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import threading
+import tracemalloc
+from collections import Counter
+
+import pytest
+
+from clowder_aimage.content.fetch import PART, SMALLEST_PART, Fetch
+from clowder_aimage.content.rate import Rate
+from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest
+from tests.content.artifact import BLOB, blob
+
+MIB = 1024 * 1024
+
+
+def noise(size, seed=b"seed"):
+    """Bytes that differ from place to place."""
+    return hashlib.shake_128(seed).digest(size)
+
+
+BIG = noise(40 * MIB + 12345)
+CONTENT = blob(BIG)
+
+
+class Counted:
+    """Blobs by digest, every opening and every byte of them counted.
+
+    ``together`` readers must have been opened before any of them (but the first) gets a byte.
+    """
+
+    def __init__(self, *blobs, together=1, ranges=True):
+        self.blobs = {Digest.of(data): data for data in blobs}
+        self.opened = []  # (digest, offset, length)
+        self.bytes = Counter()
+        self.busiest = 0
+        self.fail = None  # called with (digest, offset) before bytes are given
+        self.lock = threading.Condition()
+        self.under_way = 0
+        self.together = together
+        self.ranges = ranges
+
+    def open(self, content, offset=0, length=None, /):
+        with self.lock:
+            self.opened.append((content.digest, offset, length))
+            self.under_way += 1
+            self.busiest = max(self.busiest, self.under_way)
+            self.lock.notify_all()
+        end = content.size if length is None else offset + length
+        return Reader(self, content, offset, end, first=len(self.opened) == 1)
+
+    def give(self, content, start, end):
+        data = self.blobs[content.digest]
+        return data[start:end]
+
+    def lengths(self, content):
+        return [length for digest, _, length in self.opened if digest == content.digest]
+
+
+class Reader(io.RawIOBase):
+    def __init__(self, source, content, offset, end, first):
+        self.source, self.content, self.offset, self.end = source, content, offset, end
+        self.first = first
+        self.ignores_range = not source.ranges and (offset, end) != (0, content.size)
+        if self.ignores_range:  # it had to pass over what comes before
+            source.bytes[content.digest] += offset
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        source = self.source
+        if source.fail:
+            source.fail(self.content.digest, self.offset)
+        with source.lock:
+            together = lambda: source.busiest >= source.together  # noqa: E731
+            assert self.first or source.lock.wait_for(together, 20), "nobody joined"
+        data = source.give(self.content, self.offset, min(self.end, self.offset + len(buffer)))
+        buffer[: len(data)] = data
+        self.offset += len(data)
+        with source.lock:
+            source.bytes[self.content.digest] += len(data)
+        return len(data)
+
+    def close(self):
+        if not self.closed:
+            with self.source.lock:
+                self.source.under_way -= 1
+        super().close()
+
+
+class Watch:
+    """Adds up events, and knows when progress went wrong."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.sums = Counter()
+        self.least = 0
+
+    def __call__(self, event):
+        with self.lock:
+            self.sums[event.kind] += event.count
+            self.least = min(self.least, event.count, self.sums["progress"])
+
+    @property
+    def done(self):
+        return self.sums["progress"] + self.sums["skip"]
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def fetch(source, layout, *contents, connections=4, watch=None, rate=None):
+    watch = watch or Watch()
+    Fetch(source, layout, contents, connections=connections, on_event=watch, rate=rate).run()
+    return watch
+
+
+def left_over(layout):
+    directory = layout.root / ".aimage" / "ingest"
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+
+
+# -- who fetches what
+
+
+def test_idle_connections_join_the_largest_blob(layout):
+    source = Counted(BIG, together=4)
+    watch = fetch(source, layout, CONTENT, connections=4)
+    assert source.busiest == 4  # they waited for each other: else the source has complained
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert source.bytes[CONTENT.digest] == CONTENT.size  # every byte once
+    assert watch.done == CONTENT.size
+    assert watch.least == 0
+    assert left_over(layout) == []
+
+
+def test_parts_shrink_towards_the_end(layout):
+    source = Counted(BIG, together=4)
+    fetch(source, layout, CONTENT, connections=4)
+    lengths = source.lengths(CONTENT)
+    assert max(lengths) <= PART
+    assert lengths[-1] < lengths[0]
+    assert max(lengths[-4:]) <= SMALLEST_PART
+    assert len(lengths) <= CONTENT.size // SMALLEST_PART + 1
+
+
+def test_small_blobs_take_one_connection_each_and_travel_side_by_side(layout):
+    blobs = [noise(500_000, bytes([i])) for i in range(12)]
+    source = Counted(*blobs, together=3)
+    contents = [blob(data) for data in blobs]
+    fetch(source, layout, *contents, connections=3)
+    assert source.busiest == 3
+    assert all(source.lengths(content) == [content.size] for content in contents)
+    assert all(layout.path(blob(data)).read_bytes() == data for data in blobs)
+
+
+@pytest.mark.parametrize("connections", [1, 2, 5])
+def test_the_budget_is_never_exceeded(connections, layout):
+    blobs = [BIG[: 9 * MIB], BIG[: 5 * MIB], *(noise(1000, bytes([i])) for i in range(20))]
+    source = Counted(*blobs, together=connections)
+    watch = fetch(source, layout, *(blob(data) for data in blobs), connections=connections)
+    assert source.busiest == connections
+    assert sum(source.bytes.values()) == watch.done == sum(map(len, blobs))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
+def test_parts_that_come_out_of_order_hash_right(algorithm, layout):
+    """The connection that has the front is the last to come."""
+    content = Descriptor(BLOB, Digest.of(BIG, algorithm), len(BIG))
+    source = Counted(BIG, together=3)
+    source.blobs = {content.digest: BIG}
+    behind = threading.Event()
+
+    def fail(_, offset):
+        if offset >= 20 * MIB:
+            behind.set()
+        elif offset == MIB:
+            assert behind.wait(20), "nobody went ahead"
+
+    source.fail = fail
+    fetch(source, layout, content, connections=3)
+    assert layout.path(content).read_bytes() == BIG
+
+
+def test_memory_does_not_depend_on_the_size(layout):
+    peaks = []
+    for size in (20 * MIB, 300 * MIB):
+        hasher = hashlib.sha256()
+        for _ in range(size // MIB):
+            hasher.update(bytes(MIB))
+        content = Descriptor(BLOB, Digest("sha256", hasher.hexdigest()), size)
+        source = Counted(together=4)
+        source.give = lambda _, start, end: bytes(end - start)
+        tracemalloc.start()
+        try:
+            fetch(source, layout, content, connections=4)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        layout.path(content).unlink()
+    assert peaks[1] < peaks[0] + 4 * MIB
+    assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and what the source makes
+
+
+def test_an_empty_blob_is_asked_for_by_nobody(layout):
+    source = Counted(b"")
+    fetch(source, layout, blob(b""))
+    assert source.opened == []
+    assert layout.path(blob(b"")).read_bytes() == b""
+
+
+# -- servers without ranges
+
+
+def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
+    """At most the first part is sent twice: the whole had to be asked for again after it."""
+    source = Counted(BIG, ranges=False)
+    watch = fetch(source, layout, CONTENT, connections=8)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert source.busiest == 1
+    assert source.bytes[CONTENT.digest] <= CONTENT.size + PART
+    assert watch.done == CONTENT.size
+
+
+def test_a_source_that_begins_to_ignore_ranges(layout):
+    """A server behind a load balancer that is not like the others."""
+    source = Counted(BIG, together=3)
+
+    def fail(_, offset):
+        if offset >= 8 * MIB:
+            source.ranges = False
+
+    source.fail = fail
+    watch = fetch(source, layout, CONTENT, connections=3)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert watch.done == CONTENT.size
+    assert source.busiest == 3
+
+
+# -- failures, and what is left for the next time
+
+
+class Failing:
+    """Lets ``count`` bytes of a blob pass, then raises for everybody."""
+
+    def __init__(self, count, error):
+        self.left = count
+        self.error = error
+        self.lock = threading.Lock()
+
+    def __call__(self, digest, offset):
+        with self.lock:
+            self.left -= MIB
+            if self.left < 0:
+                raise self.error
+
+
+def test_after_a_failure_what_came_is_not_asked_for_again(layout):
+    source, watch = Counted(BIG, together=4), Watch()
+    source.fail = Failing(25 * MIB, NetworkError("gone"))
+    with pytest.raises(NetworkError, match="gone"):
+        fetch(source, layout, CONTENT, connections=4, watch=watch)
+    first = source.bytes[CONTENT.digest]
+    assert 20 * MIB < first < CONTENT.size
+    assert watch.done == first
+    again = Counted(BIG, together=1)
+    watch = fetch(again, layout, CONTENT, connections=4)
+    assert again.bytes[CONTENT.digest] == CONTENT.size - first
+    assert watch.sums["progress"] == CONTENT.size  # what was there counts, once
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert left_over(layout) == []
+
+
+def test_a_small_blob_leaves_nothing_behind(layout):
+    data = BIG[: 3 * MIB]
+    source = Counted(data)
+    source.fail = Failing(2 * MIB, NetworkError("gone"))
+    with pytest.raises(NetworkError):
+        fetch(source, layout, blob(data))
+    assert left_over(layout) == []
+
+
+def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout):
+    source = Counted(BIG)
+    source.fail = Failing(25 * MIB, NetworkError("gone"))
+    with pytest.raises(NetworkError):
+        fetch(source, layout, CONTENT)
+    partial = left_over(layout)
+    assert partial == [CONTENT.digest.encoded, f"{CONTENT.digest.encoded}.journal"]
+    small = noise(1000)
+    fetch(Counted(small), layout, blob(small))
+    assert left_over(layout) == partial
+
+
+def test_wrong_bytes_are_thrown_away(layout):
+    source = Counted(BIG)
+    source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
+    with pytest.raises(VerificationError, match="hashes to"):
+        fetch(source, layout, CONTENT)
+    assert left_over(layout) == []
+    assert not layout.exists(CONTENT)
+    fetch(Counted(BIG), layout, CONTENT)
+    assert layout.exists(CONTENT)
+
+
+def test_a_source_that_ends_early(layout):
+    source = Counted(BIG)
+    source.blobs[CONTENT.digest] = BIG[:-5]
+    with pytest.raises(VerificationError, match="ends after"):
+        fetch(source, layout, CONTENT)
+
+
+def test_a_full_disk_in_the_middle(layout, monkeypatch):
+    """The disk is full for data and for the journal; what was noted before is still good."""
+    real, writes = os.pwrite, Failing(30 * MIB, OSError(errno.ENOSPC, "No space left on device"))
+
+    def pwrite(fd, data, offset):
+        writes(None, offset)
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(NoSpaceError) as caught:
+            fetch(Counted(BIG, together=2), layout, CONTENT, connections=2)
+    assert caught.value.exit_code == 6
+    assert len(left_over(layout)) == 2
+    again = Counted(BIG)
+    fetch(again, layout, CONTENT, connections=2)
+    assert again.bytes[CONTENT.digest] == CONTENT.size - 30 * MIB
+    assert layout.path(CONTENT).read_bytes() == BIG
+
+
+def test_a_failure_is_told_though_the_journal_cannot_be_written(layout, monkeypatch):
+    """And no blob stays locked: the same process may well try again."""
+    other = noise(20 * MIB, b"other")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = Counted(BIG, other, together=2)
+    source.fail = Failing(4 * MIB, NetworkError("gone"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NetworkError, match="gone"):
+            fetch(source, layout, CONTENT, blob(other), connections=2)
+    fetch(Counted(BIG, other), layout, CONTENT, blob(other), connections=2)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert layout.path(blob(other)).read_bytes() == other
+
+
+def test_an_interrupt_ends_it_and_keeps_what_came(layout):
+    source = Counted(BIG)
+
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    source.fail = Failing(25 * MIB, Interrupt())
+    with pytest.raises(Interrupt):
+        fetch(source, layout, CONTENT, connections=1)
+    again = Counted(BIG)
+    fetch(again, layout, CONTENT)
+    assert again.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB
+
+
+# -- one download for all
+
+
+def test_two_fetches_of_one_blob_share_a_download(layout):
+    source, waits = Counted(BIG), threading.Event()
+    source.fail = lambda _, offset: waits.wait(20) if offset == 16 * MIB else None
+    watches = [Watch(), Watch()]
+    second_source = Counted(BIG)
+    threads = [
+        threading.Thread(target=fetch, args=(source, layout, CONTENT), kwargs={"watch": watches[0]})
+    ]
+    threads[0].start()
+    with source.lock:
+        assert source.lock.wait_for(lambda: source.opened, 20)
+    threads.append(
+        threading.Thread(
+            target=fetch, args=(second_source, layout, CONTENT), kwargs={"watch": watches[1]}
+        )
+    )
+    threads[1].start()
+    waits.set()
+    for thread in threads:
+        thread.join(30)
+    assert second_source.opened == []
+    assert source.bytes[CONTENT.digest] == CONTENT.size
+    assert [watch.done for watch in watches] == [CONTENT.size] * 2
+    assert watches[1].sums["skip"] == CONTENT.size
+
+
+def test_when_the_first_fails_the_second_takes_over(layout):
+    first, second = Counted(BIG), Counted(BIG)
+    reached, fails = threading.Event(), threading.Event()
+
+    def fail(_, offset):
+        if offset >= 20 * MIB:
+            reached.set()
+            assert fails.wait(20)
+            raise NetworkError("gone")
+
+    first.fail = fail
+    errors = []
+
+    def run():
+        try:
+            fetch(first, layout, CONTENT, connections=1)
+        except NetworkError as error:
+            errors.append(error)
+
+    one = threading.Thread(target=run)
+    one.start()
+    assert reached.wait(20)
+    busy, spins = threading.Event(), threading.Event()
+    ingest, looks = layout.ingest, []
+
+    def watched(*arguments):
+        looks.append(arguments)
+        try:
+            return ingest(*arguments)
+        finally:
+            busy.set()
+            if len(looks) > 30:
+                spins.set()
+
+    layout.ingest = watched
+    two = threading.Thread(target=fetch, args=(second, layout, CONTENT))
+    two.start()
+    assert busy.wait(20)  # it has met the first one
+    assert not spins.wait(0.3)  # it looks again now and then, not all the time
+    assert second.opened == []
+    fails.set()
+    with second.lock:
+        assert second.lock.wait_for(lambda: second.opened, 3), "nobody took over"
+    one.join(20)
+    two.join(20)
+    assert len(errors) == 1
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert second.bytes[CONTENT.digest] == CONTENT.size - first.bytes[CONTENT.digest]
+
+
+# -- a limit on the rate
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+        self.waits = []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+
+
+def test_a_rate_holds_on_average():
+    clock = Clock()
+    rate = Rate(1000, clock=clock, sleep=clock.sleep)
+    for _ in range(50):
+        rate.passed(100)
+    assert clock.now == pytest.approx(105)
+    assert max(clock.waits) == pytest.approx(0.1)  # fair small waits
+
+
+def test_idle_time_is_no_credit():
+    clock = Clock()
+    rate = Rate(1000, clock=clock, sleep=clock.sleep)
+    rate.passed(1000)
+    clock.now += 60
+    rate.passed(1000)
+    assert clock.now == pytest.approx(162)
+
+
+def test_a_fetch_keeps_to_the_rate(layout):
+    clock = Clock()
+    limit = 4 * MIB
+    rate = Rate(limit, clock=clock, sleep=clock.sleep)
+    source = Counted(BIG)
+    fetch(source, layout, CONTENT, connections=1, rate=rate)
+    assert clock.now - 100 == pytest.approx(CONTENT.size / limit)
+    assert max(clock.waits) <= 0.2

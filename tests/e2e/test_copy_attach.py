@@ -1,0 +1,262 @@
+"""copy, tags, attach and referrers: between real registries, with real processes."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import ManifestRefusedError
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.transfer import transfer
+from tests.real_registry import PASSWORD, USER
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
+
+
+@pytest.fixture
+def served(aimage):
+    """The host of an ``aimage registry serve``, which has the referrers API."""
+    process = aimage("served").start("registry", "serve", "--addr", "127.0.0.1:0")
+    try:
+        line = process.stdout.readline().strip()
+        assert line, process.communicate()[1]
+        yield line.removeprefix("http://")
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+@pytest.fixture
+def pushed(aimage, tiny, repository):
+    """The digest of the tiny model, which is in the real registry as ``repository:v1``."""
+    here = aimage("first")
+    here("create", f"{repository}:v1", tiny)
+    return here("push", f"{repository}:v1").line
+
+
+def raw_manifest(reference):
+    name = Reference.parse(reference)
+    url = f"http://{name.registry}/v2/{name.repository}/manifests/{name.target}"
+    request = urllib.request.Request(url, headers={"Accept": mediatype.OCI_MANIFEST})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read()
+
+
+def blobs(store: Path) -> int:
+    return sum(path.is_file() for path in (store / "blobs").rglob("*"))
+
+
+def test_a_copy_in_one_registry_moves_no_byte(aimage, registry, repository, pushed):
+    there = aimage("there")
+    mark = registry.mark()
+    done = there("copy", f"{repository}:v1", f"{repository}-copy:v2")
+    assert done.line == pushed
+    assert "copied 0 blobs, 293 already there" in done.err
+    target = registry.count(mark, f"{repository}-copy")
+    assert target["POST blob"] == 293
+    assert target["PUT blob"] == target["PATCH blob"] == 0
+    assert target["PUT manifest"] == 1
+    assert registry.count(mark, repository)["GET blob"] == 0
+    assert raw_manifest(f"{repository}-copy:v2") == raw_manifest(f"{repository}:v1")
+    assert not blobs(there.store)
+    assert there("pull", f"{repository}-copy:v2").line == pushed
+
+
+def test_a_copy_to_another_registry_and_back(aimage, registry, repository, pushed, served):
+    there = aimage("there")
+    done = there("copy", f"{repository}:v1", f"{served}/team/x:v1", "--json")
+    assert done.value["digest"] == pushed
+    assert done.value["source"] == f"{repository}:v1"
+    assert done.value["reference"] == f"{served}/team/x:v1"
+    assert "copied 293 blobs" in done.err
+    again = there("copy", f"{repository}:v1", f"{served}/team/x:v1")
+    assert "copied 0 blobs, 293 already there" in again.err
+    by_digest = there("copy", "-q", f"{served}/team/x@{pushed}", f"{repository}:back")
+    assert (by_digest.line, by_digest.err) == (pushed, "")
+    assert not blobs(there.store)
+    assert there("pull", f"{served}/team/x:v1").line == pushed
+    assert there("tags", repository).out.splitlines() == ["v1", "back"]
+
+
+def test_a_copy_under_a_digest(aimage, repository, pushed):
+    there = aimage("there")
+    assert there("copy", f"{repository}:v1", f"{repository}-copy@{pushed}").line == pushed
+    assert there("pull", f"{repository}-copy@{pushed}").line == pushed
+    other = "sha256:" + "0" * 64
+    done = there("copy", f"{repository}:v1", f"{repository}-copy@{other}", code=2)
+    assert f"what is to be copied is {pushed}" in done.err
+
+
+def test_a_copy_of_an_index(registry, repository, served, tmp_path):
+    raw, parts = artifact(b"{}", b"one layer")
+    index = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_INDEX,
+        "manifests": [Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()],
+    }
+    source = Reference.parse(f"{repository}:all")
+    connection = Connection(docker_config=tmp_path)
+    with Repository(source, connection) as place:
+        for data in parts.values():
+            place.push(Descriptor.of("application/octet-stream", data), bytes_body(data))
+        place.push(Descriptor.of(mediatype.OCI_MANIFEST, raw), bytes_body(raw))
+        whole = encode(index)
+        place.push(Descriptor.of(mediatype.OCI_INDEX, whole), bytes_body(whole), source)
+    target = Reference.parse(f"{served}/all:v1")
+    copied = transfer(source, target, connection)
+    with Repository(target, connection) as place:
+        assert place.resolve(target) == copied
+        assert place.resolve(target.with_digest(Descriptor.of("", raw).digest)).size == len(raw)
+
+
+def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
+    raw, parts = artifact(b"{}", b"one layer")
+    right = serving(raw, parts)
+
+    def script(seen):
+        if seen.method == "PUT":
+            return Answer(415, {}, b'{"errors": [{"code": "MANIFEST_INVALID"}]}')
+        return Answer(201) if seen.method == "POST" else right(seen)
+
+    with ScriptedRegistry(script).running() as host:
+        source, target = (Reference.parse(f"{host.host}/{name}:v1") for name in "ab")
+        with pytest.raises(ManifestRefusedError) as raised:
+            transfer(source, target, Connection(docker_config=tmp_path))
+    assert "a copy changes nothing" in raised.value.hint
+    assert len(host.asked("PUT")) == 1
+
+
+def test_names_that_copy_does_not_take(aimage, repository):
+    there = aimage()
+    done = there("copy", "tiny", f"{repository}:v1", code=2)
+    assert f"aimage push {repository}:v1" in done.err
+    done = there("copy", f"{repository}:v1", "tiny", code=2)
+    assert f"aimage pull {repository}:v1" in done.err
+    there("copy", f"{repository}:nothing", f"{repository}:v1", code=3)
+
+
+def test_a_copy_where_credentials_are_wanted(aimage, tiny, private_registry):
+    if private_registry.log is None:
+        pytest.skip("no access log")
+    here = aimage()
+    host = private_registry.host
+    here("copy", f"{host}/mine/a:v1", f"{host}/mine/b:v1", code=4)
+    here("login", host, "-u", USER, "--password-stdin", stdin=PASSWORD)
+    here("create", f"{host}/mine/a:v1", tiny)
+    digest = here("push", f"{host}/mine/a:v1").line
+    mark = private_registry.mark()
+    assert here("copy", f"{host}/mine/a:v1", f"{host}/mine/b:v1").line == digest
+    assert private_registry.count(mark, f"{host}/mine/b")["PUT blob"] == 0
+
+
+def test_a_push_under_another_name_mounts(aimage, tiny, registry, repository):
+    here = aimage()
+    here("create", f"{repository}:v1", tiny)
+    digest = here("push", f"{repository}:v1").line
+    here("tag", f"{repository}:v1", f"{repository}-two:v1")
+    mark = registry.mark()
+    done = here("push", f"{repository}-two:v1")
+    assert done.line == digest
+    assert "pushed 0 blobs, 293 already there" in done.err
+    counts = registry.count(mark, f"{repository}-two")
+    assert counts["POST blob"] == 293
+    assert counts["PUT blob"] == 0
+    assert aimage("there")("pull", f"{repository}-two:v1").line == digest
+
+
+def test_a_push_whose_neighbour_was_never_pushed_sends_all(aimage, tiny, registry, repository):
+    here = aimage()
+    here("create", f"{repository}-never:v1", tiny)
+    here("tag", f"{repository}-never:v1", f"{repository}:v1")
+    mark = registry.mark()
+    here("push", f"{repository}:v1")
+    counts = registry.count(mark, repository)
+    assert counts["POST blob"] == counts["PUT blob"] == 293  # no request more than without
+
+
+def test_attach_and_referrers_without_the_api(aimage, registry, repository, pushed):
+    check_attached(aimage(), f"{repository}:v1", pushed)
+    here = aimage()
+    tag = f"sha256-{pushed.removeprefix('sha256:')}"
+    assert here("tags", repository, "--json").value == {
+        "repository": repository,
+        "tags": ["v1", tag],
+    }
+
+
+def test_attach_and_referrers_with_the_api(aimage, repository, pushed, served):
+    here = aimage()
+    here("copy", f"{repository}:v1", f"{served}/team/x:v1")
+    check_attached(here, f"{served}/team/x:v1", pushed)
+    assert here("tags", f"{served}/team/x").line == "v1"  # the API keeps the list, no tag does
+
+
+def check_attached(here, reference, subject):
+    """Attach two artifacts to ``reference``, and find them again."""
+    name = reference.rpartition(":")[0]
+    assert here("referrers", reference, "--json").value == []
+    assert here("referrers", reference).line.split() == ["DIGEST", "TYPE", "SIZE"]
+    (here.home / "sbom.json").write_text('{"spdxVersion": "SPDX-2.3"}')
+    (here.home / "report.txt").write_text("all is well\n")
+    (here.home / "empty").write_text("")
+    sbom = here("attach", reference, "sbom.json", "--type", SBOM).line
+    report = here(
+        *("attach", f"{name}@{subject}", "report.txt", "empty", "--type", REPORT),
+        *("--annotation", "org.example.by=hand=made", "--json", "-q"),
+    )
+    assert report.err == ""
+    assert report.value["subject"] == subject
+    assert report.value["reference"] == f"{name}@{report.value['digest']}"
+    assert here("attach", reference, "sbom.json", "--type", SBOM).line == sbom  # the same again
+    found = here("referrers", reference, "--json").value
+    assert {row["digest"] for row in found} == {sbom, report.value["digest"]}
+    (row,) = here("referrers", reference, "--type", REPORT, "--json").value
+    assert row == {
+        "reference": report.value["reference"],
+        "mediaType": mediatype.OCI_MANIFEST,
+        "digest": report.value["digest"],
+        "size": report.value["size"],
+        "artifactType": REPORT,
+        "annotations": {"org.example.by": "hand=made"},
+    }
+    assert here("referrers", f"{name}@{subject}", "--type", SBOM).out.split()[3:5] == [sbom, SBOM]
+    document = json.loads(raw_manifest(f"{name}@{sbom}"))
+    assert document["subject"]["digest"] == subject
+    assert document["layers"][0]["annotations"] == {"org.opencontainers.image.title": "sbom.json"}
+    assert here("pull", f"{name}@{sbom}").line == sbom  # an artifact of another kind is kept
+    assert raw_manifest(reference) == raw_manifest(f"{name}@{subject}")  # REF stays as it is
+
+
+def test_a_copied_artifact_is_listed_where_it_went(aimage, repository, pushed, served):
+    """What has a subject is listed as a referrer, whichever verb brought it."""
+    here = aimage()
+    (here.home / "x").write_text("x")
+    here("copy", f"{repository}:v1", f"{served}/y:v1")
+    digest = here("attach", f"{served}/y:v1", "x", "--type", REPORT).line
+    here("copy", f"{served}/y@{digest}", f"{repository}@{digest}")
+    (row,) = here("referrers", f"{repository}:v1", "--json").value
+    assert row["digest"] == digest
+
+
+def test_mistakes(aimage, repository):
+    here = aimage()
+    (here.home / "x").write_text("x")
+    assert "aimage tags" in here("tags", f"{repository}:v1", code=2).err
+    assert "aimage ls" in here("tags", "tiny", code=2).err
+    here("tags", repository, code=3)
+    here("referrers", f"{repository}:v1", code=3)
+    here("referrers", "tiny", code=2)
+    here("attach", f"{repository}:v1", "x", "--type", SBOM, code=3)
+    here("attach", f"{repository}:v1", "x", code=2)
+    here("attach", f"{repository}:v1", "--type", SBOM, code=2)
+    here("attach", f"{repository}:v1", "nothing", "--type", SBOM, code=2)
+    assert "media type" in here("attach", repository, "x", "--type", "sbom", code=2).err
+    done = here("attach", repository, "x", "--type", SBOM, "--annotation", "k", code=2)
+    assert "KEY=VALUE" in done.err

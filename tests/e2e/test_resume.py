@@ -1,0 +1,300 @@
+"""Pulls of one large blob from a real registry, broken off in every way, counted in between."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content.fetch import PART
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.registry import Connection, Repository, repository
+from tests.proxy import Proxy
+
+MIB = 1024 * 1024
+BIG = hashlib.shake_128(b"big").digest(64 * MIB)
+SIZE = len(BIG)
+BUFFERS = 4 * MIB  # what may be on its way, sent and not yet received, over all connections
+
+
+@dataclass
+class Artifact:
+    """One large blob in a registry."""
+
+    manifest: Manifest
+    blob: Descriptor
+    path: str = "tests/resume:v1"
+
+    @property
+    def digest(self) -> str:
+        return str(self.blob.digest)
+
+
+@pytest.fixture(scope="module")
+def artifact(registry, tmp_path_factory):
+    config = Descriptor.of("application/vnd.example.config", b"{}")
+    blob = Descriptor.of("application/vnd.example.blob", BIG)
+    document = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": config.to_json(),
+        "layers": [blob.to_json()],
+    }
+    manifest = Manifest.parse(json.dumps(document).encode())
+    made = Artifact(manifest, blob)
+    name = Reference.parse(f"{registry.host}/{made.path}")
+    connection = Connection(docker_config=tmp_path_factory.mktemp("docker"))
+    with Repository(name, connection) as target:
+        target.push(config, bytes_body(b"{}"))
+        target.push(blob, bytes_body(BIG))
+        target.push(manifest.descriptor, bytes_body(manifest.raw), name)
+    return made
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+@pytest.fixture
+def pull_here(artifact, proxy, tmp_path):
+    """Pull in this process, with so many connections."""
+
+    def pull(connections=3, on_event=lambda _: None):
+        layout = ImageLayout(tmp_path / "store")
+        name = Reference.parse(f"{proxy.host}/{artifact.path}")
+        connection = Connection(docker_config=tmp_path, pool_size=connections)
+        with Repository(name, connection) as source:
+            copy(source, name, layout, concurrency=connections, on_event=on_event)
+        check(layout, artifact)
+
+    return pull
+
+
+def check(layout, artifact):
+    """It is here, in full, and nothing else is."""
+    assert layout.path(artifact.blob).read_bytes() == BIG
+    assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
+
+
+def store(aimage):
+    return ImageLayout(aimage.store)
+
+
+def ended(process, code):
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code, f"{process.returncode}: {out}\n{err}"
+    assert "Traceback" not in err
+    return err
+
+
+# -- broken off and taken up again
+
+
+def test_every_byte_is_sent_once_over_all_connections(aimage, artifact, proxy):
+    proxy.pace = 100 * MIB
+    here = aimage()
+    here("pull", f"{proxy.host}/{artifact.path}", "--jobs", 4)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) == SIZE
+    assert proxy.busiest == 4
+    assert len([count for count in proxy.by_connection().values() if count > MIB]) == 4
+
+
+def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage, artifact, proxy):
+    proxy.hold = 56 * MIB
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    process = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: proxy.held == 2)
+    process.kill()
+    ended(process, -signal.SIGKILL)
+    mark = len(proxy.seen)
+    proxy.release()
+    here("pull", name, "--jobs", 2)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) <= SIZE + 2 * PART + BUFFERS
+    assert "bytes=0-" not in [(span or "")[:8] for span in proxy.asked(artifact.digest, since=mark)]
+
+
+def test_after_an_interrupt_nothing_is_fetched_again(aimage, artifact, proxy):
+    proxy.pace = 40 * MIB
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    process = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: sum(p.sent for p in proxy.seen) > 40 * MIB)
+    process.send_signal(signal.SIGINT)
+    assert "what was complete is kept" in ended(process, 130)
+    proxy.pace = None
+    here("pull", name)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+
+
+def test_an_interrupt_on_a_network_that_stands_still(aimage, artifact, proxy):
+    """The connections wait for bytes and cannot be asked what they have: a second is enough."""
+    proxy.hold = 56 * MIB
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    process = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: proxy.held == 2)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    ended(process, 130)
+    assert time.monotonic() - began < 5
+    proxy.release()
+    here("pull", name)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+
+
+def test_after_a_failure_nothing_is_fetched_again(aimage, artifact, proxy):
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    proxy.cut = lambda passed: passed.sent if proxy._blob_bytes > 40 * MIB else None
+    err = here("pull", name, "--jobs", 2, code=1).err
+    assert "ended after" in err or "broke off" in err
+    first = proxy.sent(artifact.digest)
+    assert first < SIZE
+    proxy.cut = None
+    here("pull", name)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+
+
+def test_a_whole_partial_is_checked_and_not_asked_for(aimage, artifact, proxy):
+    here = aimage()
+    ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
+    ingest.write_at(0, BIG)
+    ingest.suspend()
+    here("pull", f"{proxy.host}/{artifact.path}")
+    check(store(here), artifact)
+    assert proxy.asked(artifact.digest) == []
+
+
+def test_a_damaged_partial_is_thrown_away(aimage, artifact, proxy):
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
+    ingest.write_at(0, b"?" * (50 * MIB))
+    ingest.suspend()
+    assert "hashes to" in here("pull", name, code=5).err
+    assert proxy.sent(artifact.digest) == SIZE - 50 * MIB
+    here("pull", name)
+    check(store(here), artifact)
+
+
+# -- two at once
+
+
+def manifests(proxy):
+    return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
+
+
+def test_two_pulls_at_once_are_one_download(aimage, artifact, proxy):
+    proxy.hold = 8 * MIB
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    first = here.start("pull", name)
+    proxy.wait_until(proxy.is_holding)
+    second = here.start("pull", name)
+    proxy.wait_until(lambda: manifests(proxy) == 2)
+    proxy.release()
+    ended(first, 0)
+    ended(second, 0)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) == SIZE
+    assert store(here).resolve(Reference.parse(name)).digest == artifact.manifest.digest
+
+
+def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, proxy):
+    proxy.hold = 56 * MIB
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
+    first = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(proxy.is_holding)
+    second = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: manifests(proxy) == 2)
+    mark = len(proxy.seen)
+    first.kill()
+    killed = time.monotonic()
+    proxy.wait_until(lambda: any(passed.is_blob for passed in proxy.seen[mark:]))
+    assert time.monotonic() - killed < 3  # it should be a fraction of one
+    proxy.release()
+    ended(first, -signal.SIGKILL)
+    ended(second, 0)
+    check(store(here), artifact)
+    assert proxy.sent(artifact.digest) <= SIZE + 2 * PART + BUFFERS
+
+
+# -- networks and servers that misbehave
+
+
+@pytest.mark.parametrize("ranges", ["ignored", "wrong", 400, 416, 501])
+def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, pull_here):
+    """The first connection learns it before others join, and goes on from the front alone."""
+    proxy.ranges = ranges
+    counts = []
+    pull_here(4, lambda event: counts.append(event.count if event.kind == "progress" else 0))
+    assert proxy.sent(artifact.digest) <= SIZE + PART + BUFFERS
+    assert sum(counts) == SIZE + 2  # and the config
+    assert min(counts) >= 0
+
+
+def test_without_ranges_a_resumed_pull_passes_over_what_it_has(
+    artifact, proxy, pull_here, tmp_path
+):
+    layout = ImageLayout(tmp_path / "store")
+    ingest = layout.ingest(artifact.blob.digest.encoded, artifact.blob)
+    ingest.write_at(0, BIG[: 20 * MIB])
+    ingest.suspend()
+    proxy.ranges = "ignored"
+    pull_here(4)
+    assert proxy.sent(artifact.digest) <= SIZE + 20 * MIB + PART + BUFFERS
+
+
+def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, monkeypatch):
+    monkeypatch.setattr(repository, "STALL", 1.5)
+    stalled = []
+
+    def cut(passed):
+        if passed.is_blob and artifact.digest in passed.path and not stalled:
+            stalled.append(passed)
+        return 3 * MIB if passed in stalled else None
+
+    proxy.cut, proxy.stall = cut, True
+    pull_here(3)
+    (victim,) = stalled
+    assert victim.sent == 3 * MIB
+    first, _, last = victim.range.removeprefix("bytes=").partition("-")
+    spans = proxy.asked(artifact.digest)[1:]
+    begun = [span for span in spans if span.endswith(f"-{last}")]
+    assert begun == [f"bytes={int(first) + 3 * MIB}-{last}"]  # from where it stood
+    assert proxy.sent(artifact.digest) == SIZE
+
+
+def test_connections_that_break_off_again_and_again(artifact, proxy, pull_here):
+    """As long as something comes each time, it goes on, and nothing comes twice."""
+    proxy.cut = lambda passed: 3 * MIB if passed.is_blob else None
+    pull_here(3)
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+
+
+def test_wrong_bytes_from_the_registry(artifact, registry, proxy, pull_here):
+    place = registry.blob(artifact.digest)
+    place.write_bytes(BIG[:-1] + b"?")
+    try:
+        with pytest.raises(VerificationError, match="hashes to"):
+            pull_here()
+    finally:
+        place.write_bytes(BIG)
+    pull_here()
+
+
+def test_a_limited_pull_takes_its_time(aimage, artifact, proxy):
+    here = aimage()
+    began = time.monotonic()
+    here("pull", f"{proxy.host}/{artifact.path}", "--limit-rate", "64M", "--jobs", 4)
+    assert time.monotonic() - began > 0.9  # for 64 MiB
+    check(store(here), artifact)

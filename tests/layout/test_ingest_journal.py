@@ -1,0 +1,351 @@
+"""What a process leaves in ingest when it ends, and what the next one believes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import IngestBusyError
+from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from tests.content.artifact import blob
+
+MIB = 1024 * 1024
+DATA = hashlib.shake_128(b"seed").digest(20 * MIB)
+CONTENT = blob(DATA)
+WHOLE = [(0, len(DATA))]
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def begin(layout):
+    return layout.ingest(CONTENT.digest.encoded, CONTENT)
+
+
+def write(ingest, start, end):
+    for offset in range(start, end, MIB):
+        ingest.write_at(offset, DATA[offset : min(end, offset + MIB)])
+
+
+def files(layout):
+    """The partial and its journal."""
+    path = layout.root / ".aimage" / "ingest" / CONTENT.digest.encoded
+    return path, path.with_name(f"{path.name}.journal")
+
+
+def killed(ingest):
+    """What kill -9 does to it: the lock goes, and nothing else happens."""
+    fd, ingest._fd = ingest._fd, -1
+    os.close(fd)
+
+
+def complete(layout, ingest):
+    for start, end in ingest.missing():
+        write(ingest, start, end)
+    ingest.commit(CONTENT)
+    assert layout.path(CONTENT).read_bytes() == DATA
+    assert not any(path.exists() for path in files(layout))
+
+
+def test_what_was_noted_is_not_missing(layout):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    write(ingest, 8 * MIB, 9 * MIB)
+    ingest.checkpoint()
+    write(ingest, 9 * MIB, 10 * MIB)  # not noted: it may not be on disk
+    killed(ingest)
+    ingest = begin(layout)
+    assert ingest.missing() == [(5 * MIB, 8 * MIB), (9 * MIB, len(DATA))]
+    complete(layout, ingest)
+
+
+def test_what_is_suspended_goes_on(layout):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    ingest.suspend()
+    ingest = begin(layout)
+    assert ingest.missing() == [(5 * MIB, len(DATA))]
+    write(ingest, 5 * MIB, 7 * MIB)
+    ingest.suspend()
+    ingest = begin(layout)
+    assert ingest.missing() == [(7 * MIB, len(DATA))]
+    complete(layout, ingest)
+
+
+def test_data_is_durable_before_its_entry(layout, monkeypatch):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    _, journal = files(layout)
+    synchronised = []
+
+    def fsync(fd):
+        assert not journal.exists()
+        synchronised.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ingest.checkpoint()
+    assert synchronised == [files(layout)[0].stat().st_ino]
+    assert journal.exists()
+    ingest.abort()
+
+
+def test_no_entry_is_made_for_data_that_could_not_be_synchronised(layout, monkeypatch):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+
+    def fsync(_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StoreError):
+            ingest.checkpoint()
+    assert not files(layout)[1].exists()
+    ingest.abort()
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("\n0-5242", [(4 * MIB, len(DATA))]),
+        ("\n", [(4 * MIB, len(DATA))]),
+        ("\n0-5242880\n\n0-6291", [(5 * MIB, len(DATA))]),
+        ("\n0-5242880", [(4 * MIB, len(DATA))]),
+    ],
+    ids=["number", "empty", "third", "newline"],
+)
+def test_a_torn_last_line_is_not_believed_and_does_not_spoil_the_next(line, missing, layout):
+    ingest = begin(layout)
+    write(ingest, 0, 4 * MIB)
+    ingest.checkpoint()
+    write(ingest, 4 * MIB, 8 * MIB)
+    killed(ingest)
+    with files(layout)[1].open("a") as journal:
+        journal.write(line)
+    ingest = begin(layout)
+    assert ingest.missing() == missing
+    write(ingest, missing[0][0], 9 * MIB)
+    ingest.checkpoint()
+    killed(ingest)
+    ingest = begin(layout)
+    assert ingest.missing() == [(9 * MIB, len(DATA))]
+    complete(layout, ingest)
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [
+        b"garbage\n",
+        b"\xff\xfe\n",
+        b"\0" * 4096 + b"\n",
+        b"0-5242880,x\n",
+        b"0-99999999999\n",
+        b"-5-10\n",
+        b"9-3\n",
+        b"0\n",
+        b"",
+    ],
+    ids=["words", "binary", "zeros", "half", "beyond", "negative", "backwards", "one", "empty"],
+)
+def test_a_journal_that_makes_no_sense_is_not_believed_now_or_later(journal, layout):
+    ingest = begin(layout)
+    write(ingest, 0, 8 * MIB)
+    killed(ingest)
+    files(layout)[1].write_bytes(journal)
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    write(ingest, 10 * MIB, 12 * MIB)
+    killed(ingest)
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    complete(layout, ingest)
+
+
+def test_a_journal_claims_nothing_that_is_not_in_the_file(layout):
+    """The file was cut short: the journal is wrong about it, also once it has grown again."""
+    ingest = begin(layout)
+    write(ingest, 0, 10 * MIB)
+    ingest.suspend()
+    os.truncate(files(layout)[0], 6 * MIB)
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    write(ingest, 12 * MIB, 13 * MIB)  # the file is long enough now, and full of holes
+    killed(ingest)
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    complete(layout, ingest)
+
+
+def test_a_journal_without_its_file_claims_nothing(layout):
+    """Its process was killed between the renaming of the file and the end of the journal."""
+    ingest = begin(layout)
+    write(ingest, 0, 10 * MIB)
+    ingest.suspend()
+    files(layout)[0].unlink()
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    write(ingest, 12 * MIB, 13 * MIB)
+    killed(ingest)
+    ingest = begin(layout)
+    assert ingest.missing() == WHOLE
+    complete(layout, ingest)
+
+
+def test_a_partial_that_is_longer_than_the_blob(layout):
+    path, _ = files(layout)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(DATA + b"more")
+    complete(layout, begin(layout))
+
+
+def test_a_whole_partial_is_only_checked(layout):
+    ingest = begin(layout)
+    write(ingest, 0, len(DATA))
+    ingest.suspend()
+    ingest = begin(layout)
+    assert ingest.missing() == []
+    complete(layout, ingest)
+
+
+def test_a_partial_with_wrong_bytes_is_thrown_away(layout):
+    ingest = begin(layout)
+    write(ingest, 0, 10 * MIB)
+    ingest.suspend()
+    with files(layout)[0].open("r+b") as file:
+        file.seek(3 * MIB)
+        file.write(b"wrong")
+    ingest = begin(layout)
+    with pytest.raises(VerificationError):
+        complete(layout, ingest)
+    assert not layout.exists(CONTENT)
+    assert not any(path.exists() for path in files(layout))
+    complete(layout, begin(layout))
+
+
+# -- the end of an ingest, and a checkpoint that is under way
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
+def test_a_checkpoint_under_way_does_not_outlive_its_ingest(end, layout, monkeypatch):
+    """Else it would synchronise another file, or leave the journal of a blob that is done."""
+    ingest = begin(layout)
+    write(ingest, 0, len(DATA))
+    in_fsync, go_on, errors = threading.Event(), threading.Event(), []
+    real, first = os.fsync, threading.Lock()
+
+    def fsync(fd):
+        if first.acquire(blocking=False):
+            in_fsync.set()
+            assert go_on.wait(20)
+        real(fd)
+
+    def checkpoint():
+        try:
+            ingest.checkpoint()
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    slow = threading.Thread(target=checkpoint)
+    slow.start()
+    assert in_fsync.wait(20)
+    arguments = [CONTENT] if end == "commit" else []
+    ending = threading.Thread(target=getattr(ingest, end), args=arguments)
+    ending.start()
+    go_on.set()
+    slow.join(20)
+    ending.join(20)
+    assert errors == []
+    assert layout.exists(CONTENT) == (end == "commit")
+    assert [path.exists() for path in files(layout)] == [end == "suspend"] * 2
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
+def test_a_checkpoint_that_comes_too_late_does_nothing(end, layout):
+    ingest = begin(layout)
+    write(ingest, 0, len(DATA))
+    getattr(ingest, end)(*([CONTENT] if end == "commit" else []))
+    before = [path.exists() and path.read_bytes() for path in files(layout)]
+    fd = os.open(layout.root, os.O_RDONLY)  # very likely gets the number that became free
+    ingest.checkpoint()
+    os.close(fd)
+    assert [path.exists() and path.read_bytes() for path in files(layout)] == before
+
+
+def test_what_comes_while_a_checkpoint_is_under_way_is_noted_by_it(layout, monkeypatch):
+    """Its writer did not wait: the bytes would be lost by a kill although it has gone on."""
+    ingest = begin(layout)
+    write(ingest, 0, MIB)
+    real, calls = os.fsync, []
+
+    def fsync(fd):
+        calls.append(fd)
+        if len(calls) == 1:
+            write(ingest, MIB, 18 * MIB)
+            ingest.checkpoint()  # another thread's, really: it must not wait
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ingest.checkpoint()
+    killed(ingest)
+    assert begin(layout).missing() == [(18 * MIB, len(DATA))]
+
+
+# -- a full disk at the very end
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_verified_bytes_are_kept_when_they_cannot_be_published(call, layout, monkeypatch):
+    ingest = begin(layout)
+    write(ingest, 0, len(DATA))
+    ingest.checkpoint()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(NoSpaceError):
+            ingest.commit(CONTENT)
+    assert not layout.exists(CONTENT)
+    ingest = begin(layout)
+    assert ingest.missing() == []
+    complete(layout, ingest)
+
+
+def test_a_partial_that_was_about_to_be_published_can_be_opened_again():
+    """It is read-only already; only root would not notice."""
+    directory = Path(tempfile.mkdtemp())
+    nobody = 65534 if os.geteuid() == 0 else os.geteuid()
+    os.chown(directory, nobody, -1)
+    layout = ImageLayout(directory)
+    before = os.geteuid()
+    os.seteuid(nobody)
+    try:
+        ingest = begin(layout)
+        write(ingest, 0, len(DATA))
+        ingest.checkpoint()
+        os.fchmod(ingest._fd, 0o444)
+        killed(ingest)
+        complete(layout, begin(layout))
+    finally:
+        os.seteuid(before)
+        shutil.rmtree(directory)
+
+
+def test_a_suspended_ingest_is_free_for_the_next(layout):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    with pytest.raises(IngestBusyError):
+        begin(layout)
+    ingest.suspend()
+    begin(layout).abort()

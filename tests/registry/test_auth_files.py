@@ -1,0 +1,265 @@
+"""Which file a credential comes from, and which credential fits a repository."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from clowder_aimage.errors import NotFoundError, StoreError
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, login, logout
+from clowder_aimage.registry.docker_config import (
+    DOCKER_HUB_KEY,
+    Credential,
+    find_credential,
+    helper,
+    keys_of,
+    read_config,
+)
+from clowder_aimage.registry.session import Session
+from tests.scripted import Answer, ScriptedRegistry
+
+
+def basic(user, password="secret"):  # noqa: S107
+    return base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def config(**users):
+    return {"auths": {key: {"auth": basic(user)} for key, user in users.items()}}
+
+
+def user_of(found):
+    return base64.b64decode(found.basic).decode().partition(":")[0] if found else None
+
+
+@pytest.fixture
+def helpers(tmp_path, monkeypatch):
+    """``helpers(name, answer)`` installs a credential helper; what it was asked is in a file."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def install(name, answer, code=0):
+        path = tmp_path / f"docker-credential-{name}"
+        path.write_text(
+            f"#!/bin/sh\ncat >> {tmp_path}/{name}.asked\necho '{answer}'\nexit {code}\n"
+        )
+        path.chmod(0o755)
+        return tmp_path / f"{name}.asked"
+
+    return install
+
+
+def answer(user, secret="secret"):  # noqa: S107
+    return json.dumps({"ServerURL": "x", "Username": user, "Secret": secret})
+
+
+@pytest.mark.parametrize(
+    ("repository", "user"),
+    [
+        ("team/x", "x"),
+        ("team/x/deeper", "x"),
+        ("team/xy", "team"),
+        ("team", "team"),
+        ("teams", "host"),
+        ("other", "host"),
+    ],
+)
+def test_the_longest_path_wins(repository, user):
+    known = config(
+        **{"r.example.com": "host", "r.example.com/team": "team", "r.example.com/team/x": "x"}
+    )
+    assert user_of(find_credential([known], "r.example.com", repository)) == user
+
+
+def test_a_path_s_credential_is_for_nothing_else():
+    known = config(**{"r.example.com/team/x": "x"})
+    assert find_credential([known], "r.example.com", "team/y") is None
+    assert find_credential([known], "r.example.com", "team") is None
+    assert find_credential([known], "r.example.com:5000", "team/x") is None
+
+
+def test_the_first_file_wins_even_with_a_shorter_key():
+    first, second = config(**{"r.example.com": "a"}), config(**{"r.example.com/x": "b"})
+    assert user_of(find_credential([first, second], "r.example.com", "x")) == "a"
+    assert user_of(find_credential([{}, second], "r.example.com", "x")) == "b"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        DOCKER_HUB_KEY,
+        "docker.io",
+        "index.docker.io",
+        "registry-1.docker.io",
+        "docker.io/library/x",
+        "https://index.docker.io",
+    ],
+)
+@pytest.mark.parametrize("registry", ["docker.io", "index.docker.io", "registry-1.docker.io"])
+def test_docker_hub_by_all_its_names(key, registry):
+    assert user_of(find_credential([config(**{key: "hub"})], registry, "library/x")) == "hub"
+
+
+@pytest.mark.parametrize("what", ["access-token", "refresh-token"])
+def test_docker_desktop_s_other_tokens_are_no_passwords(what):
+    known = config(**{f"{DOCKER_HUB_KEY}{what}": "hub"})
+    assert find_credential([known], "docker.io", "library/x") is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"auth": base64.b64encode(b"<token>:t0k").decode()},
+        {"auth": basic("<token>", "old"), "identitytoken": "t0k"},
+        {"username": "<token>", "password": "t0k"},
+    ],
+)
+def test_identity_tokens(entry):
+    found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
+    assert found == Credential(identity_token="t0k")
+    assert "t0k" not in repr(found)
+
+
+@pytest.mark.parametrize("auth", ["", "?", basic("user")[:-1], base64.b64encode(b"x").decode(), 7])
+def test_an_entry_that_is_none(auth):
+    known = {"auths": {"r.example.com": {"auth": auth}}}
+    assert find_credential([known], "r.example.com", "x") is None
+
+
+def test_a_helper_of_the_host_before_its_entry_before_the_helper_of_all(helpers):
+    own, every = helpers("own", answer("own")), helpers("every", answer("every"))
+    known = config(**{"r.example.com": "inline", "r.example.com/path": "path"})
+    known |= {"credHelpers": {"r.example.com": "own"}, "credsStore": "every"}
+    assert user_of(find_credential([known], "r.example.com", "path/x")) == "path"
+    assert not own.exists()
+    assert user_of(find_credential([known], "r.example.com", "x")) == "own"
+    assert own.read_text() == "r.example.com"
+    del known["credHelpers"]
+    assert user_of(find_credential([known], "r.example.com", "x")) == "inline"
+    assert not every.exists()
+    assert user_of(find_credential([known], "other.example.com", "x")) == "every"
+
+
+def test_a_helper_with_an_identity_token(helpers):
+    helpers("own", answer("<token>", "t0k"))
+    known = {"credHelpers": {"r.example.com": "own"}}
+    found = find_credential([known], "r.example.com", "x")
+    assert found == Credential(identity_token="t0k")
+
+
+@pytest.mark.parametrize(("said", "code"), [("no", 0), ("[]", 0), ("{}", 0), ("not found", 1)])
+def test_a_helper_that_has_nothing(helpers, said, code):
+    helpers("own", said, code)
+    known = config(**{"r.example.com": "inline"}) | {"credHelpers": {"r.example.com": "own"}}
+    assert user_of(find_credential([known], "r.example.com", "x")) == "inline"
+
+
+def test_a_helper_is_only_looked_for_on_the_path(helpers, tmp_path):
+    asked = helpers("own", answer("own"))
+    known = {"credsStore": f"x/../../{tmp_path}/docker-credential-own"}
+    assert find_credential([known], "r.example.com", "x") is None
+    assert not asked.exists()
+
+
+def test_what_containers_writes_for_a_helper_of_docker_hub(helpers):
+    asked = helpers("own", answer("own"))
+    known = {"credHelpers": {"docker.io": "own"}}
+    assert helper(known, "docker.io") == "own"
+    assert user_of(find_credential([known], "docker.io", "x")) == "own"
+    assert asked.read_text() == DOCKER_HUB_KEY
+
+
+def files(tmp_path, **options):
+    first = tmp_path / "first" / "auth.json"
+    return first, Connection(
+        docker_config=tmp_path / "docker",
+        auth_file=first,
+        container_auth=(tmp_path / "run.json", tmp_path / "home.json"),
+        **options,
+    )
+
+
+def test_the_order_of_the_files(tmp_path):
+    first, connection = files(tmp_path)
+    assert connection.auth_files == (first, tmp_path / "docker" / "config.json")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "home.json").write_text("{}")
+    assert connection.auth_files == (
+        first,
+        tmp_path / "docker" / "config.json",
+        tmp_path / "run.json",
+        tmp_path / "home.json",
+    )
+    assert Connection(docker_config=tmp_path).auth_files == (tmp_path / "config.json",)
+
+
+def _accepting(seen):
+    if seen.headers.get("Authorization") != f"Basic {basic('operator')}":
+        return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
+    return Answer(200)
+
+
+def test_login_and_logout_use_the_file_that_was_named(tmp_path):
+    first, connection = files(tmp_path)
+    with ScriptedRegistry(_accepting).running() as registry:
+        assert login(registry.host, "operator", "secret", connection) == str(first)
+    assert first.stat().st_mode & 0o777 == 0o600
+    assert json.loads(first.read_text()) == config(**{registry.host: "operator"})
+    assert not (tmp_path / "docker").exists()
+    logout(registry.host, connection)
+    assert json.loads(first.read_text()) == {"auths": {}}
+    with pytest.raises(NotFoundError):
+        logout(registry.host, connection)
+
+
+def test_logout_forgets_every_way_to_write_a_host():
+    known = config(**{DOCKER_HUB_KEY: "a", "docker.io": "b", "docker.io/team": "c"})
+    assert keys_of(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "home.json"])
+def test_a_broken_file_is_named(tmp_path, name):
+    (tmp_path / name).write_text('{"auths": []}')
+    with pytest.raises(StoreError, match=name):
+        read_config(tmp_path / name)
+
+
+def test_a_helper_is_not_asked_before_a_registry_asks(tmp_path, helpers):
+    asked = helpers("own", answer("operator"))
+    (tmp_path / "config.json").write_text(json.dumps({"credsStore": "own"}))
+    connection = Connection(docker_config=tmp_path)
+    with ScriptedRegistry(lambda _: Answer(200)).running() as open_to_all:
+        with Session(Reference(open_to_all.host, "x"), connection) as session:
+            session.ping()
+        assert not asked.exists()
+    with (
+        ScriptedRegistry(_accepting).running() as registry,
+        Session(Reference(registry.host, "x"), connection) as session,
+    ):
+        session.ping()
+        session.ping()
+    assert asked.read_text() == registry.host
+
+
+def test_the_command_line_knows_the_places(aimage, private_registry, tiny):
+    """podman's file with a path, and REGISTRY_AUTH_FILE before docker's wrong credentials."""
+    here, host = aimage(), private_registry.host
+    right = {"auth": basic("operator", "open sesame")}
+    here("create", f"{host}/places/x:v1", tiny)
+    podman = here.home / ".config" / "containers" / "auth.json"
+    podman.parent.mkdir(parents=True)
+    podman.write_text(json.dumps({"auths": {f"{host}/other": right}}))
+    here("push", f"{host}/places/x:v1", code=4)
+    podman.write_text(json.dumps({"auths": {f"{host}/places": right}}))
+    here("push", f"{host}/places/x:v1")
+    docker = here.home / "docker" / "config.json"
+    docker.parent.mkdir()
+    docker.write_text(json.dumps(config(**{host: "stranger"})))
+    here("push", f"{host}/places/x:v1", code=4)
+    here.environment["REGISTRY_AUTH_FILE"] = str(here.home / "named.json")
+    here("login", host, "-u", "operator", "--password-stdin", stdin="open sesame\n")
+    assert json.loads((here.home / "named.json").read_text()) == {"auths": {host: right}}
+    here("push", f"{host}/places/x:v1")
+    here("logout", host)
+    here("push", f"{host}/places/x:v1", code=4)

@@ -1,0 +1,274 @@
+"""Mirrors: asked first for what a digest names, never trusted, and shown nobody's credentials."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.settings import HostSettings, read_settings
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
+OTHER, OTHER_BLOBS = artifact(b"{}", b"other")
+DIGEST = Digest.of(MANIFEST)
+BASIC = base64.b64encode(b"operator:secret").decode()
+
+
+def guarded(inner, user="operator:secret"):
+    wanted = f"Basic {base64.b64encode(user.encode()).decode()}"
+
+    def script(seen):
+        if seen.headers.get("Authorization") == wanted:
+            return inner(seen)
+        return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
+
+    return script
+
+
+def connect(tmp_path, registry, *mirrors, trust_tags=False, auths=None, **options):
+    (tmp_path / "config.json").write_text(json.dumps({"auths": auths or {}}))
+    settings = HostSettings(mirrors=mirrors, trust_tags=trust_tags)
+    return Connection(docker_config=tmp_path, registries={registry.host: settings}, **options)
+
+
+def pull(registry, connection, target=f"@{DIGEST}"):
+    reference = Reference.parse(f"{registry.host}/team/x{target}")
+    store = MemoryStore()
+    with Repository(reference, connection) as repository:
+        return copy(repository, reference, store), store
+
+
+@pytest.fixture
+def upstream():
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        yield registry
+
+
+@pytest.fixture
+def mirror():
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        yield registry
+
+
+def test_a_digest_comes_from_the_mirror_alone(tmp_path, upstream, mirror):
+    content, _ = pull(upstream, connect(tmp_path, upstream, mirror.host))
+    assert content.digest == DIGEST
+    assert upstream.seen == []
+    assert len(mirror.seen) == 4
+
+
+def test_a_tag_is_the_registry_s_to_say(tmp_path, upstream, mirror):
+    pull(upstream, connect(tmp_path, upstream, mirror.host), ":v1")
+    assert upstream.asked("GET") == ["/v2/team/x/manifests/v1"]
+    assert len(mirror.asked("GET")) == 3
+
+
+def test_a_tag_at_a_mirror_that_is_trusted(tmp_path, upstream, mirror):
+    pull(upstream, connect(tmp_path, upstream, mirror.host, trust_tags=True), ":v1")
+    assert upstream.seen == []
+
+
+def test_a_path_in_front_of_the_repository(tmp_path, upstream, mirror):
+    pull(upstream, connect(tmp_path, upstream, f"{mirror.host}/proxy/hub"))
+    assert {path.partition("/x/")[0] for path in mirror.asked("GET")} == {"/v2/proxy/hub/team"}
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+def test_a_mirror_that_fails_is_not_asked_again(tmp_path, upstream, status):
+    slept = []
+    with ScriptedRegistry(lambda _: Answer(status, {"Retry-After": "50"})).running() as broken:
+        connection = connect(tmp_path, upstream, broken.host, sleep=slept.append)
+        content, _ = pull(upstream, connection)
+        assert content.digest == DIGEST
+        assert len(broken.seen) == 1
+    assert len(upstream.seen) == 4
+    assert slept == []  # its pauses are not ours
+
+
+def test_a_mirror_that_is_down(tmp_path, upstream, mirror):
+    with ScriptedRegistry(lambda _: Answer()).running() as gone:
+        pass
+    pull(upstream, connect(tmp_path, upstream, gone.host, mirror.host))
+    assert upstream.seen == []  # the next mirror had it
+
+
+def test_a_mirror_that_lacks_a_blob_is_asked_for_the_others(tmp_path, upstream):
+    digests = list(BLOBS)
+    partial = {digest: BLOBS[digest] for digest in digests[1:]}
+    with ScriptedRegistry(serving(MANIFEST, partial)).running() as mirror:
+        pull(upstream, connect(tmp_path, upstream, mirror.host))
+        assert len(mirror.seen) == 4
+    assert upstream.asked("GET") == [f"/v2/team/x/blobs/{digests[0]}"]
+
+
+def test_a_manifest_that_is_not_what_was_asked_for(tmp_path, upstream):
+    with ScriptedRegistry(serving(OTHER, OTHER_BLOBS)).running() as liar:
+        content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
+        assert len(liar.seen) == 1  # found out by its first lie
+    assert content.digest == DIGEST
+
+
+def test_a_manifest_without_end(tmp_path, upstream):
+    with ScriptedRegistry(lambda _: Answer(200, {}, b" " * 5_000_000)).running() as liar:
+        content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
+    assert content.digest == DIGEST
+
+
+def test_a_blob_that_is_not_what_was_asked_for(tmp_path, upstream):
+    wrong = {digest: b"x" * len(blob) for digest, blob in BLOBS.items()}
+    with ScriptedRegistry(serving(MANIFEST, wrong)).running() as liar:
+        connection = connect(tmp_path, upstream, liar.host)
+        reference = Reference.parse(f"{upstream.host}/team/x@{DIGEST}")
+        store = MemoryStore()
+        with (
+            Repository(reference, connection) as repository,
+            pytest.raises(VerificationError),
+        ):
+            copy(repository, reference, store)
+    for blob in BLOBS.values():
+        assert not store.exists(Descriptor.of("application/octet-stream", blob))
+
+
+def test_what_is_absent_everywhere(tmp_path):
+    def absent(_):
+        return Answer(404)
+
+    with (
+        ScriptedRegistry(absent).running() as upstream,
+        ScriptedRegistry(absent).running() as mirror,
+        pytest.raises(NotFoundError, match=upstream.host),
+    ):
+        pull(upstream, connect(tmp_path, upstream, mirror.host))
+
+
+def test_the_registry_s_credentials_are_not_the_mirror_s(tmp_path):
+    """Every header that the mirror receives is looked at; it does ask for credentials."""
+    inner = serving(MANIFEST, BLOBS)
+    with (
+        ScriptedRegistry(guarded(inner)).running() as upstream,
+        ScriptedRegistry(guarded(inner)).running() as mirror,
+    ):
+        auths = {upstream.host: {"auth": BASIC}, f"{upstream.host}/team": {"auth": BASIC}}
+        pull(upstream, connect(tmp_path, upstream, mirror.host, auths=auths))
+        assert mirror.seen
+        for seen in mirror.seen:
+            assert "Authorization" not in seen.headers
+            assert not any("secret" in value or BASIC in value for value in seen.headers.values())
+
+
+def test_the_mirror_s_own_credentials(tmp_path):
+    inner = serving(MANIFEST, BLOBS)
+    with (
+        ScriptedRegistry(guarded(inner)).running() as upstream,
+        ScriptedRegistry(guarded(inner, "mirror:pass")).running() as mirror,
+    ):
+        own = base64.b64encode(b"mirror:pass").decode()
+        auths = {upstream.host: {"auth": BASIC}, mirror.host: {"auth": own}}
+        pull(upstream, connect(tmp_path, upstream, mirror.host, auths=auths))
+        assert upstream.seen == []
+        sent = {seen.headers.get("Authorization") for seen in mirror.seen}
+        assert sent == {None, f"Basic {own}"}
+
+
+def test_a_push_goes_past_the_mirrors(tmp_path, mirror):
+    """A blob that only a mirror has is not in the registry; a tag there is not yet another."""
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/1"})
+        return Answer(201) if seen.method == "PUT" else Answer(404)
+
+    with ScriptedRegistry(script).running() as upstream:
+        connection = connect(tmp_path, upstream, mirror.host, trust_tags=True)
+        reference = Reference.parse(f"{upstream.host}/team/x:v1")
+        blob = Descriptor.of("text/plain", b"weights")
+        with Repository(reference, connection) as repository:
+            assert not repository.exists(blob)
+            repository.push(blob, bytes_body(b"weights"))
+            with pytest.raises(NotFoundError):
+                repository.resolve(reference)
+        assert upstream.asked("PUT")
+    assert mirror.seen == []
+
+
+def test_what_the_command_line_says_is_not_said_of_mirrors():
+    entries = {
+        "r.example.com": HostSettings(plain_http=True),
+        "m.example.com": HostSettings(insecure=True),
+    }
+    told = Connection(plain_http=True, registries=entries)
+    assert told.to("r.example.com").plain_http
+    assert not told.to_mirror("n.example.com").plain_http
+    assert told.to_mirror("m.example.com").insecure
+    assert Connection(registries=entries).to("r.example.com").plain_http
+    assert not Connection(insecure=True, registries=entries).to("r.example.com").plain_http
+
+
+def test_the_config_file(tmp_path):
+    path = tmp_path / "config.json"
+    assert read_settings(path) == {}
+    entry = {
+        "mirrors": ["m.example.com:5000", "harbor.example.com/proxy"],
+        "trustTags": True,
+        "plainHttp": True,
+        "insecure": True,
+        "caFile": "ca.pem",
+        "later": 1,
+    }
+    path.write_text(json.dumps({"registries": {"r.example.com": entry, "[::1]:5000": {}}}))
+    assert read_settings(path) == {
+        "r.example.com": HostSettings(
+            ("m.example.com:5000", "harbor.example.com/proxy"),
+            True,
+            True,
+            True,
+            tmp_path / "ca.pem",
+        ),
+        "[::1]:5000": HostSettings(),
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"registries": []}',
+        '{"registries": {"https://x": {}}}',
+        '{"registries": {"x/y": {}}}',
+        '{"registries": {"x": {"mirrors": "y"}}}',
+        '{"registries": {"x": {"mirrors": ["https://y"]}}}',
+        '{"registries": {"x": {"mirrors": ["user@y"]}}}',
+        '{"registries": {"x": {"mirrors": ["y/../z"]}}}',
+        '{"registries": {"x": {"plainHttp": "yes"}}}',
+        '{"registries": {"x": {"caFile": ""}}}',
+    ],
+)
+def test_a_config_file_that_is_none(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="cannot use the configuration"):
+        read_settings(path)
+
+
+def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
+    """Named by the environment, found in its usual place, and missed where it is named."""
+    here = aimage()
+    host = registry.host
+    here("create", f"{host}/mirrored/x:v1", tiny)
+    digest = here("push", f"{host}/mirrored/x:v1").line
+    config = here.home / "aimage.json"
+    entry = {"mirrors": [host], "trustTags": True}
+    config.write_text(json.dumps({"registries": {upstream.host: entry}}))
+    there = aimage("there")
+    there.environment["AIMAGE_CONFIG"] = str(config)
+    assert there("pull", f"{upstream.host}/mirrored/x:v1").line == digest
+    assert upstream.asked("GET") == []
+    there.environment["AIMAGE_CONFIG"] = str(config) + ".absent"
+    assert "AIMAGE_CONFIG" in there("pull", f"{upstream.host}/mirrored/x:v1", code=2).err

@@ -1,0 +1,246 @@
+"""Mounts: what may be mounted from where, and every answer to the question."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.errors import RegistryError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection, Holders, Origins, Repository
+from clowder_aimage.registry.mount import CANDIDATES, holders, neighbours
+from tests.scripted import Answer, ScriptedRegistry, artifact
+
+BLOB = Descriptor.of("application/octet-stream", b"a blob")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+class Taking:
+    """A registry that takes blobs, and answers mounts as ``mount(from)`` says."""
+
+    def __init__(self, mount):
+        self.mount = mount
+        self.asked = []
+
+    def __call__(self, seen):
+        query = parse_qs(urlsplit(seen.path).query)
+        if seen.method == "POST" and "mount" in query:
+            self.asked.append(query["from"][0])
+            return self.mount(query["from"][0])
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/plain"})
+        return Answer(201 if seen.method == "PUT" else 404)
+
+
+def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
+    """Push blobs that may be in ``places``; returns what was asked, sent and told."""
+    told = []
+    script = Taking(mount)
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        origins = Origins(lambda digest: places, told.append)
+        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+            for blob in blobs:
+                content = Descriptor.of("application/octet-stream", blob)
+                repository.push(content, bytes_body(blob))
+                assert repository.exists(content)
+    puts = [urlsplit(path).path for path in registry.asked("PUT")]
+    return script.asked, puts, [event.kind for event in told], registry
+
+
+def test_a_mount_sends_nothing(tmp_path):
+    asked, puts, told, registry = sent(lambda _: Answer(201), tmp_path, "a/b")
+    assert (asked, puts, told) == (["a/b"], [], ["skip"])
+    (seen,) = registry.seen
+    assert seen.path == (
+        f"/v2/team/x/blobs/uploads/?mount=sha256%3A{BLOB.digest.encoded}&from=a%2Fb"
+    )
+
+
+def test_202_is_an_upload_like_another(tmp_path):
+    answer = Answer(202, {"Location": "/upload/mount?state=1"})
+    asked, puts, told, registry = sent(lambda _: answer, tmp_path, "a/b")
+    assert (asked, puts, told) == (["a/b"], ["/upload/mount"], [])
+    assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"]
+    assert len(registry.asked("POST")) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 500, 501, 503])
+def test_a_refused_mount_is_an_upload(status, tmp_path):
+    asked, puts, told, _ = sent(
+        lambda _: Answer(status), tmp_path, "a/b", blobs=(b"one", b"two", b"three")
+    )
+    assert set(asked) == {"a/b"}
+    assert len(asked) == (2 if status == 401 else 1)  # where nothing can be had, nobody asks twice
+    assert (puts, told) == (["/upload/plain"] * 3, [])
+
+
+def test_the_next_candidate_after_a_refusal(tmp_path):
+    def mount(place):
+        return Answer(201 if place == "good" else 403)
+
+    asked, puts, *_ = sent(mount, tmp_path, "bad", "good", blobs=(b"one", b"two"))
+    assert (asked, puts) == (["bad", "good", "good"], [])
+
+
+def test_what_lacked_a_blob_is_asked_last(tmp_path):
+    def mount(place):
+        return Answer(201) if place == "full" else Answer(202, {"Location": "/upload/mount"})
+
+    asked, puts, *_ = sent(mount, tmp_path, "empty", "full", blobs=(b"one", b"two", b"three"))
+    assert asked == ["empty", "full", "full"]
+    assert puts == ["/upload/mount"]
+
+
+def test_only_so_many_are_asked(tmp_path):
+    places = [f"p{i}" for i in range(20)]
+    asked, puts, *_ = sent(lambda _: Answer(404), tmp_path, *places)
+    assert asked == places[:CANDIDATES]
+    assert len(puts) == 1
+
+
+def test_an_upload_that_fails_after_a_mount_is_tried_again(tmp_path):
+    left = [1]
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload"})
+        return Answer(503) if left and left.pop() else Answer(201)
+
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        origins = Origins(lambda digest: ["a"])
+        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+            repository.push(BLOB, bytes_body(b"a blob"))
+    assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"] * 2
+
+
+def test_an_ordinary_upload_that_is_refused_still_fails(tmp_path):
+    with (
+        ScriptedRegistry(lambda _: Answer(405)).running() as registry,
+        pytest.raises(RegistryError, match="405"),
+    ):
+        reference = Reference.parse(f"{registry.host}/x")
+        origins = Origins(lambda digest: ["a"])
+        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+            repository.push(BLOB, bytes_body(b"a blob"))
+
+
+@pytest.mark.parametrize("grants", [True, False], ids=["granted", "denied"])
+def test_a_token_that_does_not_reach_the_other_repository(grants, tmp_path):
+    """The service gives tokens for the target alone; asked for more it gives that, or none."""
+
+    def script(seen):
+        path, _, query = seen.path.partition("?")
+        if path == "/token":
+            if "other" in query and not grants:
+                return Answer(403)
+            return Answer(200, {}, json.dumps({"token": "for-x"}).encode())
+        scope = "repository:x:pull,push"
+        if "mount=" in query:
+            scope += " repository:other:pull"
+        elif seen.headers.get("Authorization") == "Bearer for-x":
+            if seen.method == "POST":
+                return Answer(202, {"Location": "/upload"})
+            return Answer(201)
+        realm = f"http://{seen.headers['Host']}/token"
+        challenge = f'Bearer realm="{realm}",service="s",scope="{scope}"'
+        return Answer(401, {"WWW-Authenticate": challenge})
+
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        origins = Origins(lambda digest: ["other"])
+        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+            for data in (b"a blob", b"another"):
+                repository.push(Descriptor.of("text/plain", data), bytes_body(data))
+    bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload")]
+    assert {b"a blob", b"another"} <= set(bodies)
+    assert [path for path in registry.asked("POST") if "mount=" in path]
+
+
+def manifest(*blobs):
+    raw, _ = artifact(*blobs)
+    return Manifest.parse(raw)
+
+
+def test_who_holds_a_blob():
+    one, two = manifest(b"{}", b"shared"), manifest(b"{}", b"shared", b"two")
+    found = holders([("a", one), ("b", two), ("a", one)])
+    assert found == {
+        Digest.of(b"{}"): ["a", "b"],
+        Digest.of(b"shared"): ["a", "b"],
+        Digest.of(b"two"): ["b"],
+    }
+
+
+def test_which_names_count():
+    content = manifest(b"{}").descriptor
+    other = manifest(b"{}", b"x").descriptor
+    index = Descriptor(mediatype.OCI_INDEX, Digest.of(b"index"), 5)
+    names = [
+        ("r.example/a:1", content),
+        ("r.example/a:2", content),  # the same again
+        ("r.example/a:3", other),
+        ("r.example/me:old", content),  # the target itself: a HEAD has asked there
+        ("r.example:5000/b", content),  # another registry
+        ("local", content),
+        ("r.example/c", index),
+        ("Not A Name", content),
+    ]
+    target = Reference.parse("r.example/me:new")
+    assert neighbours(names, target) == [("a", content), ("a", other)]
+
+
+def test_a_store_is_read_once_and_only_when_asked(tmp_path):
+    layout = ImageLayout(tmp_path / "store")
+    target = Reference.parse("r.example/new:v1")
+    reads = []
+
+    class Counting(MemoryStore):
+        def tags(self):
+            reads.append(1)
+            yield from layout.tags()
+
+        open = staticmethod(layout.open)
+
+    found = Holders(Counting(), target)
+    assert not reads
+    made = manifest(b"{}", b"layer")
+    layout.push(Descriptor.of("x", b"{}"), bytes_body(b"{}"))
+    layout.push(Descriptor.of("x", b"layer"), bytes_body(b"layer"))
+    layout.push(made.descriptor, bytes_body(made.raw), Reference.parse("r.example/old:v1"))
+    (tmp_path / "gone").write_bytes(b"")
+    broken = manifest(b"broken")
+    for blob in (broken.raw, b"broken"):
+        layout.push(Descriptor.of("x", blob), bytes_body(blob))
+    layout.tag(broken.descriptor, Reference.parse("r.example/broken:v1"))
+    path = layout.path(broken.descriptor)
+    path.chmod(0o644)
+    path.write_bytes(b"rubbish")  # must not trouble a push of something else
+    assert list(found(Digest.of(b"layer"))) == ["old"]
+    assert list(found(Digest.of(b"unknown"))) == []
+    assert reads == [1]
+
+
+def test_a_push_mounts_what_other_names_say_is_there(tmp_path):
+    made = manifest(b"{}", b"layer")
+    script = Taking(lambda place: Answer(201))
+    with ScriptedRegistry(script).running() as registry:
+        layout = ImageLayout(tmp_path / "store")
+        for blob in (b"{}", b"layer"):
+            layout.push(Descriptor.of("x", blob), bytes_body(blob))
+        target = Reference.parse(f"{registry.host}/new:v1")
+        for name in (f"{registry.host}/old:v1", str(target), "local:v1"):
+            layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+        push(layout, target, Connection(docker_config=tmp_path))
+    assert script.asked == ["old", "old"]
+    assert registry.asked("PUT") == ["/v2/new/manifests/v1"]

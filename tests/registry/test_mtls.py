@@ -1,0 +1,194 @@
+"""Certificates of single hosts: authorities and client certificates in certs.d."""
+
+from __future__ import annotations
+
+import ssl
+
+import pytest
+import trustme
+
+from clowder_aimage.content import MemoryStore, copy
+from clowder_aimage.errors import NetworkError, StoreError
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.settings import Certificates, certificates
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+MANIFEST, BLOBS = artifact(b"{}", b"weights")
+HOST = "0.0.0.0"  # noqa: S104 - this machine, by an address that is not spoken to in plain HTTP
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def clients():
+    """Who signs the certificates of clients."""
+    return trustme.CA()
+
+
+@pytest.fixture(autouse=True)
+def no_bundle(monkeypatch):
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def secured(authority, clients=None, script=None, optional=False):
+    """A registry behind TLS, which wants a certificate of ``clients``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(HOST).configure_cert(context)
+    if clients is not None:
+        clients.configure_trust(context)
+        context.verify_mode = ssl.CERT_OPTIONAL if optional else ssl.CERT_REQUIRED
+    registry = ScriptedRegistry(script or serving(MANIFEST, BLOBS))
+    registry.wrap(context)
+    registry.host = f"{HOST}:{registry.host.rpartition(':')[2]}"
+    return registry
+
+
+def place(directory, host, authority=None, clients=None):
+    """Write what certs.d would have for a host."""
+    where = directory / host
+    where.mkdir(parents=True, exist_ok=True)
+    if authority is not None:
+        authority.cert_pem.write_to_path(str(where / "ca.crt"))
+    if clients is not None:
+        leaf = clients.issue_cert("client@example.com")
+        leaf.cert_chain_pems[0].write_to_path(str(where / "client.cert"))
+        leaf.private_key_pem.write_to_path(str(where / "client.key"))
+    return where
+
+
+def pull(host, tmp_path, **options):
+    reference = Reference.parse(f"{host}/x")
+    connection = Connection(
+        docker_config=tmp_path, cert_dirs=(tmp_path / "none", tmp_path / "certs.d"), **options
+    )
+    with Repository(reference, connection) as repository:
+        return copy(repository, reference, MemoryStore())
+
+
+def test_an_authority_of_one_host(authority, tmp_path):
+    with secured(authority).running() as registry, secured(authority).running() as other:
+        place(tmp_path / "certs.d", registry.host, authority)
+        pull(registry.host, tmp_path)
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(other.host, tmp_path)
+
+
+def test_a_client_certificate(authority, clients, tmp_path):
+    with secured(authority, clients).running() as registry:
+        place(tmp_path / "certs.d", registry.host, authority)
+        with pytest.raises(NetworkError):
+            pull(registry.host, tmp_path)
+        place(tmp_path / "certs.d", registry.host, authority, clients)
+        pull(registry.host, tmp_path)
+
+
+def test_a_client_certificate_of_a_stranger(authority, clients, tmp_path):
+    with secured(authority, clients).running() as registry:
+        place(tmp_path / "certs.d", registry.host, authority, trustme.CA())
+        with pytest.raises(NetworkError):
+            pull(registry.host, tmp_path)
+
+
+def test_a_ca_file_wins_and_the_client_certificate_is_still_shown(authority, clients, tmp_path):
+    right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
+    authority.cert_pem.write_to_path(str(right))
+    trustme.CA().cert_pem.write_to_path(str(wrong))
+    with secured(authority, clients).running() as registry:
+        place(tmp_path / "certs.d", registry.host, authority, clients)
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(registry.host, tmp_path, ca_file=wrong)
+        place(tmp_path / "certs.d", registry.host, trustme.CA(), clients)
+        pull(registry.host, tmp_path, ca_file=right)
+
+
+def test_another_origin_is_shown_no_client_certificate(authority, clients, tmp_path):
+    """Blobs come from another port; it asks for a certificate, and trusts the one we have."""
+    shown = []
+
+    class Recording(ssl.SSLSocket):
+        def read(self, *args):
+            try:
+                return super().read(*args)
+            finally:
+                shown.append(self.getpeercert())
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslsocket_class = Recording
+    authority.issue_cert(HOST).configure_cert(context)
+    clients.configure_trust(context)
+    context.verify_mode = ssl.CERT_OPTIONAL
+    cdn = ScriptedRegistry(serving(MANIFEST, BLOBS))
+    cdn.wrap(context)
+    address = f"{HOST}:{cdn.host.rpartition(':')[2]}"
+    right = serving(MANIFEST, BLOBS)
+
+    def script(seen):
+        if "/blobs/" in seen.path:
+            return Answer(307, {"Location": f"https://{address}{seen.path}"})
+        return right(seen)
+
+    bundle = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(bundle))
+    with cdn.running(), secured(authority, clients, script).running() as registry:
+        place(tmp_path / "certs.d", registry.host, None, clients)
+        pull(registry.host, tmp_path, ca_bundle=bundle)
+        assert cdn.asked("GET")
+        assert shown
+        assert not any(shown)
+        place(tmp_path / "certs.d", address, None, clients)
+        pull(address, tmp_path, ca_bundle=bundle)  # its own certificate does reach it
+        assert shown[-1]
+
+
+@pytest.mark.parametrize("broken", ["ca.crt", "client.cert", "client.key"])
+def test_a_file_that_is_no_certificate(authority, clients, tmp_path, broken):
+    where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
+    (where / broken).write_text("nonsense")
+    with pytest.raises(StoreError, match=r"cannot use the certificate .*c"):
+        pull("r.example.com", tmp_path)
+
+
+def test_a_client_certificate_without_its_key(authority, clients, tmp_path):
+    where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
+    (where / "client.key").unlink()
+    with pytest.raises(StoreError) as raised:
+        pull("r.example.com", tmp_path)
+    assert "x.key" in str(raised.value.hint)
+
+
+def test_the_first_directory_that_knows_the_host_counts(tmp_path):
+    for name in ("a", "b"):
+        where = tmp_path / name / "r.example.com:5000"
+        where.mkdir(parents=True)
+        for file in ("one.crt", "two.crt", "me.cert", "me.key", "README"):
+            (where / file).touch()
+    (tmp_path / "empty" / "r.example.com:5000").mkdir(parents=True)
+    directories = tuple(tmp_path / name for name in ("none", "empty", "b", "a"))
+    (tmp_path / "file").touch()
+    directories = (tmp_path / "file", *directories)
+    where = tmp_path / "b" / "r.example.com:5000"
+    assert certificates(directories, "r.example.com:5000") == Certificates(
+        (where / "one.crt", where / "two.crt"), ((where / "me.cert", where / "me.key"),)
+    )
+    assert certificates(directories, "r.example.com") == Certificates()
+
+
+def test_ssl_cert_file(authority, tmp_path, monkeypatch):
+    right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
+    authority.cert_pem.write_to_path(str(right))
+    trustme.CA().cert_pem.write_to_path(str(wrong))
+    with secured(authority).running() as registry:
+        pull(registry.host, tmp_path, ca_bundle=right)
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(registry.host, tmp_path, ca_bundle=wrong)
+        pull(registry.host, tmp_path, ca_bundle=wrong, ca_file=right)
+        pull(registry.host, tmp_path, ca_bundle=wrong, insecure=True)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(right))
+        pull(registry.host, tmp_path, ca_bundle=wrong)
+        with pytest.raises(NetworkError, match="absent"):
+            pull(registry.host, tmp_path, ca_file=tmp_path / "absent.pem")

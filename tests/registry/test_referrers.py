@@ -1,0 +1,299 @@
+"""Referrers: the API, the tag schema where it is missing, and odd answers of both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.attach import attach, build
+from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.referrer import entry_of, tag_of, with_entry
+from tests.scripted import Answer, ScriptedRegistry, artifact
+
+SUBJECT, BLOBS = artifact(b"{}")
+DIGEST = Digest.of(SUBJECT)
+KIND = {"Content-Type": mediatype.OCI_MANIFEST}
+INDEX = {"Content-Type": mediatype.OCI_INDEX}
+SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def entry(text, kind=SBOM):
+    """A descriptor in a list of referrers."""
+    digest = str(Digest.of(text.encode()))
+    return {
+        "mediaType": mediatype.OCI_MANIFEST,
+        "digest": digest,
+        "size": 7,
+        "artifactType": kind,
+        "annotations": {"org.example.text": text},
+    }
+
+
+def index(*entries, **fields):
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
+    return json.dumps(document | fields).encode()
+
+
+class Keeping:
+    """A registry that keeps what is pushed; ``api`` makes it list referrers itself."""
+
+    def __init__(self, api=False):
+        self.api = api
+        self.blobs = dict(BLOBS)
+        self.manifests = {"v1": SUBJECT, str(DIGEST): SUBJECT}
+
+    def __call__(self, seen):
+        place = seen.path.rpartition("/")[2]
+        if "/referrers/" in seen.path:
+            return Answer(404)
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload"})
+        if seen.path.startswith("/upload"):
+            self.blobs[seen.path.partition("digest=")[2].replace("%3A", ":")] = seen.body
+            return Answer(201)
+        if "/blobs/" in seen.path:
+            return Answer(200 if place in self.blobs else 404, {}, self.blobs.get(place, b""))
+        if seen.method == "PUT":
+            self.manifests[place] = seen.body
+            about = json.loads(seen.body).get("subject")
+            return Answer(201, {"OCI-Subject": about["digest"]} if about and self.api else {})
+        if place not in self.manifests:
+            return Answer(404)
+        raw = self.manifests[place]
+        return Answer(200, {"Content-Type": json.loads(raw)["mediaType"]}, raw)
+
+
+def asked(script, tmp_path, kind=""):
+    """The referrers of SUBJECT in a scripted registry, as JSON, and the paths asked for."""
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            found = repository.referrers(DIGEST, kind)
+    return [each.to_json() for each in found], registry.asked("GET")
+
+
+def attached(script, tmp_path, *names, **options):
+    """Attach files of those names to SUBJECT; the new manifest and the requests."""
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.write_text(file.name)
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        connection = Connection(docker_config=tmp_path)
+        descriptor, _ = attach(reference, files, connection, artifact_type=SBOM, **options)
+    return descriptor, registry
+
+
+def test_pages_of_the_api_with_its_filter(tmp_path):
+    def script(seen):
+        path, _, query = seen.path.partition("?")
+        assert path == f"/v2/team/x/referrers/{DIGEST}"
+        if "last" in query:
+            return Answer(200, INDEX, index(entry("two")))
+        assert query == "artifactType=application%2Fspdx%2Bjson"
+        link = {"Link": f'<{path}?last=1>; rel="next"', "OCI-Filters-Applied": "artifactType"}
+        return Answer(200, INDEX | link, index(entry("one")))
+
+    assert asked(script, tmp_path, SBOM)[0] == [entry("one"), entry("two")]
+
+
+def test_a_filter_that_the_registry_ignores(tmp_path):
+    answer = Answer(200, INDEX, index(entry("one"), entry("two", REPORT), entry("one")))
+    assert asked(lambda _: answer, tmp_path, REPORT)[0] == [entry("two", REPORT)]
+    assert asked(lambda _: answer, tmp_path)[0] == [entry("one"), entry("two", REPORT)]
+
+
+def test_pages_in_a_circle_and_elsewhere(tmp_path):
+    def to(link):
+        return lambda seen: Answer(200, INDEX | {"Link": f'<{link}>; rel="next"'}, index())
+
+    with pytest.raises(RegistryError, match="circle"):
+        asked(to(f"/v2/team/x/referrers/{DIGEST}"), tmp_path)
+    with pytest.raises(RegistryError, match="elsewhere"):
+        asked(to("http://other.example/v2/"), tmp_path)
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_without_the_api_the_tag_is_read(status, tmp_path):
+    def script(seen):
+        if "/referrers/" in seen.path:
+            return Answer(status)
+        assert seen.path == f"/v2/team/x/manifests/sha256-{DIGEST.encoded}"
+        return Answer(200, INDEX, index(entry("one"), entry("two", REPORT)))
+
+    assert asked(script, tmp_path, REPORT)[0] == [entry("two", REPORT)]
+
+
+def test_nothing_is_attached(tmp_path):
+    assert asked(lambda _: Answer(404), tmp_path)[0] == []
+    assert asked(lambda _: Answer(200, INDEX, index()), tmp_path)[0] == []
+
+
+def test_a_page_that_is_lost_is_no_short_list(tmp_path):
+    def script(seen):
+        link = {"Link": '<?last=1>; rel="next"'}
+        return Answer(404) if "last" in seen.path else Answer(200, INDEX | link, index(entry("a")))
+
+    with pytest.raises(NotFoundError):
+        asked(script, tmp_path)
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500])
+def test_an_error_is_no_empty_list(status, tmp_path):
+    with pytest.raises(Exception, match=str(status)):
+        asked(lambda _: Answer(status), tmp_path)
+
+
+@pytest.mark.parametrize("body", [b"", b"404 page not found", b"{}", SUBJECT])
+def test_what_is_no_list_of_referrers(body, tmp_path):
+    with pytest.raises(FormatError):
+        asked(lambda _: Answer(200, {}, body), tmp_path)
+
+
+def test_the_tag_of_a_subject():
+    assert tag_of(DIGEST) == f"sha256-{DIGEST.encoded}"
+    long = Digest.of(b"", "sha512")
+    assert tag_of(long) == f"sha512-{long.encoded[:64]}"
+
+
+def test_an_entry_has_the_type_and_the_annotations():
+    about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
+    made = build(SBOM, [], about, {"a": "b"})
+    assert entry_of(made.descriptor, made).to_json() == {
+        "mediaType": mediatype.OCI_MANIFEST,
+        "digest": str(made.digest),
+        "size": len(made.raw),
+        "artifactType": SBOM,
+        "annotations": {"a": "b"},
+    }
+    plain = Manifest.parse(SUBJECT)  # without artifactType, the config says what it is
+    shown = entry_of(plain.descriptor, plain)
+    assert shown.extra == {"artifactType": "application/vnd.example.blob"}
+    empty = parse_document(index(artifactType=""))
+    assert "artifactType" not in entry_of(empty.descriptor, empty).to_json()
+
+
+def test_a_new_entry_changes_nothing_else():
+    old = index(entry("one") | {"platform": {"os": "x"}}, annotations={"k": "v"}, other=[1])
+    new = Descriptor.from_json(entry("two"))
+    document = json.loads(with_entry(old, new))
+    before = json.loads(old)
+    assert document["manifests"] == [*before["manifests"], entry("two")]
+    assert {**document, "manifests": []} == {**before, "manifests": []}
+    assert json.loads(with_entry(encode(before | {"manifests": None}), new))["manifests"] == [
+        entry("two")
+    ]
+
+
+def test_an_attached_artifact_is_what_the_specification_says(tmp_path):
+    registry = Keeping(api=True)
+    descriptor, seen = attached(registry, tmp_path, "b.txt", "a.txt", annotations={"k": "v"})
+    document = json.loads(registry.manifests[str(descriptor.digest)])
+    assert document == {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "artifactType": SBOM,
+        "config": {
+            "mediaType": mediatype.OCI_EMPTY,
+            "digest": "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+            "size": 2,
+        },
+        "layers": [
+            {
+                "mediaType": "application/octet-stream",
+                "digest": str(Digest.of(name.encode())),
+                "size": 5,
+                "annotations": {"org.opencontainers.image.title": name},
+            }
+            for name in ("b.txt", "a.txt")
+        ],
+        "subject": {
+            "mediaType": mediatype.OCI_MANIFEST,
+            "digest": str(DIGEST),
+            "size": len(SUBJECT),
+        },
+        "annotations": {"k": "v"},
+    }
+    assert set(registry.blobs.values()) == {b"{}", b"a.txt", b"b.txt"}
+    # The registry took note of the subject, so there is no index to keep for it.
+    assert not [path for path in (each.path for each in seen.seen) if "sha256-" in path]
+
+
+def test_without_oci_subject_the_index_under_the_tag_is_kept(tmp_path):
+    registry = Keeping()
+    tag = tag_of(DIGEST)
+    registry.manifests[tag] = index(entry("foreign"), annotations={"kept": "yes"})
+    one, _ = attached(registry, tmp_path, "one")
+    two, _ = attached(registry, tmp_path, "two", annotations={"k": "v"})
+    again, seen = attached(registry, tmp_path, "one")
+    assert again == one
+    assert f"/v2/team/x/manifests/{tag}" not in seen.asked("PUT")
+    kept = json.loads(registry.manifests[tag])
+    assert kept["annotations"] == {"kept": "yes"}
+    listed, _ = asked(registry, tmp_path, SBOM)
+    assert listed == kept["manifests"]
+    assert [each["digest"] for each in listed] == [
+        entry("foreign")["digest"],
+        str(one.digest),
+        str(two.digest),
+    ]
+    assert listed[2]["annotations"] == {"k": "v"}
+
+
+def test_an_index_that_another_overwrote_is_written_again(tmp_path):
+    registry = Keeping()
+    tag, left = tag_of(DIGEST), [1]
+
+    def script(seen):
+        answer = registry(seen)
+        if seen.method == "PUT" and seen.path.endswith(tag) and left:
+            left.clear()
+            registry.manifests[tag] = index(entry("faster"))
+        return answer
+
+    made, _ = attached(script, tmp_path, "one")
+    listed = [each["digest"] for each in json.loads(registry.manifests[tag])["manifests"]]
+    assert listed == [entry("faster")["digest"], str(made.digest)]
+
+
+def test_an_index_that_never_stays(tmp_path):
+    registry = Keeping()
+
+    def script(seen):
+        answer = registry(seen)
+        registry.manifests.pop(tag_of(DIGEST), None)
+        return answer
+
+    with pytest.raises(RegistryError, match="does not keep"):
+        attached(script, tmp_path, "one")
+
+
+def test_something_else_under_the_tag_is_left_alone(tmp_path):
+    registry = Keeping()
+    registry.manifests[tag_of(DIGEST)] = SUBJECT
+    with pytest.raises(FormatError, match="must be an index"):
+        attached(registry, tmp_path, "one")
+    assert registry.manifests[tag_of(DIGEST)] == SUBJECT
+
+
+def test_two_files_of_one_name(tmp_path):
+    reference = Reference.parse("127.0.0.1:9/x")
+    connection = Connection(docker_config=tmp_path)
+    files = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
+    with pytest.raises(UsageError, match="called x"):
+        attach(reference, files, connection, artifact_type=SBOM)
+
+
+@pytest.mark.parametrize("kind", ["", "spdx", "a/b/c", "a/b; c=d", "/x", "a/ b", "a/b\n"])
+def test_what_is_no_media_type(kind, tmp_path):
+    with pytest.raises(UsageError, match="not a media type"):
+        attach(Reference.parse("127.0.0.1:9/x"), [], Connection(), artifact_type=kind)

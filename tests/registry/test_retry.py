@@ -1,0 +1,220 @@
+"""What is tried again, when, and for how long: with a clock that does not run by itself."""
+
+from __future__ import annotations
+
+import email.utils
+
+import pytest
+
+from clowder_aimage.content.parallel import StoppedError
+from clowder_aimage.errors import (
+    NetworkError,
+    NotFoundError,
+    RegistryError,
+    UnauthorizedError,
+    VerificationError,
+)
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.retry import (
+    ATTEMPTS,
+    LONGEST_PAUSE,
+    LONGEST_WAIT,
+    BrokenOffError,
+    is_transient,
+    retry_after,
+    retrying,
+)
+from clowder_aimage.registry.session import Session
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+NOW = 1_800_000_000.0
+MANIFEST, BLOBS = artifact(b"{}", b"weights")
+
+
+class Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now = NOW
+        self.slept = []
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def failing(*errors):
+    """A function that fails in these ways, then gives its number of calls."""
+    left = list(errors)
+    calls = []
+
+    def function():
+        calls.append(1)
+        if left:
+            raise left.pop(0)
+        return len(calls)
+
+    return function, calls
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 520, 524, 599])
+def test_a_status_that_passes(status):
+    function, _ = failing(RegistryError("x", status=status))
+    assert retrying(function, sleep=lambda _: None) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(RegistryError("x", status=code) for code in (0, 400, 404, 409, 416, 501, 505, 507, 511)),
+        NetworkError("refused"),
+        UnauthorizedError("401"),
+        NotFoundError("404"),
+        VerificationError("digest"),
+        OSError("disk"),
+    ],
+)
+def test_what_is_told_at_once(error):
+    assert not is_transient(error)
+    function, calls = failing(error)
+    with pytest.raises(type(error)):
+        retrying(function, sleep=lambda _: None)
+    assert len(calls) == 1
+
+
+def test_the_last_error_is_told_after_all_attempts():
+    time = Time()
+    function, calls = failing(*(BrokenOffError(str(count)) for count in range(9)))
+    with pytest.raises(BrokenOffError, match=str(ATTEMPTS - 1)):
+        retrying(function, sleep=time.sleep)
+    assert len(calls) == ATTEMPTS
+    assert len(time.slept) == ATTEMPTS - 1
+
+
+def test_waits_have_full_jitter_and_grow_to_a_limit(monkeypatch):
+    bounds = []
+    monkeypatch.setattr("random.uniform", lambda low, high: bounds.append((low, high)) or high)
+    time = Time()
+    function, _ = failing(*(BrokenOffError("x") for _ in range(8)))
+    retrying(function, attempts=9, sleep=time.sleep)
+    assert {low for low, _ in bounds} == {0}
+    assert time.slept == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, *[LONGEST_WAIT] * 3])
+
+
+def test_a_deadline_ends_many_attempts(monkeypatch):
+    monkeypatch.setattr("random.uniform", lambda _, high: high)
+    time = Time()
+    function, calls = failing(*(BrokenOffError("x") for _ in range(99)))
+    with pytest.raises(BrokenOffError):
+        retrying(function, attempts=99, sleep=time.sleep)
+    assert 55 < sum(time.slept) <= 60
+    assert len(calls) < 20
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("0", 0),
+        (" 7 ", 7),
+        ("3600", LONGEST_PAUSE),
+        ("999999999", LONGEST_PAUSE),
+        ("9" * 400, 0),
+        ("-1", 0),
+        ("1.5", 0),
+        ("soon", 0),
+        ("", 0),
+        ("٣", 0),
+        (email.utils.formatdate(NOW + 20, usegmt=True), 20),
+        (email.utils.formatdate(NOW - 20, usegmt=True), 0),
+        (email.utils.formatdate(NOW + 9999, usegmt=True), LONGEST_PAUSE),
+        ("Fri, 31 Feb 2026 00:00:00 GMT", 0),
+    ],
+)
+def test_retry_after(value, seconds):
+    assert retry_after(value, NOW) == seconds
+
+
+def busy(times, status=429, **headers):
+    """A registry that is busy so many times."""
+    right, left = serving(MANIFEST, BLOBS), [None] * times
+
+    def script(seen):
+        if left:
+            left.pop()
+            return Answer(status, headers)
+        return right(seen)
+
+    return ScriptedRegistry(script)
+
+
+def resolve(registry, tmp_path, time):
+    reference = Reference.parse(f"{registry.host}/x")
+    connection = Connection(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+    with Repository(reference, connection) as repository:
+        return repository.resolve(reference)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("value", ["17", email.utils.formatdate(NOW + 17, usegmt=True)])
+def test_a_registry_is_left_alone_as_long_as_it_asks(tmp_path, status, value):
+    time = Time()
+    with busy(1, status, **{"Retry-After": value}).running() as registry:
+        resolve(registry, tmp_path, time)
+        assert len(registry.seen) == 2
+    assert time.slept == [17]
+
+
+def test_a_registry_that_asks_for_too_much(tmp_path):
+    time = Time()
+    with busy(1, **{"Retry-After": "86400"}).running() as registry:
+        resolve(registry, tmp_path, time)
+    assert time.slept == [LONGEST_PAUSE]
+
+
+def test_a_pause_is_kept_by_every_request_of_the_session(tmp_path):
+    time = Time()
+    connection = Connection(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+    with (
+        busy(1, **{"Retry-After": "9"}).running() as registry,
+        Session(Reference(registry.host, "x"), connection) as session,
+    ):
+        with session.request("GET", session.url("tags/list")) as response:
+            assert response.status_code == 429
+        time.now += 4
+        session.request("HEAD", session.url("manifests/latest")).close()
+        session.request("HEAD", session.url("manifests/latest")).close()
+    assert time.slept == [5]
+
+
+def test_an_answer_that_is_final_asks_for_no_pause(tmp_path):
+    time = Time()
+    with (
+        busy(1, 404, **{"Retry-After": "9"}).running() as registry,
+        pytest.raises(NotFoundError),
+    ):
+        resolve(registry, tmp_path, time)
+    assert time.slept == []
+
+
+def test_a_refused_connection_is_told_at_once(tmp_path):
+    with ScriptedRegistry(lambda _: Answer()).running() as registry:
+        pass
+    time = Time()
+    with pytest.raises(NetworkError, match="cannot reach"):
+        resolve(registry, tmp_path, time)
+    assert time.slept == []
+
+
+def test_closing_ends_a_pause(tmp_path):
+    """Nobody waits a minute for a session that is over."""
+    connection = Connection(docker_config=tmp_path)
+    with busy(1, **{"Retry-After": "60"}).running() as registry:
+        session = Session(Reference(registry.host, "x"), connection)
+        session.request("GET", session.url("tags/list")).close()
+        session.close()
+        with pytest.raises(StoppedError):
+            session.request("GET", session.url("tags/list"))

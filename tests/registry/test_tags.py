@@ -1,0 +1,119 @@
+"""Lists of tags: pages, and pages that lead astray."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, VerificationError
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, Repository, listing
+from tests.scripted import Answer, ScriptedRegistry
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def page(tags, link=None):
+    headers = {"Content-Type": "application/json"}
+    if link is not None:
+        headers["Link"] = link
+    return Answer(200, headers, json.dumps({"name": "x", "tags": tags}).encode())
+
+
+def tags(script, tmp_path):
+    """The tags of a repository in a scripted registry, and the paths that were asked for."""
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            return repository.tag_names(), registry.asked("GET")
+
+
+def test_all_pages_in_the_order_given(tmp_path):
+    pages = {
+        "/v2/team/x/tags/list": page(["b", "a"], '</v2/team/x/tags/list?last=a&n=2>; rel="next"'),
+        "/v2/team/x/tags/list?last=a&n=2": page(["10", "a"], '<list?last=9>; rel="next"'),
+        "/v2/team/x/tags/list?last=9": page([]),
+    }
+    found, asked = tags(lambda seen: pages[seen.path], tmp_path)
+    assert found == ["b", "a", "10"]
+    assert asked == list(pages)
+
+
+def test_an_absolute_link(tmp_path):
+    def script(seen):
+        if "last" in seen.path:
+            return page(["b"])
+        here = f"http://{seen.headers['Host']}/v2/team/x/tags/list?last=a"
+        return page(["a"], f'<{here}>; rel="next"')
+
+    assert tags(script, tmp_path)[0] == ["a", "b"]
+
+
+@pytest.mark.parametrize("none", [None, []])
+def test_no_tags(none, tmp_path):
+    assert tags(lambda _: page(none), tmp_path)[0] == []
+
+
+def test_a_link_to_another_host_is_not_followed(tmp_path):
+    with ScriptedRegistry(lambda _: page(["stolen"])).running() as other:
+        link = f'<http://{other.host}/v2/team/x/tags/list?last=a>; rel="next"'
+        with pytest.raises(RegistryError, match="said to be elsewhere"):
+            tags(lambda _: page(["a"], link), tmp_path)
+    assert not other.seen
+
+
+@pytest.mark.parametrize(
+    "link", ["//evil.example/x", "ftp://evil.example", "http://[", "http://:x"]
+)
+def test_links_that_lead_nowhere(link, tmp_path):
+    with pytest.raises(RegistryError, match="said to be elsewhere"):
+        tags(lambda _: page(["a"], f'<{link}>; rel="next"'), tmp_path)
+
+
+def test_pages_in_a_circle(tmp_path):
+    with pytest.raises(RegistryError, match="circle"):
+        tags(lambda seen: page(["a"], f'<{seen.path}>; rel="next"'), tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["MAX_PAGES", "MAX_LIST_SIZE"])
+def test_pages_without_an_end(limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(listing, limit, 5)
+    count = iter(range(100))
+    with pytest.raises(RegistryError, match="does not end"):
+        tags(lambda _: page(["a"], f'<list?last={next(count)}>; rel="next"'), tmp_path)
+    assert next(count) <= 6
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{}", b"<html>", b'{"tags": "a"}', b'{"tags": [1]}', b'{"tags": ["a\\nb"]}'],
+)
+def test_what_is_no_list_of_tags(body, tmp_path):
+    with pytest.raises(FormatError):
+        tags(lambda _: Answer(200, {}, body), tmp_path)
+
+
+def test_a_list_that_is_too_large(tmp_path):
+    body = b'{"tags": ["' + b"a" * (4 << 20) + b'"]}'
+    with pytest.raises(VerificationError, match="more than"):
+        tags(lambda _: Answer(200, {}, body), tmp_path)
+
+
+def test_a_passing_error_in_the_middle(tmp_path):
+    left = [1]
+
+    def script(seen):
+        if "last" not in seen.path:
+            return page(["a"], '<list?last=a>; rel="next"')
+        return Answer(503) if left and left.pop() else page(["b"])
+
+    assert tags(script, tmp_path)[0] == ["a", "b"]
+
+
+def test_no_such_repository(tmp_path):
+    with pytest.raises(NotFoundError):
+        tags(lambda _: Answer(404), tmp_path)

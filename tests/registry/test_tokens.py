@@ -1,0 +1,374 @@
+"""Bearer tokens: what is asked for, for how long they are used, and who shares them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import json
+import logging
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import trustme
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.errors import RegistryError, UnauthorizedError
+from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry.auth import _Challenge
+from clowder_aimage.registry.session import Session
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+BASIC = base64.b64encode(b"operator:pa55word").decode()
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    """A clock that stands until it is told otherwise."""
+
+    def __init__(self):
+        self.now = NOW
+
+    def __call__(self):
+        return self.now
+
+
+class Guarded:
+    """A registry with its token service; a token is good until ``self.revoke()``."""
+
+    def __init__(self, inner=None, *, scope=None, realm=None, entry=None, **answer):
+        self.inner = inner or (lambda _: Answer(200))
+        self.scope, self.realm, self.answer = scope, realm, answer
+        self.entry = {"auth": BASIC} if entry is None else entry
+        self.good = set()
+        self.count = 0
+        self.lock = threading.Lock()
+        self.registry = ScriptedRegistry(self.script)
+
+    def script(self, seen):
+        if seen.path.startswith("/token"):
+            return self.token()
+        if seen.headers.get("Authorization", "").removeprefix("Bearer ") in self.good:
+            return self.inner(seen)
+        realm = self.realm or f"http://{self.registry.host}/token"
+        scope = f',scope="{self.scope}"' if self.scope else ""
+        return Answer(
+            401, {"WWW-Authenticate": f'Bearer realm="{realm}",service="registry"{scope}'}
+        )
+
+    def token(self):
+        with self.lock:
+            self.count += 1
+            token = f"t0k3n-{self.count}"
+            self.good.add(token)
+        body = {"token": token, "access_token": token} | self.answer
+        return Answer(200, {}, json.dumps(body).encode())
+
+    def revoke(self):
+        self.good.clear()
+
+    @property
+    def asked(self):
+        return [seen for seen in self.registry.seen if seen.path.startswith("/token")]
+
+    def queries(self):
+        return [parse_qs(urlsplit(seen.path).query) for seen in self.asked]
+
+    @contextlib.contextmanager
+    def session(self, tmp_path, **options):
+        with self.registry.running():
+            self.write(tmp_path)
+            connection = Connection(docker_config=tmp_path, **options)
+            with Session(Reference(self.registry.host, "team/x"), connection) as session:
+                yield session
+
+    def write(self, tmp_path):
+        auths = {self.registry.host: self.entry}
+        (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
+
+
+def get(session, path="tags/list", method="GET"):
+    response = session.request(method, session.url(path))
+    response.close()
+    return response.status_code
+
+
+def test_the_scope_is_ours_where_the_challenge_has_none(tmp_path):
+    guarded = Guarded()
+    with guarded.session(tmp_path) as session:
+        assert get(session) == get(session, method="HEAD") == 200
+        assert get(session, method="POST") == 200
+        session.ping()
+    assert guarded.queries() == [
+        {"service": ["registry"], "scope": ["repository:team/x:pull"]},
+        {"service": ["registry"], "scope": ["repository:team/x:pull,push"]},
+        {"service": ["registry"]},  # logging in asks for no repository
+    ]
+
+
+def test_a_challenge_with_several_scopes(tmp_path):
+    guarded = Guarded(scope="repository:team/x:pull,push repository:team/y:pull")
+    with guarded.session(tmp_path) as session:
+        assert get(session) == get(session, method="POST") == 200
+    assert guarded.queries() == [
+        {
+            "service": ["registry"],
+            "scope": ["repository:team/x:pull,push", "repository:team/y:pull"],
+        }
+    ]  # one token for one set of scopes, whatever the method
+
+
+@pytest.mark.parametrize(
+    ("answer", "good_for", "not_for"),
+    [
+        ({}, 47, 49),  # 60 s where nothing is said, less a fifth
+        ({"expires_in": 300}, 269, 271),  # less 30 s
+        ({"expires_in": "soon"}, 47, 49),
+        ({"expires_in": -5}, 47, 49),
+        ({"expires_in": 300, "issued_at": NOW - 100}, 169, 171),
+        ({"expires_in": 300, "issued_at": NOW - 5000}, 269, 271),  # a clock is wrong
+        ({"expires_in": 300, "issued_at": NOW + 5000}, 269, 271),
+        ({"expires_in": 300, "issued_at": "yesterday"}, 269, 271),
+    ],
+)
+def test_a_token_is_renewed_a_little_before_it_expires(tmp_path, answer, good_for, not_for):
+    if isinstance(answer.get("issued_at"), float):
+        when = datetime.datetime.fromtimestamp(answer["issued_at"], datetime.UTC)
+        answer = answer | {"issued_at": when.isoformat().replace("+00:00", "Z")}
+    clock, guarded = Clock(), Guarded(**answer)
+    with guarded.session(tmp_path, clock=clock) as session:
+        get(session)
+        clock.now = NOW + good_for
+        get(session)
+        assert guarded.count == 1
+        clock.now = NOW + not_for
+        assert get(session) == 200
+    assert guarded.count == 2
+    refused = [seen for seen in guarded.registry.seen if "Authorization" not in seen.headers]
+    assert len(refused) == 1  # the renewal came before a 401 could
+
+
+def test_an_expired_token_in_an_upload(tmp_path):
+    """The registry forgets the token between POST and PUT: the upload begins again."""
+    guarded = Guarded()
+
+    def inner(seen):
+        if seen.method == "PUT":
+            return Answer(201)
+        if guarded.count == 1:
+            guarded.revoke()
+        return Answer(202, {"Location": "/upload/1"})
+
+    guarded.inner = inner
+    with guarded.registry.running():
+        guarded.write(tmp_path)
+        reference = Reference(guarded.registry.host, "team/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+    sent = [seen for seen in guarded.registry.seen if seen not in guarded.asked]
+    assert [seen.method for seen in sent] == ["POST", "POST", "PUT", "POST", "PUT"]
+    assert sent[-1].body == b"abc"
+    assert [seen.headers.get("Authorization") for seen in sent] == [
+        None,
+        "Bearer t0k3n-1",
+        "Bearer t0k3n-1",
+        "Bearer t0k3n-2",
+        "Bearer t0k3n-2",
+    ]
+
+
+def test_threads_share_one_exchange(tmp_path):
+    guarded = Guarded()
+    with guarded.session(tmp_path, pool_size=16) as session, ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda _: get(session), range(64))) == {200}
+        assert guarded.count == 1
+        guarded.revoke()
+        assert set(pool.map(lambda _: get(session), range(64))) == {200}
+    assert guarded.count == 2
+
+
+def test_an_identity_token_is_traded_by_post(tmp_path):
+    guarded = Guarded(entry={"identitytoken": "1dent1ty"}, refresh_token="r0tated")
+    with guarded.session(tmp_path) as session:
+        assert get(session) == 200
+        guarded.revoke()
+        assert get(session) == 200
+    first, second = guarded.asked
+    assert first.method == second.method == "POST"
+    assert "Authorization" not in first.headers
+    assert first.path == "/token"  # nothing secret in an address
+    assert parse_qs(first.body.decode()) == {
+        "grant_type": ["refresh_token"],
+        "service": ["registry"],
+        "client_id": ["aimage"],
+        "scope": ["repository:team/x:pull"],
+        "refresh_token": ["1dent1ty"],
+    }
+    assert parse_qs(second.body.decode())["refresh_token"] == ["r0tated"]
+
+
+def test_a_realm_elsewhere_gets_no_identity_token(tmp_path):
+    """Every header and body that the other host receives is looked at."""
+    guarded = Guarded(entry={"identitytoken": "1dent1ty"})
+    with ScriptedRegistry(lambda _: guarded.token()).running() as other:
+        guarded.realm = f"http://{other.host.replace('127.0.0.1', 'localhost')}/token"
+        with guarded.session(tmp_path) as session:
+            assert get(session) == 200
+        (seen,) = other.seen
+        assert seen.method == "GET"
+        assert set(seen.headers) <= {
+            "Host", "User-Agent", "Accept", "Accept-Encoding", "Connection"
+        }  # fmt: skip
+        assert b"1dent1ty" not in seen.body
+        assert "1dent1ty" not in seen.path
+
+
+def test_a_token_service_that_is_busy_is_asked_again(tmp_path):
+    guarded = Guarded()
+    answers = [Answer(503), Answer(429)]
+    right = guarded.token
+    guarded.token = lambda: answers.pop() if answers else right()
+    manifest, blobs = artifact(b"{}", b"weights")
+    guarded.inner = serving(manifest, blobs)
+    with guarded.registry.running():
+        guarded.write(tmp_path)
+        reference = Reference.parse(f"{guarded.registry.host}/team/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            copy(repository, reference, MemoryStore())
+    assert len(guarded.asked) == 3
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_token_service_that_refuses_is_believed(tmp_path, status):
+    guarded = Guarded()
+    guarded.token = lambda: Answer(status)
+    with guarded.session(tmp_path) as session:
+        with pytest.raises(UnauthorizedError, match=str(status)) as raised:
+            get(session)
+        assert "aimage login" in str(raised.value.hint)
+    assert len(guarded.asked) == 1
+
+
+def test_a_redirect_of_the_token_service_is_not_followed(tmp_path):
+    guarded = Guarded()
+    with ScriptedRegistry(lambda _: Answer(200)).running() as other:
+        guarded.token = lambda: Answer(307, {"Location": f"http://{other.host}/token"})
+        with guarded.session(tmp_path) as session, pytest.raises(UnauthorizedError):
+            get(session)
+    assert other.seen == []
+
+
+@pytest.mark.parametrize(
+    ("header", "challenge"),
+    [
+        ('Basic realm="a"', _Challenge("basic", "a")),
+        ("basic", _Challenge("basic")),
+        (
+            'Basic realm="a", Bearer realm="https://b/t",service="s"',
+            _Challenge("bearer", "https://b/t", "s"),
+        ),
+        ('Bearer realm="r",scope="a b" , Basic realm="x"', _Challenge("bearer", "r", None, "a b")),
+        ("Bearer realm=https://b/t,service=s", _Challenge("bearer", "https://b/t", "s")),
+        ('Bearer realm="a, Basic realm=b"', _Challenge("bearer", "a, Basic realm=b")),
+        ('Bearer realm="r",scope="",error="x"', _Challenge("bearer", "r", None, "")),
+        ("Negotiate", _Challenge("")),
+        ("", _Challenge("")),
+        ('"', _Challenge("")),
+    ],
+)
+def test_challenges(header, challenge):
+    assert _Challenge.parse(header) == challenge
+
+
+@pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "pa55word"}])
+def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
+    """Not the password, not the token, not the signature in a content network's address."""
+    caplog.set_level(logging.DEBUG)
+    manifest, blobs = artifact(b"{}", b"weights")
+    with ScriptedRegistry(serving(manifest, blobs)).running() as cdn:
+        inner = serving(manifest, blobs)
+
+        def redirecting(seen):
+            if "/blobs/" in seen.path:
+                return Answer(307, {"Location": f"http://{cdn.host}{seen.path}?sig=s1gnature"})
+            return inner(seen)
+
+        guarded = Guarded(redirecting, entry=entry)
+        cdn_script = cdn.seen
+        with guarded.registry.running():
+            guarded.write(tmp_path)
+            reference = Reference.parse(f"{guarded.registry.host}/team/x")
+            with (
+                Repository(reference, Connection(docker_config=tmp_path)) as repository,
+                contextlib.suppress(RegistryError),  # the script does not know the query
+            ):
+                repository.resolve(reference)
+                for digest, blob in blobs.items():
+                    content = Descriptor.of("text/plain", blob)
+                    assert str(content.digest) == digest
+                    with contextlib.suppress(Exception):
+                        repository.open(content).read()
+    assert any("s1gnature" in seen.path for seen in cdn_script)
+    assert not any("Authorization" in seen.headers for seen in cdn_script)
+    assert "/token" in caplog.text  # urllib3 does log
+    for secret in ("pa55word", BASIC, "t0k3n", "s1gnature"):
+        assert secret not in caplog.text
+        assert not any(secret in repr(record.__dict__) for record in caplog.records)
+
+
+@pytest.fixture(params=["port", "scheme"])
+def elsewhere(request, tmp_path):
+    """Another origin on the same host, by its port alone or by its scheme too; its authority."""
+    authority = trustme.CA()
+    bundle = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(bundle))
+    manifest, blobs = artifact(b"{}", b"weights")
+    inner = serving(manifest, blobs)
+    other = ScriptedRegistry(lambda seen: inner(seen) if seen.method == "GET" else Answer(201))
+    if request.param == "scheme":
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(context)
+        other.wrap(context)
+    scheme = "https" if request.param == "scheme" else "http"
+    with other.running():
+        yield other, f"{scheme}://{other.host}", bundle
+
+
+def test_what_another_origin_receives(tmp_path, elsewhere):
+    """Every header of every request: a redirected blob, and an upload that is to go there."""
+    other, there, bundle = elsewhere
+    manifest, blobs = artifact(b"{}", b"weights")
+    inner = serving(manifest, blobs)
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": f"{there}/upload/1"})
+        if "/blobs/" in seen.path and seen.method == "GET":
+            return Answer(307, {"Location": f"{there}{seen.path}"})
+        return inner(seen) if seen.method == "GET" else Answer(404)
+
+    guarded = Guarded(script)
+    with guarded.registry.running():
+        guarded.write(tmp_path)
+        reference = Reference.parse(f"{guarded.registry.host}/team/x")
+        connection = Connection(docker_config=tmp_path, ca_file=bundle)
+        with Repository(reference, connection) as repository:
+            copy(repository, reference, MemoryStore())
+            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+    assert {seen.method for seen in other.seen} >= {"GET", "PUT"}
+    usual = {"host", "user-agent", "accept", "accept-encoding", "connection"}
+    for seen in other.seen:
+        names = {name.lower() for name in seen.headers}
+        assert names <= usual | {"range", "content-type", "content-length"}
+        assert not any("t0k3n" in value or BASIC in value for value in seen.headers.values())
+
+
+def test_oras_itself_says_nothing(caplog):
+    """It would print what a token service answers."""
+    caplog.set_level(logging.DEBUG)
+    for name in ("oras", "oras.logger"):
+        assert not logging.getLogger(name).isEnabledFor(logging.CRITICAL)
