@@ -20,6 +20,7 @@ from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import ContentStore, Ingest, IngestBusyError, Source
 from clowder_aimage.content.verify import CHUNK_SIZE, readinto
+from clowder_aimage.content.width import Width
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
 
@@ -28,6 +29,11 @@ SMALLEST_PART = 4 * 1024 * 1024
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
 
 _Span = tuple[int, int]
+
+
+def _is_large(content: Descriptor) -> bool:
+    """Whether a blob travels in parts."""
+    return content.size > PART
 
 
 class _Blob:
@@ -46,14 +52,18 @@ class _Blob:
         """The bytes that no connection has taken yet."""
         return sum(end - start for start, end in self.unclaimed)
 
-    def claim(self, connections: int) -> _Span:
+    @property
+    def is_large(self) -> bool:
+        return _is_large(self.content)
+
+    def claim(self, sharing: int, largest: int) -> _Span:
         """Take the next part: large ones first, smaller ones near the end, so that all finish
         together."""
         start, end = self.unclaimed.pop(0)
         if self.serial or self.content.size <= PART:
             return start, end
-        fair = (self.left + end - start) // (2 * connections)
-        size = min(PART, max(SMALLEST_PART, fair - fair % SMALLEST_PART))
+        fair = (self.left + end - start) // (2 * sharing)
+        size = min(largest, max(SMALLEST_PART, fair - fair % SMALLEST_PART))
         if end - start > size:
             self.unclaimed.insert(0, (start + size, end))
             end = start + size
@@ -94,6 +104,8 @@ class Fetch:
         self._opening = 0
         self._changed = threading.Condition()
         self._stopped = False
+        self._width = Width(self._connections)
+        self._large = 0  # connections that are at large blobs
 
     def run(self) -> None:
         """Fetch everything. Raises what the first failing connection raised."""
@@ -114,26 +126,35 @@ class Fetch:
     def _connection(self) -> None:
         """One connection's life: take work until there is none."""
         buffer = memoryview(bytearray(CHUNK_SIZE))
+        blob: _Blob | None = None
         try:
-            while (blob := self._next()) is not None:
+            while (blob := self._next(blob)) is not None:
                 self._part(blob, buffer)
+                self._leave(blob.content)
         except StoppedError:
             return
         except BaseException:
             self._stop()
             raise
 
-    def _next(self) -> _Blob | None:
-        """A blob to take a part of: a new one, else the one with most left; None at the end."""
+    def _next(self, last: _Blob | None) -> _Blob | None:
+        """A blob to take a part of; None at the end.
+
+        The one that this connection alone is at, so that its bytes come in order; else a new one;
+        else the one with most left.
+        """
         while True:
             with self._changed:
-                content = self._choose()
+                alone = last is not None and last.unclaimed and not last.readers
+                content = last if alone and not self._stopped else self._choose()
                 if isinstance(content, _Blob):
                     content.readers += 1
+                    self._large += content.is_large
                     return content
                 if content is None:
                     return None
                 self._opening += 1
+                self._large += _is_large(content)
             try:
                 blob = self._begin(content)
             finally:
@@ -142,15 +163,28 @@ class Fetch:
                     self._changed.notify_all()
             if blob is not None:
                 return blob
+            self._leave(content)
+
+    def _leave(self, content: Descriptor) -> None:
+        """A connection is done with its part of a blob, and free for another."""
+        if _is_large(content):
+            with self._changed:
+                self._large -= 1
+                self._changed.notify_all()
 
     def _choose(self) -> Descriptor | _Blob | None:
         """What to do next, once there is something to do. The lock is held."""
         while True:
             if self._stopped:
                 raise StoppedError
-            if self._pending:
+            wide = self._large >= self._width.value  # large blobs have all that is worth having
+            if self._pending and not (wide and _is_large(self._pending[0])):
                 return self._pending.popleft()
-            joinable = [blob for blob in self._active if blob.may_be_joined]
+            if self._pending and not _is_large(self._pending[-1]):
+                return self._pending.pop()
+            joinable = [
+                blob for blob in self._active if blob.may_be_joined and not (wide and blob.is_large)
+            ]
             if joinable:
                 return max(joinable, key=lambda blob: blob.left)
             if self._elsewhere:
@@ -160,7 +194,7 @@ class Fetch:
                     return content
                 self._changed.wait(left)
                 continue
-            if not self._active and not self._opening:
+            if not self._active and not self._opening and not self._pending:
                 return None
             self._changed.wait()
 
@@ -198,7 +232,9 @@ class Fetch:
             if not blob.unclaimed:  # others took the rest since
                 blob.readers -= 1
                 return
-            start, end = blob.claim(self._connections)
+            largest = PART if self._width.settled else SMALLEST_PART
+            sharing = 1 if self._pending else self._width.value
+            start, end = blob.claim(sharing, largest)
         reached = start
         try:
             reached = self._read(blob, start, end, buffer)
@@ -206,6 +242,8 @@ class Fetch:
             with self._changed:
                 blob.readers -= 1
                 blob.give_back(reached, end)
+                if blob.is_large:
+                    self._width.part_done(reached - start, time.monotonic())
                 last = not blob.readers and not blob.unclaimed
                 if last:
                     self._active.remove(blob)

@@ -99,8 +99,9 @@ def ended(process, code):
 # -- broken off and taken up again
 
 
-def test_every_byte_is_sent_once_over_all_connections(aimage, artifact, proxy):
-    proxy.pace = 100 * MIB
+def test_every_byte_is_sent_once_and_capped_connections_are_joined_by_more(aimage, artifact, proxy):
+    """Where each connection is slow, all of the budget is at the one blob in the end."""
+    proxy.pace = 20 * MIB
     here = aimage()
     here("pull", f"{proxy.host}/{artifact.path}", "--jobs", 4)
     check(store(here), artifact)

@@ -1,0 +1,47 @@
+"""How many connections are worth having on large blobs."""
+
+from __future__ import annotations
+
+START = 3
+_SHARE = 0.75  # further connections must carry at least this much of what those before do
+_WINDOW = 0.2  # seconds that a rate is measured over, at least
+
+
+class Width:
+    """Widens while it pays.
+
+    Where each connection is capped (an object store, a long round trip), every further one adds
+    its share. Where the machine or the link is the limit, further ones only get in each other's
+    way: they make parts arrive out of order, to be read again for the hash.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.value = min(START, limit)
+        self._limit = limit
+        self._before = 0.0  # bytes per second, with fewer connections
+        self._previous = self.value
+        self._began: float | None = None
+        self._bytes = self._parts = 0
+        self.settled = self.value == limit
+
+    def part_done(self, count: int, now: float) -> None:
+        """Account for a part of ``count`` bytes that ended at ``now``, in seconds."""
+        if self.settled:
+            return
+        if self._began is None:
+            self._began = now
+            return
+        self._bytes += count
+        self._parts += 1
+        elapsed = now - self._began
+        if elapsed < _WINDOW or self._parts < 2 * self.value:
+            return
+        rate = self._bytes / elapsed
+        wanted = 1 + _SHARE * (self.value / self._previous - 1)
+        if rate < self._before * wanted:
+            self.value, self.settled = self._previous, True
+            return
+        self._before, self._previous = rate, self.value
+        self.value = min(self._limit, self.value + max(1, self.value // 2))
+        self.settled = self.value == self._previous
+        self._began, self._bytes, self._parts = now, 0, 0

@@ -1,0 +1,46 @@
+"""How many connections the engine uses on large blobs, by what they bring."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.content.width import START, Width
+
+MIB = 1024 * 1024
+
+
+def run(limit, rate_of, seconds=20.0):
+    """Parts of 4 MiB from ``width`` connections whose rate in all is ``rate_of(width)``."""
+    width, now = Width(limit), 0.0
+    seen = [width.value]
+    while now < seconds and not width.settled:
+        now += 4 * MIB / rate_of(width.value)
+        width.part_done(4 * MIB, now)
+        seen.append(width.value)
+    return width, seen, now
+
+
+@pytest.mark.parametrize("limit", [4, 8, 16, 64])
+def test_capped_connections_are_all_used(limit):
+    width, seen, now = run(limit, lambda n: n * 20 * MIB)
+    assert width.value == max(seen) == limit
+    assert now < 5
+
+
+@pytest.mark.parametrize("limit", [4, 8, 16])
+def test_a_full_link_is_left_as_it_is(limit):
+    width, seen, _ = run(limit, lambda _: 1000 * MIB)
+    assert width.value == START
+    assert width.settled
+    assert max(seen) == 4  # it was tried
+
+
+def test_a_link_that_six_connections_fill():
+    width, _, _ = run(16, lambda n: min(n, 6) * 50 * MIB)
+    assert 4 <= width.value <= 6
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_small_budget_is_the_width(limit):
+    width = Width(limit)
+    assert (width.value, width.settled) == (limit, True)
