@@ -90,6 +90,7 @@ def test_what_templates_may_use(tiny: Model) -> None:
         "{{ raise_exception('no') }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{% for i in range(10000000) %}x{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
         "{% include 'x' %}",
         "{{ 1 / 0 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -98,6 +99,12 @@ def test_what_templates_may_use(tiny: Model) -> None:
 def test_templates_that_are_stopped(tiny: Model, template: str) -> None:
     with pytest.raises(ModelError, match="chat template failed"):
         with_template(tiny, template).render("x")
+
+
+def test_every_rendering_may_loop(tiny: Model) -> None:
+    """What stops loops in loops is counted anew each time."""
+    tokenizer = with_template(tiny, "{% for i in range(60000) %}{% endfor %}done")
+    assert [tokenizer.render("x") for _ in range(3)] == ["done"] * 3
 
 
 def test_templates_that_do_not_parse(tiny: Model) -> None:

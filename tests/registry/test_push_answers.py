@@ -184,3 +184,21 @@ def test_an_upload_without_a_location(tmp_path):
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, Connection(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))
+
+
+def test_an_answer_that_should_be_empty_is_not_read_for_ever(tmp_path):
+    """A body of gigabytes where none belongs costs its connection, not our time."""
+    right = taking(lambda *_: None)
+
+    def script(seen):
+        answer = right(seen)
+        if seen.method == "POST":
+            answer.headers["Content-Length"] = str(1 << 40)
+            answer.body, answer.cut, answer.hang = b"x" * 200_000, 200_000, True
+        return answer
+
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+    assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"abc"]
