@@ -8,12 +8,13 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from clowder_aimage.content import Body, ContentStore
+from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import ModelError, VerificationError
 from clowder_aimage.importer.plan import Plan, PlannedLayer
@@ -46,7 +47,9 @@ def write_layers(
     """
     stopped = threading.Event()
 
-    def one(planned: PlannedLayer) -> Written:
+    written: dict[str, Written] = {}
+
+    def one(planned: PlannedLayer) -> None:
         layer = planned.layer(_digest(planned, stopped))
         was_there = store.exists(layer.descriptor)
         if not was_there:
@@ -54,22 +57,11 @@ def write_layers(
                 store.push(layer.descriptor, _body(planned, stopped))
             except VerificationError:
                 raise _changed(planned.path) from None
-        written = Written(layer, was_there)
-        on_written(written)
-        return written
+        written[planned.name] = Written(layer, was_there)
+        on_written(written[planned.name])
 
-    with ThreadPoolExecutor(max_workers=max(1, jobs), thread_name_prefix="create") as pool:
-        try:
-            futures = [pool.submit(one, planned) for planned in plan.layers]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done() and (error := future.exception()) is not None:
-                    raise error
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    in_parallel([partial(one, planned) for planned in plan.layers], jobs, stopped.set)
+    return [written[planned.name] for planned in plan.layers]
 
 
 def _changed(path: Path) -> ModelError:
@@ -112,7 +104,7 @@ class _SpanReader(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if self._stopped.is_set():
-            raise ModelError("stopped")
+            raise StoppedError
         view = memoryview(buffer)
         if self._prefix:
             count = min(len(view), len(self._prefix))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.content import MemoryStore
+from clowder_aimage.content.parallel import StoppedError
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import ModelError, NoSpaceError
@@ -505,15 +506,16 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, monkeypatch):
                         reading.set()
                         while source.read(16):
                             pass
-            except ModelError as error:
+            except StoppedError as error:
                 stopped.append(error.message)
                 raise
 
     def interrupted(*_: object, **__: object) -> None:
+        monkeypatch.undo()  # the wait for those under way to end is a real one
         assert reading.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("clowder_aimage.importer.write.wait", interrupted)
+    monkeypatch.setattr("clowder_aimage.content.parallel.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         create(Endless(), Reference.parse("m"), model.directory, jobs=2)
     assert stopped

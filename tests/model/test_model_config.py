@@ -186,6 +186,10 @@ def test_vaes_that_are_refused(changes: dict[str, Any], message: str) -> None:
         ({"use_karras_sigmas": True, "use_exponential_sigmas": True}, "excludes"),
         ({"time_shift_type": "cosine"}, "time_shift_type"),
         ({"shift_terminal": 1.0}, "shift_terminal"),
+        (
+            {"use_dynamic_shifting": True, "base_image_seq_len": 9, "max_image_seq_len": 9},
+            "max_image_seq_len",
+        ),
         ({"sigma_min": 0.1}, "unknown fields sigma_min"),
     ],
 )
