@@ -47,9 +47,11 @@ def copy(
     plan = plan_copy(source, reference)
     on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
     if isinstance(target, ContentStore):
-        check_space(plan, target)
-        blobs = plan.blobs
-        Fetch(source, target, blobs, connections=concurrency, on_event=on_event, rate=rate).run()
+        missing = plan.missing(target)
+        check_space(missing, target)
+        for blob in set(plan.blobs).difference(missing):
+            on_event(Event("skip", blob, blob.size))
+        Fetch(source, target, missing, connections=concurrency, on_event=on_event, rate=rate).run()
     else:
         _push_blobs(source, target, plan.blobs, concurrency, on_event)
     *below, (root, document) = plan.documents

@@ -11,7 +11,11 @@ from clowder_aimage.oci import Descriptor
 @dataclass(frozen=True, slots=True)
 class Event:
     """``kind`` is ``plan`` (blobs and bytes of the whole), ``skip`` (already there), ``start``,
-    ``progress`` (``count`` more bytes; negative where a retry begins again), ``done``."""
+    ``progress`` (``count`` more bytes; negative where a retry begins again), ``done``.
+
+    A blob that is mounted starts, is skipped, and then done. More ``progress`` at once than a chunk
+    is what an earlier run left.
+    """
 
     kind: str
     content: Descriptor | None = None

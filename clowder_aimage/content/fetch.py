@@ -1,8 +1,9 @@
 """Many blobs over a few connections: the download engine.
 
 One budget of connections serves all blobs. A connection takes a blob that nobody has begun; when
-there is none, it joins the blob with most left to fetch and takes the next part of it. So many
-small blobs travel side by side, and the last large one is finished by all connections together.
+there is none, it joins the blob with most left to fetch and takes a part of what nobody is at, or
+half of what a slow connection has still before it. So many small blobs travel side by side, and
+the last large one is finished by all connections together.
 
 Parts may arrive in any order: the ingest hashes them in order, from the buffer where it can and
 from its file where it must. Nothing is believed before the whole blob's digest holds.
@@ -24,16 +25,51 @@ from clowder_aimage.content.width import Width
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
 
-PART = 16 * 1024 * 1024  # the most that one connection fetches at a time, and can lose
+SMALL = 16 * 1024 * 1024  # a blob up to this size travels over one connection
+NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is made to last
 SMALLEST_PART = 4 * 1024 * 1024
+LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
+_WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
 
 _Span = tuple[int, int]
 
 
 def _is_large(content: Descriptor) -> bool:
-    """Whether a blob travels in parts."""
-    return content.size > PART
+    """Whether several connections may be at a blob."""
+    return content.size > SMALL
+
+
+class _Part:
+    """What one connection fetches of a blob: it has come to ``at``, and stops at ``end``.
+
+    Another connection may move ``end`` closer, never nearer than SMALLEST_PART, which is more
+    than is read at a time.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = self.at = start
+        self.end = end
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> int:
+        return self.end - self.at
+
+    @property
+    def is_worth_sharing(self) -> bool:
+        """Whether what is left takes long enough for a second connection to pay."""
+        elapsed = time.monotonic() - self._began
+        if self.left < 2 * SMALLEST_PART or elapsed < _WORTH_SHARING:
+            return False
+        return self.left * elapsed > (self.at - self.start) * _WORTH_SHARING
+
+    def split(self) -> _Part:
+        """Give the second half of what is left to another connection."""
+        half = self.left // 2
+        middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
+        other, self.end = _Part(middle, self.end), middle
+        return other
 
 
 class _Blob:
@@ -43,40 +79,52 @@ class _Blob:
         self.content = content
         self.ingest = ingest
         self.unclaimed: list[_Span] = ingest.missing()
-        self.readers = 0
+        self.parts: list[_Part] = []  # what connections are at
+        self.readers = 0  # they, and those that are about to take a part
         self.ranges = False  # a first part came as asked for: others may join
         self.serial = False  # its server does not do ranges: one connection, from the front
 
     @property
     def left(self) -> int:
-        """The bytes that no connection has taken yet."""
-        return sum(end - start for start, end in self.unclaimed)
+        """The bytes that have not come yet."""
+        waiting = sum(end - start for start, end in self.unclaimed)
+        return waiting + sum(part.left for part in self.parts)
 
     @property
     def is_large(self) -> bool:
         return _is_large(self.content)
 
-    def claim(self, sharing: int, largest: int) -> _Span:
-        """Take the next part: large ones first, smaller ones near the end, so that all finish
-        together."""
-        start, end = self.unclaimed.pop(0)
-        if self.serial or self.content.size <= PART:
-            return start, end
-        fair = (self.left + end - start) // (2 * sharing)
-        size = min(largest, max(SMALLEST_PART, fair - fair % SMALLEST_PART))
-        if end - start > size:
-            self.unclaimed.insert(0, (start + size, end))
-            end = start + size
-        return start, end
+    def claim(self, sharing: int) -> _Part | None:
+        """Take a part that ``sharing`` connections would each take two of, so that all finish
+        together; None when others have it all."""
+        if not self.unclaimed:
+            slow = [part for part in self.parts if part.is_worth_sharing]
+            part = max(slow, key=lambda part: part.left).split() if slow else None
+        else:
+            start, end = self.unclaimed.pop(0)
+            if sharing > 1 and not self.serial and self.is_large:
+                waiting = end - start + sum(high - low for low, high in self.unclaimed)
+                fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
+                size = min(LARGEST_PART, max(SMALLEST_PART, fair))
+                if end - start > size:
+                    self.unclaimed.insert(0, (start + size, end))
+                    end = start + size
+            part = _Part(start, end)
+        if part is not None:
+            self.parts.append(part)
+        return part
 
-    def give_back(self, start: int, end: int) -> None:
+    def give_back(self, part: _Part) -> None:
         """What a connection took and did not fetch."""
-        if start < end:
-            self.unclaimed = sorted([*self.unclaimed, (start, end)])
+        self.parts.remove(part)
+        if part.left:
+            self.unclaimed = sorted([*self.unclaimed, (part.at, part.end)])
 
     @property
     def may_be_joined(self) -> bool:
-        return bool(self.unclaimed) and (not self.readers or (self.ranges and not self.serial))
+        if self.readers and (self.serial or not self.ranges):
+            return False
+        return bool(self.unclaimed) or any(part.is_worth_sharing for part in self.parts)
 
 
 class Fetch:
@@ -129,7 +177,7 @@ class Fetch:
         blob: _Blob | None = None
         try:
             while (blob := self._next(blob)) is not None:
-                self._part(blob, buffer)
+                self._take_part(blob, buffer)
                 self._leave(blob.content)
         except StoppedError:
             return
@@ -182,11 +230,14 @@ class Fetch:
                 return self._pending.popleft()
             if self._pending and not _is_large(self._pending[-1]):
                 return self._pending.pop()
-            joinable = [
-                blob for blob in self._active if blob.may_be_joined and not (wide and blob.is_large)
-            ]
-            if joinable:
-                return max(joinable, key=lambda blob: blob.left)
+            if not wide or any(not blob.is_large for blob in self._active):
+                joinable = [
+                    blob
+                    for blob in self._active
+                    if blob.may_be_joined and not (wide and blob.is_large)
+                ]
+                if joinable:
+                    return max(joinable, key=lambda blob: blob.left)
             if self._elsewhere:
                 due, content = self._elsewhere[0]
                 if (left := due - time.monotonic()) <= 0:
@@ -196,13 +247,10 @@ class Fetch:
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
-            self._changed.wait()
+            self._changed.wait(_WORTH_SHARING)  # a part under way may turn out to be slow
 
     def _begin(self, content: Descriptor) -> _Blob | None:
         """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
-        if self._target.exists(content):
-            self._on_event(Event("skip", content, content.size))
-            return None
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError:
@@ -226,24 +274,19 @@ class Fetch:
             self._changed.notify_all()
         return blob
 
-    def _part(self, blob: _Blob, buffer: memoryview) -> None:
+    def _take_part(self, blob: _Blob, buffer: memoryview) -> None:
         """Fetch one part of a blob, and finish the blob if that was the last one."""
         with self._changed:
-            if not blob.unclaimed:  # others took the rest since
+            part = blob.claim(1 if self._pending else self._width.value)
+            if part is None:  # others took the rest since
                 blob.readers -= 1
                 return
-            largest = PART if self._width.settled else SMALLEST_PART
-            sharing = 1 if self._pending else self._width.value
-            start, end = blob.claim(sharing, largest)
-        reached = start
         try:
-            reached = self._read(blob, start, end, buffer)
+            self._read(blob, part, buffer)
         finally:
             with self._changed:
                 blob.readers -= 1
-                blob.give_back(reached, end)
-                if blob.is_large:
-                    self._width.part_done(reached - start, time.monotonic())
+                blob.give_back(part)
                 last = not blob.readers and not blob.unclaimed
                 if last:
                     self._active.remove(blob)
@@ -259,24 +302,36 @@ class Fetch:
         else:
             blob.ingest.checkpoint()
 
-    def _read(self, blob: _Blob, start: int, end: int, buffer: memoryview) -> int:
-        """Stream [start, end) into the ingest; returns how far it came."""
-        content = blob.content
-        with self._source.open(content, start, end - start) as reader:
+    def _read(self, blob: _Blob, part: _Part, buffer: memoryview) -> None:
+        """Stream a part into the ingest, as far as it goes by now."""
+        content, noted = blob.content, part.at
+        with self._source.open(content, part.at, part.left) as reader:
             self._learn(blob, ranges=not getattr(reader, "ignores_range", False))
-            while start < end:
+            while part.left > 0:
                 if self._stopped:
                     raise StoppedError
-                size = min(end - start, len(buffer), self._rate.burst if self._rate else end)
+                size = min(part.left, len(buffer), self._rate.burst if self._rate else part.left)
                 count = readinto(reader, buffer[:size])
                 if not count:
-                    raise VerificationError(f"{content.digest} ends after {start} bytes")
-                blob.ingest.write_at(start, buffer[:count])
-                start += count
-                self._on_event(Event("progress", content, count))
-                if self._rate is not None:
-                    self._rate.passed(count)
-        return start
+                    raise VerificationError(f"{content.digest} ends after {part.at} bytes")
+                blob.ingest.write_at(part.at, buffer[:count])
+                part.at += count
+                self._passed(blob, count)
+                if part.at - noted >= NOTED and part.left:
+                    blob.ingest.checkpoint()
+                    noted = part.at
+
+    def _passed(self, blob: _Blob, count: int) -> None:
+        """So many bytes of a blob came."""
+        self._on_event(Event("progress", blob.content, count))
+        if blob.is_large and not self._width.settled:
+            with self._changed:
+                before = self._width.value
+                self._width.passed(count, time.monotonic())
+                if self._width.value > before:
+                    self._changed.notify_all()
+        if self._rate is not None:
+            self._rate.passed(count)
 
     def _learn(self, blob: _Blob, *, ranges: bool) -> None:
         """Whether other connections may join is known once a first part begins to come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from clowder_aimage.content.store import ContentStore, Source
@@ -54,9 +54,9 @@ def plan_copy(source: Source, reference: Reference) -> CopyPlan:
     )
 
 
-def check_space(plan: CopyPlan, target: ContentStore) -> None:
-    """Raise NoSpaceError before the first byte where the whole cannot fit."""
-    needed = sum(target.lacking(blob) for blob in plan.missing(target))
+def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
+    """Raise NoSpaceError before the first byte where blobs that ``target`` lacks cannot fit."""
+    needed = sum(target.lacking(blob) for blob in missing)
     free = target.free()
     if needed and needed + RESERVE > free:
         raise NoSpaceError(

@@ -128,7 +128,7 @@ class ContentStore(Target, Protocol):
         ...
 
     def lacking(self, content: Descriptor, /) -> int:
-        """The bytes that must still be written for the content to be here."""
+        """The bytes that must still be written for content that is not here to be here."""
         ...
 
     def free(self) -> int:

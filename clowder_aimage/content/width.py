@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 START = 3
-_SHARE = 0.75  # further connections must carry at least this much of what those before do
-_WINDOW = 0.2  # seconds that a rate is measured over, at least
+_SHARE = 0.5  # further connections must carry at least this much of what those before do
+_WARM = 0.2  # seconds that connections get to begin in before their rate counts
+_WINDOW = 0.4  # seconds that a rate is measured over, at least
+_PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that nothing holds back
+_LEAST = 4 * 1024 * 1024  # bytes a connection that a rate is measured over, at least
 
 
 class Width:
-    """Widens while it pays.
+    """Doubles while it pays.
 
     Where each connection is capped (an object store, a long round trip), every further one adds
     its share. Where the machine or the link is the limit, further ones only get in each other's
@@ -21,27 +24,30 @@ class Width:
         self._before = 0.0  # bytes per second, with fewer connections
         self._previous = self.value
         self._began: float | None = None
-        self._bytes = self._parts = 0
+        self._bytes = 0
         self.settled = self.value == limit
 
-    def part_done(self, count: int, now: float) -> None:
-        """Account for a part of ``count`` bytes that ended at ``now``, in seconds."""
+    def passed(self, count: int, now: float) -> None:
+        """Account for ``count`` bytes that have come by ``now``, in seconds."""
         if self.settled:
             return
         if self._began is None:
-            self._began = now
+            self._began = now + _WARM
+        if now <= self._began:
             return
         self._bytes += count
-        self._parts += 1
         elapsed = now - self._began
-        if elapsed < _WINDOW or self._parts < 2 * self.value:
+        if elapsed < _WINDOW or self._bytes < _LEAST * self.value:
             return
         rate = self._bytes / elapsed
         wanted = 1 + _SHARE * (self.value / self._previous - 1)
         if rate < self._before * wanted:
             self.value, self.settled = self._previous, True
             return
+        if rate > _PLENTY * self.value:
+            self.settled = True
+            return
         self._before, self._previous = rate, self.value
-        self.value = min(self._limit, self.value + max(1, self.value // 2))
+        self.value = min(self._limit, 2 * self.value)
         self.settled = self.value == self._previous
-        self._began, self._bytes, self._parts = now, 0, 0
+        self._began, self._bytes = None, 0

@@ -24,6 +24,7 @@ from clowder_aimage.oci.digest import new_hasher
 BLOB_MODE = 0o444  # content never changes under its name
 JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept book of
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_DIRECTORY = os.path.join(".aimage", "ingest")
 _Span = tuple[int, int]
 
 
@@ -50,44 +51,51 @@ class FileIngest:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
-        directory = root / ".aimage" / "ingest"
         name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
-        self._path = directory / name
-        self._journal = directory / f"{name}.journal"
+        self._path = os.path.join(root, _DIRECTORY, name)  # thousands of blobs: paths are slow
+        self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
-            directory.mkdir(parents=True, exist_ok=True)
             self._fd = self._open(wait)
-        self._spans = self._journaled()
+            size = os.fstat(self._fd).st_size
+        self._spans = self._journaled(size) if self._is_journaled else []
         self._noted = _total(self._spans)  # bytes that the journal knows of
         self._reset_hash()
-        if not self._spans:  # a journal that is not believed now must not be believed later
-            self.restart()
+        if not self._spans and (size or self._is_journaled):
+            self.restart()  # a journal that is not believed now must not be believed later
+
+    @property
+    def _journal(self) -> Path:
+        return Path(f"{self._path}.journal")
 
     def _open(self, wait: bool) -> int:
         """The file's descriptor, locked; the lock goes with the process, however that ends."""
         while True:
             try:
                 fd = os.open(self._path, _FLAGS, 0o600)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(self._path), exist_ok=True)
+                continue
             except PermissionError:  # it was about to be published when its process was killed
-                self._path.chmod(0o600)
+                os.chmod(self._path, 0o600)
                 fd = os.open(self._path, _FLAGS, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 with contextlib.suppress(FileNotFoundError):
-                    if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                    if os.fstat(fd).st_ino == os.stat(self._path).st_ino:
                         return fd
             except BlockingIOError:
                 os.close(fd)
-                raise IngestBusyError(f"{self._path.name[:12]} is being fetched") from None
+                raise IngestBusyError(
+                    f"{os.path.basename(self._path)[:12]} is being fetched"
+                ) from None
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)  # it was committed or aborted while we waited: begin anew
 
-    def _journaled(self) -> list[_Span]:
-        """The spans that an earlier process has surely written."""
+    def _journaled(self, size: int) -> list[_Span]:
+        """The spans of a file of ``size`` bytes that an earlier process has surely written."""
         with contextlib.suppress(OSError, ValueError):
-            size = os.fstat(self._fd).st_size
             lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
             for line in filter(None, reversed(lines)):
                 spans = _parse_spans(line)
@@ -119,7 +127,7 @@ class FileIngest:
     def restart(self) -> None:
         """Forget what an earlier process has written, for a writer that begins at the front."""
         with store_errors(self._root):
-            self._journal.unlink(missing_ok=True)
+            self._forget_journal()
             os.ftruncate(self._fd, 0)
         self._spans = []
         self._noted = 0
@@ -169,7 +177,7 @@ class FileIngest:
 
     def checkpoint(self) -> None:
         """Make what was written survive a power cut, and note it; one thread at a time does."""
-        if self._expected is None or self._expected.size <= JOURNALED:
+        if not self._is_journaled:
             return
         while self._syncing.acquire(blocking=False):
             try:
@@ -211,14 +219,21 @@ class FileIngest:
             self._leave()
             raise
 
-    def _publish(self, final: Path) -> None:
+    def _publish(self, final: str) -> None:
         """Rename it in. A checkpoint that is under way has ended, and none begins after it."""
         os.fchmod(self._fd, BLOB_MODE)
         os.fsync(self._fd)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self._path.replace(final)
-        self._journal.unlink(missing_ok=True)
+        try:
+            os.replace(self._path, final)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(final), exist_ok=True)
+            os.replace(self._path, final)
+        self._forget_journal()
         self._close()
+
+    def _forget_journal(self) -> None:
+        if self._is_journaled:
+            self._journal.unlink(missing_ok=True)
 
     def _check_whole(self, expected: Descriptor) -> None:
         if self.missing():
@@ -246,7 +261,7 @@ class FileIngest:
     def _leave(self) -> None:
         """End, and keep what the journal knows of."""
         with self._syncing:
-            kept = self._journal.exists()
+            kept = self._is_journaled and self._journal.exists()
             if kept:
                 self._close()
         if not kept:
@@ -258,8 +273,8 @@ class FileIngest:
             if self._fd < 0:
                 return  # it has ended, and what lies there now is another's
             with contextlib.suppress(OSError):  # why it is aborted is worth more
-                self._path.unlink(missing_ok=True)
-                self._journal.unlink(missing_ok=True)
+                Path(self._path).unlink(missing_ok=True)
+                self._forget_journal()
             self._close()
 
     def _close(self) -> None:
@@ -297,11 +312,12 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
 def ingested(root: Path, content: Descriptor) -> int:
     """The bytes on disk of what an earlier process left of a blob."""
     try:
-        return (root / ".aimage" / "ingest" / content.digest.encoded).stat().st_blocks * 512
+        path = os.path.join(root, _DIRECTORY, content.digest.encoded)
+        return os.stat(path).st_blocks * 512
     except OSError:
         return 0
 
 
-def blob_path(root: Path, content: Descriptor) -> Path:
+def blob_path(root: Path, content: Descriptor) -> str:
     """Where the layout keeps a blob; the digest is strict, so nothing can climb out."""
-    return root / "blobs" / content.digest.algorithm / content.digest.encoded
+    return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)

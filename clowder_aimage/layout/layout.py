@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,12 +64,12 @@ class ImageLayout:
     def exists(self, content: Descriptor, /) -> bool:
         with store_errors(self.root):
             try:
-                return blob_path(self.root, content).stat().st_size == content.size
+                return os.stat(blob_path(self.root, content)).st_size == content.size
             except FileNotFoundError:
                 return False
 
     def path(self, content: Descriptor, /) -> Path:
-        path = blob_path(self.root, content)
+        path = Path(blob_path(self.root, content))
         if not path.is_file():
             raise NotFoundError(
                 f"{content.digest} is not in the store {self.root}",
@@ -103,8 +104,6 @@ class ImageLayout:
 
     def lacking(self, content: Descriptor, /) -> int:
         """The bytes that must still be written: what lies in an ingest has its place already."""
-        if self.exists(content):
-            return 0
         return max(0, content.size - ingested(self.root, content))
 
     def free(self) -> int:

@@ -22,6 +22,7 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.settings import HostSettings, certificates
+from clowder_aimage.registry.transport import POOLS
 
 _BLOCK_SIZE = 1024 * 1024
 
@@ -102,16 +103,6 @@ class _Requests(requests.Session):
             return settings | {"verify": self.ca_bundle}
         return settings
 
-    def rebuild_auth(
-        self, prepared_request: requests.PreparedRequest, response: requests.Response
-    ) -> None:
-        """Drop Authorization when a redirect leaves the origin; never go from https to http."""
-        old, new = urlsplit(response.request.url or ""), urlsplit(prepared_request.url or "")
-        if old.scheme == "https" and new.scheme != "https":
-            raise requests.exceptions.InvalidSchema("redirected from https to http")
-        if origin(str(response.request.url)) != origin(str(prepared_request.url)):
-            prepared_request.headers.pop("Authorization", None)
-
 
 def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """An ``auth`` that adds nothing: its presence keeps netrc out."""
@@ -129,9 +120,12 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._more | kwargs))
+        self.poolmanager.pool_classes_by_scheme = POOLS
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
-        return super().proxy_manager_for(proxy, **self._more, **kwargs)
+        found = super().proxy_manager_for(proxy, **self._more, **kwargs)
+        found.pool_classes_by_scheme = POOLS
+        return found
 
     def close(self) -> None:
         """Close the connections now; urllib3 leaves that to the garbage collector."""
@@ -143,13 +137,6 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
 def _is_loopback(url: str) -> bool:
     return Reference(urlsplit(url).netloc, "x").is_loopback
-
-
-def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of a URL: what credentials belong to."""
-    parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-    return parts.scheme, (parts.hostname or "").lower(), port
 
 
 def open_session(connection: Connection, host: str) -> requests.Session:

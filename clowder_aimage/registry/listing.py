@@ -15,9 +15,9 @@ import requests
 from clowder_aimage.errors import FormatError, RegistryError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE
 from clowder_aimage.registry.answer import failure, read_capped
-from clowder_aimage.registry.connection import origin
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.transport import origin
 
 MAX_PAGES = 1000
 MAX_LIST_SIZE = 64 * 1024 * 1024

@@ -19,8 +19,9 @@ from clowder_aimage.errors import AImageError, NetworkError, RegistryError, Veri
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference
 from clowder_aimage.registry.answer import failure, finish, read_capped
 from clowder_aimage.registry.auth import Authenticator
-from clowder_aimage.registry.connection import Connection, open_session, origin
+from clowder_aimage.registry.connection import Connection, open_session
 from clowder_aimage.registry.retry import BrokenOffError, Pause
+from clowder_aimage.registry.transport import Transport, origin
 
 __all__ = ["Session", "origin"]
 
@@ -56,6 +57,7 @@ class Session:
         self._closed = threading.Event()
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
         self._http.hooks["response"].append(self._pause.heed)
+        self._transport = Transport(self._http)
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
         self._auth = Authenticator(
             reference, connection, self._http, timeout, self._scheme, basic_auth
@@ -161,17 +163,12 @@ class Session:
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
             sent["Authorization"] = authorization
+        read = min(self._first_read_timeout, read_timeout)
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
         response: requests.Response = self._wrapped(
-            lambda: self._http.request(
-                method,
-                url,
-                headers=sent,
-                data=body,
-                stream=True,
-                timeout=(CONNECT_TIMEOUT, min(self._first_read_timeout, read_timeout)),
-                allow_redirects=method in ("GET", "HEAD"),
-            )
+            lambda: self._transport.send(method, url, sent, body, timeout=timeout)
         )
+        self._pause.heed(response)
         self._first_read_timeout = math.inf
         if self._closed.is_set():
             response.close()

@@ -12,7 +12,8 @@ from collections import Counter
 
 import pytest
 
-from clowder_aimage.content.fetch import PART, SMALLEST_PART, Fetch
+import clowder_aimage.content.fetch as fetch_module
+from clowder_aimage.content.fetch import NOTED, SMALLEST_PART, Fetch
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -149,10 +150,31 @@ def test_parts_shrink_towards_the_end(layout):
     source = Counted(BIG, together=3)
     fetch(source, layout, CONTENT, connections=4)
     lengths = source.lengths(CONTENT)
-    assert max(lengths) <= PART
+    assert max(lengths) <= CONTENT.size // 2
     assert lengths[-1] < lengths[0]
     assert max(lengths[-4:]) <= SMALLEST_PART
     assert len(lengths) <= CONTENT.size // SMALLEST_PART + 1
+
+
+def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monkeypatch):
+    """Every blob has its connection; the first to be free joins the one that is slow."""
+    monkeypatch.setattr(fetch_module, "_WORTH_SHARING", 0.01)
+    small = noise(1000)
+    source = Counted(BIG, small, together=2)
+    joined = threading.Event()
+
+    def fail(digest, offset):
+        if digest == CONTENT.digest and offset > 20 * MIB:
+            joined.set()
+        elif digest == CONTENT.digest and offset >= 3 * MIB:
+            assert joined.wait(20), "nobody came to help"
+
+    source.fail = fail
+    watch = fetch(source, layout, CONTENT, blob(small), connections=2)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert len(source.lengths(CONTENT)) >= 2
+    assert watch.done == CONTENT.size + len(small)
+    assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was told in time to stop
 
 
 def test_small_blobs_take_one_connection_each_and_travel_side_by_side(layout):
@@ -229,7 +251,7 @@ def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
     watch = fetch(source, layout, CONTENT, connections=8)
     assert layout.path(CONTENT).read_bytes() == BIG
     assert source.busiest == 1
-    assert source.bytes[CONTENT.digest] <= CONTENT.size + PART
+    assert source.bytes[CONTENT.digest] <= CONTENT.size + NOTED
     assert watch.done == CONTENT.size
 
 

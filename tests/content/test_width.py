@@ -10,12 +10,12 @@ MIB = 1024 * 1024
 
 
 def run(limit, rate_of, seconds=20.0):
-    """Parts of 4 MiB from ``width`` connections whose rate in all is ``rate_of(width)``."""
+    """Blocks of 1 MiB from ``width`` connections whose rate in all is ``rate_of(width)``."""
     width, now = Width(limit), 0.0
     seen = [width.value]
     while now < seconds and not width.settled:
-        now += 4 * MIB / rate_of(width.value)
-        width.part_done(4 * MIB, now)
+        now += MIB / rate_of(width.value)
+        width.passed(MIB, now)
         seen.append(width.value)
     return width, seen, now
 
@@ -29,10 +29,16 @@ def test_capped_connections_are_all_used(limit):
 
 @pytest.mark.parametrize("limit", [4, 8, 16])
 def test_a_full_link_is_left_as_it_is(limit):
-    width, seen, _ = run(limit, lambda _: 1000 * MIB)
+    width, seen, _ = run(limit, lambda _: 100 * MIB)
     assert width.value == START
     assert width.settled
-    assert max(seen) == 4  # it was tried
+    assert max(seen) == min(limit, 2 * START)  # it was tried
+
+
+def test_connections_that_nothing_holds_back_are_enough():
+    width, seen, _ = run(16, lambda n: n * 500 * MIB)
+    assert max(seen) == START
+    assert width.settled
 
 
 def test_a_link_that_six_connections_fill():
