@@ -13,7 +13,7 @@ from clowder_aimage.cli.option import (
     jobs_option,
     settings,
 )
-from clowder_aimage.cli.output import note, plain, result
+from clowder_aimage.cli.output import plain, result
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -62,7 +62,7 @@ def attach(
 
     chosen = settings()
     reference = Reference.parse(ref)
-    with Progress(f"attaching to {reference}", quiet=chosen.quiet) as progress:
+    with Progress("attaching", reference, quiet=chosen.quiet) as progress:
         descriptor, subject = attach_files(
             reference,
             file,
@@ -72,8 +72,7 @@ def attach(
             jobs=jobs,
             on_event=progress.on_event,
         )
-    if not chosen.quiet:
-        note(progress.summary("attached"))
+    progress.say("attached")
     name = str(reference.with_digest(descriptor.digest))
     value = {"reference": name, **plain(descriptor), "subject": str(subject.digest)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

@@ -13,7 +13,7 @@ from clowder_aimage.cli.option import (
     jobs_option,
     settings,
 )
-from clowder_aimage.cli.output import note, plain, result
+from clowder_aimage.cli.output import plain, result
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.oci import Reference
 
@@ -36,7 +36,7 @@ def copy(
 
     chosen = settings()
     source, target = Reference.parse(src), Reference.parse(dst)
-    with Progress(f"copying {source}", quiet=chosen.quiet) as progress:
+    with Progress("copying", source, quiet=chosen.quiet) as progress:
         descriptor = transfer(
             source,
             target,
@@ -44,7 +44,6 @@ def copy(
             jobs=jobs,
             on_event=progress.on_event,
         )
-    if not chosen.quiet:
-        note(progress.summary("copied"))
+    progress.say("copied")
     value = {"source": str(source), "reference": str(target), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

@@ -69,7 +69,7 @@ def create(
         raise UsageError(f"{name} names a digest, which only content can decide")
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
-    with Progress(f"packing {reference}", quiet=chosen.quiet) as progress:
+    with Progress("packing", reference, quiet=chosen.quiet) as progress:
         made = create_aimage(
             chosen.layout,
             reference,

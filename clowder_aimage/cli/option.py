@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage import __version__
-from clowder_aimage.cli.output import note
+from clowder_aimage.cli.output import META, note
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from clowder_aimage.registry.settings import HostSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_META = "clowder_aimage.cli."
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     """Keep an option for the whole command line; where it stands twice, the last one counts."""
     if value:
-        ctx.meta[_META + str(param.name)] = value
+        ctx.meta[META + str(param.name)] = value
 
 
 def common_options(function: _F) -> _F:
@@ -134,9 +133,9 @@ def settings() -> Settings:
     """The common options, wherever on the command line they stood."""
     meta = click.get_current_context().meta
     return Settings(
-        store=meta.get(_META + "store") or default_store(),
-        as_json=bool(meta.get(_META + "as_json")),
-        quiet=bool(meta.get(_META + "quiet")),
+        store=meta.get(META + "store") or default_store(),
+        as_json=bool(meta.get(META + "as_json")),
+        quiet=bool(meta.get(META + "quiet")),
     )
 
 

@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
+META = "clowder_aimage.cli."  # where a command line keeps the common options
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -31,8 +32,19 @@ def plain(descriptor: Descriptor) -> dict[str, Any]:
 
 
 def note(text: str) -> None:
-    """Say something that is not the result."""
-    click.echo(text, err=True)
+    """Say something that is not the result; with ``--json`` as an event."""
+    click.echo(event("note", message=text) if wants_json() else text, err=True)
+
+
+def wants_json() -> bool:
+    """Whether this command line has ``--json``. Only its own thread knows."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(f"{META}as_json"))
+
+
+def event(kind: str, **fields: Any) -> str:
+    """A line of JSON on something that happens; in ASCII, so that nothing in it moves a cursor."""
+    return json.dumps({"event": kind, **fields})
 
 
 def size(count: float) -> str:
@@ -42,6 +54,31 @@ def size(count: float) -> str:
         count /= 1000
         unit += 1
     return f"{count:.3g} {_UNITS[unit]}" if unit else f"{count:.0f} B"
+
+
+def speed(rate: float, *, stepwise: bool = False) -> str:
+    """Bytes or steps per second for people."""
+    if not stepwise:
+        return f"{size(rate)}/s"
+    if 0 < rate < 1:
+        return f"{1 / rate:.3g} s/step"
+    return f"{rate:.3g} steps/s"
+
+
+def position(done: int, total: int, *, stepwise: bool = False) -> str:
+    """How much of how much, always as wide."""
+    if not stepwise:
+        return f"{size(done):>7} of {size(total):>7}"
+    return f"{done:>{len(str(total))}} of {plural(total, 'step')}"
+
+
+def duration(seconds: float | None) -> str:
+    """Minutes and seconds, with hours where there are any."""
+    if seconds is None or seconds >= 100 * 3600:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def number(count: int) -> str:

@@ -1,32 +1,181 @@
-"""Progress on stderr: a bar on a terminal, plain lines otherwise, nothing with -q."""
+"""Progress on stderr: bars on a terminal, lines elsewhere, events with --json, nothing with -q."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TextIO
 
-import click
-
-from clowder_aimage.cli.output import note, plural, size
+from clowder_aimage.cli import output
+from clowder_aimage.cli.meter import Meter, name_of
+from clowder_aimage.cli.output import (
+    duration,
+    plural,
+    position,
+    printable,
+    size,
+    speed,
+    wants_json,
+)
 from clowder_aimage.content.event import Event
+from clowder_aimage.oci import Reference
 
-_LINE_EVERY = 5.0  # seconds between plain lines
+_SAID = ("note", "summary")  # what people are told, besides how far it is
+_PARTING = 1.0  # seconds that a terminal that takes no more is waited for
+
+
+class View(Protocol):
+    """A way to show progress. ``every`` is the time between two looks, in seconds."""
+
+    every: float
+
+    def compose(self, meter: Meter) -> Sequence[str]:
+        """What to show now. The meter is held still meanwhile."""
+        ...
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Show it. Whoever counts does not wait for this."""
+        ...
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Something happened. Calls may come from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+class Bars:
+    """Lines on a terminal that change in place."""
+
+    every = 0.1
+
+    def __init__(self, stream: TextIO) -> None:
+        from clowder_aimage.cli.bar import Screen, frame
+
+        self._screen = Screen(stream)
+        self._frame = frame
+
+    def compose(self, meter: Meter) -> Sequence[str]:
+        return self._frame(meter, *self._screen.size())
+
+    def show(self, lines: Sequence[str]) -> None:
+        self._screen.draw(lines)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        if kind in _SAID:
+            self._screen.print(printable(fields["message"]))
+
+    def close(self) -> None:
+        self._screen.draw([])
+
+
+class Lines:
+    """A line now and then, for logs."""
+
+    every = 5.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def compose(self, meter: Meter) -> Sequence[str]:
+        if not meter.total:
+            return []
+        task = f"{meter.task} {meter.subject}".strip()
+        where = " ".join(position(meter.shown, meter.total, stepwise=meter.stepwise).split())
+        return [
+            f"{task}: {100 * meter.shown // meter.total}%, {where}, "
+            f"{speed(meter.rate, stepwise=meter.stepwise)}, ETA {duration(meter.eta)}"
+        ]
+
+    def show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._stream.write(f"{line}\n")
+        self._stream.flush()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        if kind in _SAID:
+            self.show([printable(fields["message"])])
+
+    def close(self) -> None:
+        pass
+
+
+class Events:
+    """Lines of JSON, for programs."""
+
+    every = 0.5
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def compose(self, meter: Meter) -> Sequence[str]:
+        eta = meter.eta
+        fields = {
+            "done": meter.done,
+            "total": meter.total,
+            "rate": round(meter.rate, 3) if meter.stepwise else round(meter.rate),
+            "eta": None if eta is None else round(eta, 1),
+        }
+        return [output.event("progress", **fields)]
+
+    def show(self, lines: Sequence[str]) -> None:
+        with self._lock:
+            self._stream.write("".join(f"{line}\n" for line in lines))
+            self._stream.flush()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody listens: no reason to stop
+            known = {key: value for key, value in fields.items() if value is not None}
+            self.show([output.event(kind, **known)])
+
+    def close(self) -> None:
+        pass
+
+
+def view_of(stream: TextIO, *, quiet: bool) -> View | None:
+    """How to show progress on ``stream``."""
+    if quiet:
+        return None
+    if wants_json():
+        return Events(stream)
+    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        return Bars(stream)
+    return Lines(stream)
 
 
 class Progress:
-    """Bytes (or steps) done of a total. Calls may come from any thread."""
+    """Bytes (or steps) done of a total. Calls may come from any thread.
 
-    def __init__(self, label: str, *, quiet: bool, unit: str = "bytes") -> None:
-        self._label = label
-        self._quiet = quiet
-        self._bytes = unit == "bytes"
-        self._bar: Any = None
+    They only count. A thread of its own looks at the counts now and then and shows them, so that a
+    slow terminal holds nobody up, and a transfer that hangs is seen to hang.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        reference: Reference | None = None,
+        *,
+        quiet: bool,
+        unit: str = "bytes",
+        view: View | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._task = task
+        self._reference = None if reference is None else str(reference)
+        self._meter = Meter(task, self._reference or "", stepwise=unit != "bytes")
+        self._view = view or view_of(sys.stderr, quiet=quiet)
+        self._clock = clock
         self._lock = threading.Lock()
-        self._done = self._total = self._skipped = self._blobs = 0
-        self._last_line = time.monotonic()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -37,56 +186,96 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.render_finish()
+        with self._lock:
+            self._meter.sample(self._clock())
+            self._ended.set()
+            thread = self._thread
+        if thread is None or self._view is None:
+            return
+        try:
+            thread.join(_PARTING)
+        finally:
+            if not thread.is_alive():  # else the terminal takes nothing, and would hold us too
+                with contextlib.suppress(OSError, ValueError):
+                    self._view.close()
 
     def begin(self, total: int) -> None:
         """Say how much there is to do. A second beginning starts over."""
-        self._done, self._total, self._skipped = 0, total, 0
-        if self._quiet or not total or not sys.stderr.isatty():
-            return
-        self._bar = click.progressbar(
-            length=total,
-            label=self._label,
-            file=sys.stderr,
-            item_show_func=(lambda _: f"{size(self._done)} of {size(total)}")
-            if self._bytes
-            else None,
-            show_pos=not self._bytes,
-        )
-        self._bar.render_progress()
+        with self._lock:
+            self._meter.begin(total, self._clock())
+        self._begun(**{"steps" if self._meter.stepwise else "size": total})
 
     def advance(self, count: int) -> None:
         """Count what was done; negative where it must be done again."""
         with self._lock:
-            self._done += count
-            if self._bar is not None:
-                self._bar.update(count, "")
-            elif not self._quiet and time.monotonic() - self._last_line >= _LINE_EVERY:
-                self._last_line = time.monotonic()
-                note(f"{self._label}: {self.position}")
-
-    @property
-    def position(self) -> str:
-        """How far it is, in words."""
-        if self._bytes:
-            return f"{size(self._done)} of {size(self._total)}"
-        return f"{self._done} of {self._total}"
+            self._meter.advance(count)
 
     def on_event(self, event: Event) -> None:
         """Watch a copy."""
+        with self._lock:
+            news = self._meter.watch(event, self._clock())
+        content = event.content
+        if not news or content is None or self._view is None or self._ended.is_set():
+            return
+        digest = str(content.digest)
         if event.kind == "plan":
-            self._blobs = event.blobs
-            self.begin(event.count)
-        elif event.kind == "skip":
-            with self._lock:
-                self._skipped += 1
-            self.advance(event.count)
-        elif event.kind == "progress":
-            self.advance(event.count)
+            self._begun(digest=digest, blobs=event.blobs, size=event.count)
+            return
+        fields = {"digest": digest, "size": content.size, "name": name_of(content)}
+        if event.kind == "progress":  # less than there was: a retry begins again
+            self._view.tell("retry", **fields, lost=-event.count)
+        else:
+            self._view.tell(event.kind, **fields)
+
+    def _begun(self, **fields: Any) -> None:
+        if self._view is None:
+            return
+        self._view.tell("plan", task=self._task, reference=self._reference, **fields)
+        with self._lock:
+            if self._thread is None and not self._ended.is_set():
+                self._thread = threading.Thread(target=self._look, name="progress", daemon=True)
+                self._thread.start()
+
+    def _look(self) -> None:
+        assert self._view is not None  # noqa: S101
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone: show nothing more
+            while not self._ended.wait(self._view.every):
+                self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the clock, and show how far it is."""
+        if self._view is None:
+            return
+        with self._lock:
+            self._meter.sample(self._clock())
+            lines = self._view.compose(self._meter)
+        self._view.show(lines)
+
+    def note(self, text: str) -> None:
+        """Say something without disturbing what is shown."""
+        if self._view is None:
+            output.note(text)
+        else:
+            self._view.tell("note", message=text)
+
+    def say(self, verb: str) -> None:
+        """Say in a line how a copy ended, now that it has; nothing with ``-q``."""
+        meter = self._meter
+        if self._view is None:
+            return
+        self._view.tell(
+            "summary",
+            message=self.summary(verb),
+            task=self._task,
+            reference=self._reference,
+            blobs=meter.blobs - meter.skipped,
+            alreadyThere=meter.skipped,
+            size=meter.total,
+            seconds=round(meter.elapsed, 3),
+        )
 
     def summary(self, verb: str) -> str:
         """One line on how a copy ended."""
-        moved = self._blobs - self._skipped
-        there = f", {self._skipped} already there" if self._skipped else ""
-        return f"{verb} {plural(moved, 'blob')}{there}, {size(self._total)} in all"
+        moved = self._meter.blobs - self._meter.skipped
+        there = f", {self._meter.skipped} already there" if self._meter.skipped else ""
+        return f"{verb} {plural(moved, 'blob')}{there}, {size(self._meter.total)} in all"

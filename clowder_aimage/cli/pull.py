@@ -16,7 +16,7 @@ from clowder_aimage.cli.option import (
     limit_option,
     settings,
 )
-from clowder_aimage.cli.output import note, plain, plural, result, size
+from clowder_aimage.cli.output import plain, plural, result, size
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.oci import Reference
 
@@ -55,7 +55,7 @@ def pull(
     if dry_run:
         _say(reference, plan_pull(reference, reach), chosen)
         return
-    with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
         descriptor = pull_aimage(
             reference,
             chosen.layout,
@@ -64,8 +64,7 @@ def pull(
             on_event=progress.on_event,
             rate=Rate(limit) if limit else None,
         )
-    if not chosen.quiet:
-        note(progress.summary("pulled"))
+    progress.say("pulled")
     value = {"reference": str(reference), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)
 

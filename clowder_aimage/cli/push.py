@@ -14,7 +14,7 @@ from clowder_aimage.cli.option import (
     jobs_option,
     settings,
 )
-from clowder_aimage.cli.output import note, plain, result
+from clowder_aimage.cli.output import plain, result
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -65,9 +65,9 @@ def push(
         dialect = "custom" if manifest_type == "custom" else "clowder"
 
     def on_fallback(name: str, error: ManifestRefusedError) -> None:
-        note(f"{error.message}; trying the {name} dialect")
+        progress.note(f"{error.message}; trying the {name} dialect")
 
-    with Progress(f"pushing {reference}", quiet=chosen.quiet) as progress:
+    with Progress("pushing", reference, quiet=chosen.quiet) as progress:
         descriptor = push_aimage(
             chosen.layout,
             reference,
@@ -78,7 +78,6 @@ def push(
             on_event=progress.on_event,
             on_fallback=on_fallback,
         )
-    if not chosen.quiet:
-        note(progress.summary("pushed"))
+    progress.say("pushed")
     value = {"reference": str(reference), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

@@ -36,7 +36,7 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
     pixels, facts = load_picture(picture)
     reference = _reference(picture, facts)
     reach = connection(plain_http, insecure, ca_file)
-    with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
         stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
     dtype = facts.get("dtype")
     model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))

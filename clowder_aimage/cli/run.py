@@ -73,7 +73,7 @@ def run(
         raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
     _check_output(output)
     reach = connection(plain_http, insecure, ca_file)
-    with Progress(f"pulling {reference}", quiet=chosen.quiet) as progress:
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
         stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
     drawn = wishes["seed"] is None
     if drawn:

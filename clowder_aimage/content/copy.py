@@ -99,7 +99,9 @@ class _Watch:
 
     def __call__(self, offset: int = 0, /) -> BinaryIO:
         self._count(offset - self._passed)  # a retry begins again: progress must say so
-        return cast(BinaryIO, _WatchedReader(self._source.open(self._blob, offset), self))
+        source = self._source.open(self._blob, offset)
+        kind = _WatchedFile if isinstance(source, io.FileIO) else _WatchedReader
+        return cast(BinaryIO, kind(source, self))
 
     def _count(self, count: int) -> None:
         if count:
@@ -128,3 +130,13 @@ class _WatchedReader(io.RawIOBase):
     def close(self) -> None:
         self._source.close()
         super().close()
+
+
+class _WatchedFile(_WatchedReader):
+    """One that the kernel may send by itself, and is told how far."""
+
+    def fileno(self) -> int:
+        return self._source.fileno()
+
+    def sent(self, count: int) -> None:
+        self._watch.passed(count)

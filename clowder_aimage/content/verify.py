@@ -63,17 +63,30 @@ def readinto(source: BinaryIO, buffer: memoryview) -> int:
 
 def check(expected: Descriptor, size: int, encoded: str) -> None:
     """Raise VerificationError unless ``size`` bytes with hash ``encoded`` are ``expected``."""
-    if size != expected.size:
-        raise VerificationError(
-            f"{expected.digest} has {size} bytes instead of the {expected.size} "
-            "that its descriptor promises"
-        )
+    check_size(expected, size)
     if encoded != expected.digest.encoded:
         raise VerificationError(
             f"the content of {expected.digest} hashes to "
             f"{expected.digest.algorithm}:{encoded} instead",
             hint="a copy in the store is damaged if it is that one: remove the file, pull again",
         )
+
+
+def check_size(expected: Descriptor, size: int) -> None:
+    """Raise VerificationError unless ``expected`` has ``size`` bytes."""
+    if size != expected.size:
+        raise VerificationError(
+            f"{expected.digest} has {size} bytes instead of the {expected.size} "
+            "that its descriptor promises"
+        )
+
+
+def verify(source: BinaryIO, expected: Descriptor) -> None:
+    """Read ``source`` to its end. Raises VerificationError where it is not ``expected``."""
+    with VerifyingReader(source, expected) as reader:
+        buffer = memoryview(bytearray(CHUNK_SIZE))
+        while reader.readinto(buffer):
+            pass
 
 
 def read_all(source: BinaryIO, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:

@@ -116,7 +116,7 @@ class Failure:
 
 def failure(response: requests.Response, what: str) -> AImageError:
     """The error to raise for an answer that is not the one hoped for; ``what`` was asked."""
-    return _error(Failure.of(response), what)
+    return error_for(Failure.of(response), what)
 
 
 def manifest_failure(response: requests.Response, what: str) -> AImageError:
@@ -135,10 +135,10 @@ def manifest_failure(response: requests.Response, what: str) -> AImageError:
             hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
             **fields,
         )
-    return _error(found, what)
+    return error_for(found, what)
 
 
-def _error(found: Failure, what: str) -> AImageError:
+def error_for(found: Failure, what: str) -> AImageError:
     if found.status == 401:
         return UnauthorizedError(
             f"{found.host} refuses {what} without (other) credentials ({found.said})",

@@ -43,8 +43,11 @@ def retrying(
     *,
     attempts: int = ATTEMPTS,
     sleep: Callable[[float], None] = time.sleep,
+    progress: Callable[[], object] = lambda: None,
 ) -> _T:
     """Call ``function`` until it succeeds, fails for good, or has had its attempts.
+
+    An attempt that changed what ``progress`` gives was not in vain: all others begin anew.
 
     Waits grow exponentially with full jitter. The deadline counts the waits alone: an upload may
     take hours, and what breaks it off near its end is still worth another try.
@@ -62,7 +65,7 @@ def retrying(
         return function()
 
     retryer = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts) | _Deadline(),
+        stop=_Stop(attempts, progress),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT),
         retry=tenacity.retry_if_exception(is_transient),
         sleep=sleep,
@@ -71,11 +74,23 @@ def retrying(
     return retryer(again)
 
 
-class _Deadline(tenacity.stop.stop_base):
-    """Ends what would have waited longer than DEADLINE."""
+class _Stop(tenacity.stop.stop_base):
+    """Ends what has had its attempts since it last came forward, or would have waited longer
+    than DEADLINE."""
+
+    def __init__(self, attempts: int, progress: Callable[[], object]) -> None:
+        self._attempts = attempts
+        self._progress = progress
+        self._reached: object = None
+        self._failed, self._idle = 0, 0.0
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-        return retry_state.idle_for + retry_state.upcoming_sleep > DEADLINE
+        reached = self._progress()
+        if reached != self._reached:
+            self._reached, self._failed, self._idle = reached, 0, retry_state.idle_for
+        self._failed += 1
+        waited = retry_state.idle_for - self._idle + retry_state.upcoming_sleep
+        return self._failed >= self._attempts or waited > DEADLINE
 
 
 def retry_after(value: str, now: float) -> float:

@@ -58,6 +58,7 @@ class Session:
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
         self._http.hooks["response"].append(self._pause.heed)
         self._transport = Transport(self._http)
+        self.chunk = 0  # bytes of a blob that one request may carry; 0: as many as there are
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
         self._auth = Authenticator(
             reference, connection, self._http, timeout, self._scheme, basic_auth
@@ -118,8 +119,11 @@ class Session:
         headers: Mapping[str, str] | None = None,
         body: Any = None,
         read_timeout: float = READ_TIMEOUT,
+        actions: str | None = None,
     ) -> requests.Response:
         """Send a request; the answer's body is not read yet, its status not judged.
+
+        ``actions`` is what it needs to be allowed to do, where the method does not tell.
 
         A 401 is answered once with fresh credentials. A ``body`` that is not bytes cannot be sent
         twice: then the 401 comes back as BrokenOffError, and the caller begins again.
@@ -132,7 +136,8 @@ class Session:
         found = self._mirrors.request(method, path, headers, read_timeout)
         if found is not None:
             return found
-        actions = "pull" if method in ("GET", "HEAD") else "pull,push"
+        if actions is None:
+            actions = "pull" if method in ("GET", "HEAD") else "pull,push"
         if url == f"{self.base}/v2/":
             actions = ""  # asked of the registry, not of a repository in it
         ours = origin(url) == origin(self.base)

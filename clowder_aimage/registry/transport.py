@@ -7,6 +7,7 @@ an origin (proxy, certificates, pool) is asked of it once and kept.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -27,11 +28,11 @@ from urllib3.exceptions import (
     ReadTimeoutError,
     SSLError,
 )
+from urllib3.util.wait import wait_for_write
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 _BLOCK = 1024 * 1024
-_KERNEL_BLOCK = 8 * 1024 * 1024  # the kernel sends so much of a file between two looks at it
 _NO_RETRY = urllib3.Retry(0, read=False)
 
 
@@ -43,16 +44,18 @@ def origin(url: str) -> tuple[str, str, int]:
 
 
 class StreamBody:
-    """``size`` bytes of a stream as the body of a request.
+    """``size`` bytes of a stream from ``offset`` on, where it stands, as the body of a request.
 
     Where there is no TLS and the stream is a file, the kernel sends it: the stream has ``fileno``
-    then, and ``sent``, which hears how much went. Else it is read in blocks.
+    then, and ``sent``, which hears how much went. Else it is read in blocks; where the stream
+    should end with them (``last``), the last block is held back until it has.
     """
 
-    def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
+    def __init__(self, stream: BinaryIO, offset: int, size: int, *, last: bool) -> None:
         self._stream = stream
         self._offset = offset
         self._size = size
+        self._last = last
 
     def send_to(self, sock: socket.socket) -> None:
         """Write the bytes to a socket. Raises OSError, and what the stream raises."""
@@ -60,18 +63,24 @@ class StreamBody:
             self._send_file(sock)
             return
         left = self._size
-        while left and (block := self._stream.read(min(left, _BLOCK))):
-            sock.sendall(block)
+        while left:
+            block = self._stream.read(min(left, _BLOCK))
             left -= len(block)
-        if left:
-            raise EOFError(f"the body ended {left} bytes early")
+            if not block or (self._last and not left and self._stream.read(1)):
+                raise EOFError("the body has another length than it should")
+            sock.sendall(block)
 
     def _send_file(self, sock: socket.socket) -> None:
-        offset, end = self._offset, self._offset + self._size
+        file, offset, end = self._stream.fileno(), self._offset, self._offset + self._size
         while offset < end:
-            count = sock.sendfile(self._stream, offset, min(end - offset, _KERNEL_BLOCK))
+            try:
+                count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
+            except BlockingIOError:  # a socket with a timeout never blocks by itself
+                if not wait_for_write(sock, sock.gettimeout()):
+                    raise TimeoutError("the registry takes no more of the body") from None
+                continue
             if not count:
-                raise EOFError(f"the body ended {end - offset} bytes early")
+                raise EOFError("the body has another length than it should")
             offset += count
             self._stream.sent(count)  # type: ignore[attr-defined]
 

@@ -1,77 +1,177 @@
-"""Blob upload: POST, then one PUT with the whole body (distribution-spec, end-4a and end-6)."""
+"""Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
+
+One PUT carries the whole blob. Where that breaks off, the registry says how much it has, and the
+rest follows; where it has nothing or has forgotten the upload, a new one begins. A registry that
+finds a body too large (413: its own limit, or that of a proxy before it) is sent smaller ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+import os
+import re
+from typing import BinaryIO
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
+import requests
+
 from clowder_aimage.content.store import Body
-from clowder_aimage.content.verify import VerifyingReader
+from clowder_aimage.content.verify import VerifyingReader, check_size, verify
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.registry.answer import failure, finish
+from clowder_aimage.registry.answer import Failure, error_for, failure, finish
 from clowder_aimage.registry.mount import Origins, begin
-from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.retry import BrokenOffError, retrying
 from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.transport import StreamBody
 
-
-class _Sized:
-    """A reader with a length, so that the request carries Content-Length and not chunks."""
-
-    def __init__(self, reader: VerifyingReader, size: int) -> None:
-        self._reader = reader
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __bool__(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> Any:
-        return self._reader.read(size)
+FIRST_CHUNK = 64 * 1024 * 1024  # where one body is too large; a fourth of it where that is, too
+SMALLEST_CHUNK = 1024 * 1024
+_KIND = {"Content-Type": "application/octet-stream"}
 
 
 def upload(session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
     """Mount a blob from ``origins``, else send it.
 
-    A failed attempt begins anew with the body opened again.
-
     Raises:
         VerificationError: our own copy is damaged; the registry keeps nothing of it.
         RegistryError, NetworkError, UnauthorizedError: it was not taken.
     """
-    retrying(lambda: _upload(session, content, body, origins))
+    one = _Upload(session, content, body, origins)
+    retrying(one.attempt, progress=lambda: one.at)
 
 
-def _upload(session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
-    what = f"the upload of blob {content.digest}"
-    begun = begin(session, content, origins)
-    if begun is None:
-        return  # mounted
-    if begun.status_code != 202:
-        raise failure(begun, what)
-    finish(begun)
-    location = begun.headers.get("Location")
-    if not location:
-        raise RegistryError("the registry began an upload but did not say where")
-    url = _with_digest(session.join(location, begun.url), content)
-    headers = {
-        "Content-Type": "application/octet-stream",
-        "Content-Length": str(content.size),
-    }
-    with VerifyingReader(_opened(body), content) as reader:
-        data: Any = _Sized(reader, content.size) if content.size else b""
-        done = session.request("PUT", url, headers=headers, body=data)
-        if done.status_code != 201:
-            raise failure(done, what)
-        if content.size and reader.read(1):  # the reader speaks up about a blob that is longer
-            raise RegistryError(f"{content.digest} is longer than it should be")
-    finish(done)
+class _Upload:
+    """One blob on its way; what the registry has of it survives an attempt."""
+
+    def __init__(self, session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
+        self._session = session
+        self._content = content
+        self._body = body
+        self._origins = origins
+        self._what = f"the upload of blob {content.digest}"
+        self._location: str | None = None
+        self._least = 0  # bytes that a chunk must have, but for the last
+        self.at = 0  # bytes that the registry has
+
+    def attempt(self) -> None:
+        """Go on where the registry says that it is, else begin."""
+        if not self._resume() and not self._begin():
+            return  # mounted
+        chunk = self._session.chunk
+        while chunk and self._content.size - self.at > chunk:
+            self._patch(max(chunk, self._least))
+            chunk = self._session.chunk
+        self._put()
+
+    def _begin(self) -> bool:
+        """Mount it, or have an upload begun; whether that is what happened."""
+        self._location, self.at = None, 0
+        begun = begin(self._session, self._content, self._origins)
+        if begun is None:
+            return False
+        if begun.status_code != 202:
+            raise failure(begun, self._what)
+        if not begun.headers.get("Location"):
+            finish(begun)
+            raise RegistryError("the registry began an upload but did not say where")
+        least = begun.headers.get("OCI-Chunk-Min-Length", "")
+        self._least = int(least) if re.fullmatch("[0-9]{1,10}", least) else 0
+        self._follow(begun)
+        return True
+
+    def _follow(self, answer: requests.Response) -> None:
+        """Be done with an answer, and go on where it says."""
+        location = answer.headers.get("Location")
+        if location:
+            self._location = self._session.join(location, answer.url)
+        finish(answer)
+
+    def _resume(self) -> bool:
+        """Ask how much has arrived (end-13); False where there is nothing to go on with."""
+        if self._location is None:
+            return False
+        answer = self._session.request("GET", self._location, actions="pull,push")
+        if answer.status_code not in (200, 202, 204):
+            finish(answer)
+            return False
+        at = _arrived(answer)
+        self._follow(answer)
+        self.at = at if at <= self._content.size else 0
+        return 0 < at <= self._content.size
+
+    def _patch(self, size: int) -> None:
+        """Send the next chunk. Where it is too large, smaller ones are next."""
+        end = min(self._content.size, self.at + size)
+        span = {"Content-Range": f"{self.at}-{end - 1}", "Content-Length": str(end - self.at)}
+        answer = self._send("PATCH", self._location or "", span, end)
+        if answer.status_code == 413:
+            self._too_large(answer, size)
+        if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
+            finish(answer)
+            raise BrokenOffError(f"{self._what} is not where it should be")
+        if answer.status_code not in (202, 204):
+            raise failure(answer, self._what)
+        arrived = _arrived(answer)
+        self._follow(answer)
+        self.at = arrived if self.at < arrived <= end else end
+
+    def _put(self) -> None:
+        """Send what is left and close the upload."""
+        left = self._content.size - self.at
+        headers = {"Content-Length": str(left)}
+        if self.at and left:
+            headers["Content-Range"] = f"{self.at}-{self._content.size - 1}"
+        url = _with_digest(self._location or "", self._content)
+        answer = self._send("PUT", url, headers, self._content.size)
+        if answer.status_code == 413 and left > SMALLEST_CHUNK:
+            self._too_large(answer, left)
+        if answer.status_code == 416:
+            finish(answer)
+            raise BrokenOffError(f"{self._what} is not where it should be")
+        if answer.status_code not in (201, 204):
+            self._refused(answer)
+        finish(answer)
+
+    def _send(self, method: str, url: str, headers: dict[str, str], end: int) -> requests.Response:
+        """Send the blob's bytes from where we are to ``end``."""
+        if self.at == end:
+            return self._session.request(method, url, headers={**_KIND, **headers}, body=b"")
+        with self._opened() as stream:
+            last = end == self._content.size
+            body = StreamBody(stream, self.at, end - self.at, last=last)
+            return self._session.request(method, url, headers={**_KIND, **headers}, body=body)
+
+    def _opened(self) -> BinaryIO:
+        stream = self._body(self.at)
+        if hasattr(stream, "sent"):  # a file: what it lacks or has too much is known beforehand
+            check_size(self._content, os.fstat(stream.fileno()).st_size)
+        elif not self.at:
+            return VerifyingReader(stream, self._content)  # type: ignore[return-value]
+        return stream
+
+    def _too_large(self, answer: requests.Response, size: int) -> None:
+        """Have smaller chunks sent from now on, to this registry. Raises."""
+        smaller = FIRST_CHUNK if size > FIRST_CHUNK else size // 4
+        if smaller < max(SMALLEST_CHUNK, self._least):
+            raise failure(answer, self._what)
+        self._session.chunk = min(smaller, self._session.chunk or smaller)
+        finish(answer)
+        raise BrokenOffError(f"{self._what} needs smaller pieces")
+
+    def _refused(self, answer: requests.Response) -> None:
+        """Raise what a refused blob means: ours is damaged, or it became so on the way."""
+        found = Failure.of(answer)
+        if found.code == "DIGEST_INVALID":
+            self._location = None
+            verify(self._body(), self._content)
+            raise BrokenOffError(f"{self._what} arrived damaged ({found.said})")
+        raise error_for(found, self._what)
 
 
-def _opened(body: Body) -> BinaryIO:
-    return body()
+def _arrived(answer: requests.Response) -> int:
+    """How many bytes the registry has, by its Range header (``0-N``, both ends included)."""
+    found = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "").strip())
+    return int(found[1]) + 1 if found and found[1] != "0" else 0
 
 
 def _with_digest(location: str, content: Descriptor) -> str:

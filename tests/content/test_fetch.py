@@ -159,21 +159,25 @@ def test_parts_shrink_towards_the_end(layout):
 def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monkeypatch):
     """Every blob has its connection; the first to be free joins the one that is slow."""
     monkeypatch.setattr(fetch_module, "_WORTH_SHARING", 0.01)
-    small = noise(1000)
-    source = Counted(BIG, small, together=2)
-    joined = threading.Event()
+    smalls = [noise(1000, bytes([i])) for i in range(3)]
+    source = Counted(BIG, *smalls, together=2)
+    begun, joined = threading.Event(), threading.Event()
 
     def fail(digest, offset):
-        if digest == CONTENT.digest and offset > 20 * MIB:
+        if digest != CONTENT.digest:
+            assert begun.wait(20)  # so that there is more to do when the large one is taken
+        elif offset > 20 * MIB:
             joined.set()
-        elif digest == CONTENT.digest and offset >= 3 * MIB:
+        elif offset:
             assert joined.wait(20), "nobody came to help"
+        begun.set()
 
     source.fail = fail
-    watch = fetch(source, layout, CONTENT, blob(small), connections=2)
+    watch = fetch(source, layout, CONTENT, *map(blob, smalls), connections=2)
     assert layout.path(CONTENT).read_bytes() == BIG
+    assert source.lengths(CONTENT)[0] == CONTENT.size
     assert len(source.lengths(CONTENT)) >= 2
-    assert watch.done == CONTENT.size + len(small)
+    assert watch.done == CONTENT.size + 3000
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was told in time to stop
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from clowder_aimage.content import bytes_body, copy
-from clowder_aimage.content.fetch import PART
+from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
@@ -121,7 +121,7 @@ def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage,
     proxy.release()
     here("pull", name, "--jobs", 2)
     check(store(here), artifact)
-    assert proxy.sent(artifact.digest) <= SIZE + 2 * PART + BUFFERS
+    assert proxy.sent(artifact.digest) <= SIZE + 2 * NOTED + BUFFERS
     assert "bytes=0-" not in [(span or "")[:8] for span in proxy.asked(artifact.digest, since=mark)]
 
 
@@ -226,7 +226,7 @@ def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, pr
     ended(first, -signal.SIGKILL)
     ended(second, 0)
     check(store(here), artifact)
-    assert proxy.sent(artifact.digest) <= SIZE + 2 * PART + BUFFERS
+    assert proxy.sent(artifact.digest) <= SIZE + 2 * NOTED + BUFFERS
 
 
 # -- networks and servers that misbehave
@@ -238,7 +238,7 @@ def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, 
     proxy.ranges = ranges
     counts = []
     pull_here(4, lambda event: counts.append(event.count if event.kind == "progress" else 0))
-    assert proxy.sent(artifact.digest) <= SIZE + PART + BUFFERS
+    assert proxy.sent(artifact.digest) <= SIZE + NOTED + BUFFERS
     assert sum(counts) == SIZE + 2  # and the config
     assert min(counts) >= 0
 
@@ -252,7 +252,7 @@ def test_without_ranges_a_resumed_pull_passes_over_what_it_has(
     ingest.suspend()
     proxy.ranges = "ignored"
     pull_here(4)
-    assert proxy.sent(artifact.digest) <= SIZE + 20 * MIB + PART + BUFFERS
+    assert proxy.sent(artifact.digest) <= SIZE + 20 * MIB + NOTED + BUFFERS
 
 
 def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, monkeypatch):
@@ -268,11 +268,11 @@ def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, 
     pull_here(3)
     (victim,) = stalled
     assert victim.sent == 3 * MIB
-    first, _, last = victim.range.removeprefix("bytes=").partition("-")
-    spans = proxy.asked(artifact.digest)[1:]
-    begun = [span for span in spans if span.endswith(f"-{last}")]
-    assert begun == [f"bytes={int(first) + 3 * MIB}-{last}"]  # from where it stood
-    assert proxy.sent(artifact.digest) == SIZE
+    first = int((victim.range or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+    begun = [span or "" for span in proxy.asked(artifact.digest)[1:]]
+    where = f"bytes={first + 3 * MIB}-"
+    assert len([span for span in begun if span.startswith(where)]) == 1  # from where it stood
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
 def test_connections_that_break_off_again_and_again(artifact, proxy, pull_here):

@@ -16,7 +16,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import Connection, Repository
 from tests.scripted import Answer, ScriptedRegistry
@@ -45,7 +45,10 @@ def taking(refuse):
         if "/manifests/" in seen.path:
             return refuse(seen.headers["Content-Type"], json.loads(seen.body)) or Answer(201)
         if seen.method == "PUT":
-            blobs.add(seen.path.rpartition("%3A")[2])
+            encoded = seen.path.rpartition("%3A")[2]
+            if Digest.of(seen.body).encoded != encoded:
+                return error(400, "DIGEST_INVALID", "provided digest did not match")
+            blobs.add(encoded)
             return Answer(201)
         return Answer(200 if seen.path.rpartition(":")[2] in blobs else 404)
 
@@ -150,7 +153,7 @@ def test_a_passing_error_is_tried_again_with_the_whole_body(method, status, tmp_
         return right(seen)
 
     registry, _ = try_push(script, tmp_path)
-    bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload/")]
+    bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload/1?")]
     assert FILE in bodies
     assert all(bodies)  # no attempt began where a failed one had ended
 

@@ -170,12 +170,13 @@ def test_an_expired_token_in_an_upload(tmp_path):
         with Repository(reference, Connection(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
     sent = [seen for seen in guarded.registry.seen if seen not in guarded.asked]
-    assert [seen.method for seen in sent] == ["POST", "POST", "PUT", "POST", "PUT"]
+    assert [seen.method for seen in sent] == ["POST", "POST", "PUT", "GET", "POST", "PUT"]
     assert sent[-1].body == b"abc"
     assert [seen.headers.get("Authorization") for seen in sent] == [
         None,
         "Bearer t0k3n-1",
         "Bearer t0k3n-1",
+        "Bearer t0k3n-2",
         "Bearer t0k3n-2",
         "Bearer t0k3n-2",
     ]

@@ -1,0 +1,490 @@
+"""Progress: calm bars on a terminal, lines in logs, events for programs; nothing is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import pytest
+
+from clowder_aimage.cli.bar import Screen, cells, clip, fit, frame
+from clowder_aimage.cli.meter import Meter
+from clowder_aimage.cli.output import duration
+from clowder_aimage.cli.progress import Bars, Events, Lines, Progress
+from clowder_aimage.content.event import Event
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from tests.process import PROGRAM
+
+REFERENCE = Reference.parse("registry.example.com/team/model:v1")
+NEVER = 3600.0  # the tests look themselves
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 by 24 that remembers what is written to it."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        return super().write(text)
+
+    @property
+    def screen(self) -> list[str]:
+        return shown(self.getvalue())
+
+
+def shown(text: str) -> list[str]:
+    """What a terminal shows in the end: the few movements that bars make are understood."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.", text, re.DOTALL):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            if row == len(rows):
+                rows.append("")
+        elif part == "\x1b[K":
+            rows[row] = rows[row][:column]
+        elif part == "\x1b[J":
+            rows[row:] = [rows[row][:column]]
+        elif part.startswith("\x1b"):
+            assert part.endswith("A"), f"the cursor is moved by {part!r}"
+            row = max(0, row - int(part[2:-1]))
+        else:
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + 1 :]
+            column += 1
+    while rows and not rows[-1].strip():
+        rows.pop()
+    return [line.rstrip() for line in rows]
+
+
+def blob(number: int, size: int, **annotations: str) -> Descriptor:
+    digest = Digest.of(str(number).encode())
+    return Descriptor("application/octet-stream", digest, size, annotations)
+
+
+def plan(*blobs: Descriptor) -> Event:
+    return Event("plan", blob(-1, 1), sum(b.size for b in blobs), len(blobs))
+
+
+class Watched:
+    """A progress whose clock and looks are ours."""
+
+    def __init__(self, kind: type[Bars | Lines | Events]) -> None:
+        self.stream = Terminal()
+        self.clock = Clock()
+        view = kind(self.stream)
+        view.every = NEVER
+        self.progress = Progress("pulling", REFERENCE, quiet=False, view=view, clock=self.clock)
+
+    def tell(self, kind: str, content: Descriptor, count: int = 0) -> None:
+        self.progress.on_event(Event(kind, content, count))
+
+    def after(self, seconds: float) -> list[str]:
+        """What the terminal shows after that time."""
+        self.clock.now += seconds
+        self.progress.refresh()
+        return self.stream.screen
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.stream.getvalue().splitlines()]
+
+
+def test_many_small_blobs_are_one_calm_line():
+    watched = Watched(Bars)
+    blobs = [blob(i, 10_000) for i in range(1200)]
+    frames = []
+    with watched.progress as progress:
+        progress.on_event(plan(*blobs))
+        for number, content in enumerate(blobs):
+            watched.tell("start", content, content.size)
+            watched.tell("progress", content, content.size)
+            watched.tell("done", content, content.size)
+            watched.clock.now += 0.005
+            if number % 20 == 19:  # each tenth of a second, as the thread does
+                frames.append(watched.after(0))
+    assert watched.stream.writes <= 61  # and not 3600
+    assert len(watched.stream.getvalue()) < 61 * 120
+    drawn = [lines for lines in frames if lines]
+    assert {len(lines) for lines in drawn} == {1}
+    assert "1180/1200 blobs" in drawn[-2][0]
+    assert watched.stream.screen == []
+
+
+def test_slow_blobs_get_a_line_each_until_they_are_done():
+    watched = Watched(Bars)
+    named = blob(1, 50_000_000, **{"org.opencontainers.image.title": "vae/weights.safetensors"})
+    nameless = blob(2, 50_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(named, nameless))
+        for content in (named, nameless):
+            watched.tell("start", content, content.size)
+        assert watched.after(0.4) == []
+        for _ in range(25):
+            watched.tell("progress", named, 1_000_000)
+        lines = watched.after(0.6)
+        assert lines[0].startswith("pulling 0/2 blobs")
+        assert re.search(r"25 MB of  100 MB +26 MB/s +ETA 0:03$", lines[0])
+        assert re.search(
+            r"^  vae/weig\.\.afetensors +\[=+> *\] +25 MB of   50 MB +26 MB/s$", lines[1]
+        )
+        assert nameless.digest.encoded[:12] in lines[2]
+        watched.tell("done", named, named.size)
+        lines = watched.after(0.1)
+        assert len(lines) == 2
+        assert lines[0].startswith("pulling 1/2 blobs")
+    progress.say("pulled")
+    assert watched.stream.screen == ["pulled 2 blobs, 100 MB in all"]
+
+
+def test_a_stalled_transfer_is_seen_to_stall():
+    watched = Watched(Bars)
+    content = blob(1, 100_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        watched.tell("start", content, content.size)
+        for _ in range(10):
+            watched.tell("progress", content, 1_000_000)
+        assert "10 MB/s" in watched.after(1)[0]
+        watched.after(60)
+        assert "ETA -:--" in watched.after(100)[0]
+
+
+def test_a_retry_does_not_move_the_total_back():
+    watched = Watched(Bars)
+    content = blob(1, 10_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        watched.tell("start", content, content.size)
+        for _ in range(6):
+            watched.tell("progress", content, 1_000_000)
+        before = watched.after(1)
+        watched.tell("progress", content, -6_000_000)
+        total, line = watched.after(1)
+        assert "6 MB of   10 MB" in before[0]
+        assert "6 MB of   10 MB" in total
+        assert "0 B of   10 MB" in line
+        for _ in range(7):
+            watched.tell("progress", content, 1_000_000)
+        assert "7 MB of   10 MB" in watched.after(1)[0]
+
+
+def test_what_an_earlier_run_left_is_no_speed():
+    watched = Watched(Bars)
+    content = blob(1, 10_000_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        watched.tell("start", content, content.size)
+        watched.tell("progress", content, 5_000_000_000)
+        watched.tell("progress", content, 1_000_000)
+        assert re.search(r"5 GB of   10 GB +1 MB/s", watched.after(1)[0])
+
+
+def test_a_mounted_blob_counts_once():
+    watched = Watched(Events)
+    content = blob(1, 100)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        for kind in ("start", "skip", "done"):
+            watched.tell(kind, content, content.size)
+        watched.after(1)
+    kinds = [event["event"] for event in watched.events]
+    assert kinds == ["plan", "start", "skip", "progress"]
+    assert watched.events[-1]["done"] == 100
+    assert progress.summary("copied") == "copied 0 blobs, 1 already there, 100 B in all"
+
+
+def test_events_have_stable_names():
+    watched = Watched(Events)
+    named = blob(1, 3_000_000, **{"vnd.clowder.aimage.name": "x\x1b.wei\u202eght"})
+    with watched.progress as progress:
+        progress.on_event(plan(named, blob(2, 5)))
+        watched.tell("start", named, named.size)
+        watched.tell("progress", named, 1_000_000)
+        watched.after(1)
+        watched.tell("progress", named, -1_000_000)
+        progress.note("trying another dialect")
+        watched.tell("skip", blob(2, 5), 5)
+        watched.tell("done", named, named.size)
+    progress.say("pulled")
+    assert watched.stream.getvalue().isascii()
+    assert "\x1b" not in watched.stream.getvalue()
+    digest = str(named.digest)
+    about = {"digest": digest, "size": 3_000_000, "name": "x\x1b.wei\u202eght"}
+    assert watched.events == [
+        {
+            "event": "plan",
+            "task": "pulling",
+            "reference": str(REFERENCE),
+            "digest": str(blob(-1, 1).digest),
+            "blobs": 2,
+            "size": 3_000_005,
+        },
+        {"event": "start", **about},
+        {"event": "progress", "done": 1_000_000, "total": 3_000_005, "rate": 1_000_000, "eta": 2.0},
+        {"event": "retry", **about, "lost": 1_000_000},
+        {"event": "note", "message": "trying another dialect"},
+        {"event": "skip", "digest": str(blob(2, 5).digest), "size": 5},
+        {"event": "done", **about},
+        {
+            "event": "summary",
+            "message": "pulled 1 blob, 1 already there, 3 MB in all",
+            "task": "pulling",
+            "reference": str(REFERENCE),
+            "blobs": 1,
+            "alreadyThere": 1,
+            "size": 3_000_005,
+            "seconds": 1.0,
+        },
+    ]
+
+
+def test_a_log_gets_lines():
+    watched = Watched(Lines)
+    content = blob(1, 10_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        watched.tell("start", content, content.size)
+        watched.tell("progress", content, 1_000_000)
+        watched.after(5)
+    task = f"pulling {REFERENCE}"
+    assert watched.stream.getvalue() == f"{task}: 10%, 1 MB of 10 MB, 200 kB/s, ETA 0:45\n"
+
+
+def test_steps():
+    clock, stream = Clock(), Terminal()
+    view = Bars(stream)
+    view.every = NEVER
+    with Progress("rendering", quiet=False, unit="steps", view=view, clock=clock) as progress:
+        progress.begin(8)
+        progress.advance(2)
+        clock.now += 5
+        progress.refresh()
+        assert re.search(r"^rendering .*2 of 8 steps +2.5 s/step +ETA 0:15$", stream.screen[0])
+    assert stream.screen == []
+
+
+def test_nothing_is_lost_between_threads():
+    blobs = [blob(i, 100_000) for i in range(8)]
+    with Progress("pulling", quiet=True) as progress:
+        progress.on_event(plan(*blobs))
+        view = Events(Terminal())
+
+        def move(content: Descriptor) -> None:
+            progress.on_event(Event("start", content, content.size))
+            for _ in range(1000):
+                progress.on_event(Event("progress", content, 100))
+
+        threads = [threading.Thread(target=move, args=(content,)) for content in blobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (line,) = view.compose(progress._meter)
+    assert json.loads(line)["done"] == 800_000
+
+
+def test_a_terminal_that_is_gone_stops_nothing():
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w", buffering=1)
+    for kind in (Events, Bars):
+        view = kind(stream)
+        view.every = 0.0
+        with Progress("pulling", REFERENCE, quiet=False, view=view) as progress:
+            progress.on_event(plan(blob(1, 5)))
+            progress.on_event(Event("skip", blob(1, 5), 5))
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+@pytest.mark.parametrize("columns", [1, 7, 20, 40, 64, 80, 100, 300])
+def test_lines_fit_any_terminal(columns):
+    meter = Meter("pulling")
+    blobs = [
+        blob(i, 10**10, **{"org.opencontainers.image.title": title})
+        for i, title in enumerate(["模型" * 40, "e\u0301" * 60, "a\x1b[2J\nb", "long/name" * 30])
+    ]
+    meter.watch(plan(*blobs), 0.0)
+    for content in blobs:
+        meter.watch(Event("start", content, content.size), 0.0)
+    meter.sample(1.0)
+    lines = frame(meter, columns, 24)
+    assert len(lines) == 5
+    assert all(cells(line) < columns for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_no_more_lines_than_the_terminal_has_room_for():
+    meter = Meter("pulling")
+    meter.begin(100, 0.0, 20)
+    for number in range(20):
+        meter.watch(Event("start", blob(number, 5), 5), 0.0)
+    meter.sample(1.0)
+    assert [len(frame(meter, 80, lines)) for lines in (1, 4, 6, 24, 100)] == [1, 2, 4, 9, 9]
+
+
+def test_a_narrower_terminal_breaks_lines_and_they_are_all_replaced(monkeypatch):
+    stream = Terminal()
+    screen = Screen(stream)
+    monkeypatch.setattr(screen, "size", lambda: os.terminal_size((80, 24)))
+    screen.draw(["a" * 70, "b" * 70, "c" * 70])
+    monkeypatch.setattr(screen, "size", lambda: os.terminal_size((40, 24)))
+    stream.seek(0)
+    stream.truncate()
+    screen.draw(["a"])
+    assert stream.getvalue() == "\r\x1b[4Aa\x1b[K\x1b[J\r"  # two lines of two rows are above
+
+
+def test_words():
+    assert clip("模型模型模型", 9) == "模..模型"
+    assert cells(fit("模型模型模型", 9)) == 9
+    assert [duration(s) for s in (0, 59.4, 61, 3700, 1e9, None)] == [
+        *("0:00", "0:59", "1:01", "1:01:40", "-:--", "-:--")
+    ]
+
+
+class OnTerminal:
+    """A command whose stderr is a real terminal of 80 by 24."""
+
+    def __init__(self, here, *arguments: object) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [*PROGRAM, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=slave,
+            stdin=subprocess.DEVNULL,
+            env=here.env() | {"TERM": "xterm", "NO_COLOR": "1"},
+            cwd=here.home,
+        )
+        os.close(slave)
+        self.text = ""
+
+    def read_until(self, pattern: str) -> bool:
+        """Read until that is there, or the command has ended."""
+        while not re.search(pattern, self.text):
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # as a pseudo-terminal says that it is closed
+                data = b""
+            if not data:
+                return False
+            self.text += data.decode()
+        return True
+
+    def end(self) -> tuple[int, list[str]]:
+        """The exit code, and what the terminal shows when it has ended."""
+        self.read_until("(?!)")
+        os.close(self._master)
+        self.process.communicate(timeout=60)
+        assert not re.search(r"\x1b\[[\d;]*m", self.text), "colour"
+        assert "\x1b[?25l" not in self.text, "the cursor is hidden"
+        return self.process.returncode, shown(self.text)
+
+
+@pytest.fixture
+def pushed(aimage, tiny, repository):
+    here = aimage("here")
+    here("create", repository, tiny, "-q")
+    here("push", repository, "-q")
+    return repository
+
+
+def test_a_pull_on_a_terminal(aimage, pushed):
+    run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "500k")
+    assert run.read_until(r"pulling \d+/293 blobs +\[[=> ]+\] +[\d.]+ .?B of +1.2 MB")
+    code, screen = run.end()
+    assert code == 0
+    assert len(screen) == 1
+    assert re.fullmatch("pulled 293 blobs, .* in all", screen[0])
+
+
+def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
+    run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "20k")
+    assert run.read_until(r"pulling \d+/293 blobs")
+    run.process.send_signal(signal.SIGINT)
+    code, screen = run.end()
+    assert code == 130
+    assert [line for line in screen if line] == ["aimage: interrupted; what was complete is kept"]
+
+
+def test_a_pull_that_has_nothing_to_do_draws_nothing(aimage, pushed):
+    aimage("there")("pull", pushed, "-q")
+    done = aimage("there")("pull", pushed)
+    assert re.fullmatch("pulled 0 blobs, 293 already there, .* in all\n", done.err)
+
+
+def test_a_dumb_terminal_gets_no_movements(aimage, pushed, tmp_path):
+    here = aimage("there")
+    here.environment["TERM"] = "dumb"
+    master, slave = pty.openpty()
+    command = [*PROGRAM, "pull", pushed, "--limit-rate", "500k"]
+    done = subprocess.run(
+        command, stderr=slave, stdout=subprocess.PIPE, env=here.env(), cwd=here.home, timeout=60
+    )
+    os.close(slave)
+    text = os.read(master, 65536).decode()
+    os.close(master)
+    assert done.returncode == 0
+    assert "\x1b" not in text
+    assert text.splitlines()[-1].startswith("pulled 293 blobs")
+
+
+def test_a_pull_with_json(aimage, pushed):
+    done = aimage("there")("pull", pushed, "--json", "--limit-rate", "500k")
+    assert done.value["reference"].startswith(pushed)
+    events = [json.loads(line) for line in done.err.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "plan"
+    assert kinds[-1] == "summary"
+    assert kinds.count("start") == kinds.count("done") == 293
+    assert 2 <= kinds.count("progress") <= 2 * events[-1]["seconds"] + 1
+    assert events[0]["blobs"] == events[-1]["blobs"] == 293
+    assert events[0]["size"] == events[-1]["size"]
+
+
+def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
+    here = aimage()
+    done = here("create", repository, tiny, "--json", "--manifest-type", "custom")
+    events = [json.loads(line) for line in done.err.splitlines()]
+    assert {event["event"] for event in events} >= {"plan", "note"}
+    done = here("push", repository, "--json")
+    events = [json.loads(line) for line in done.err.splitlines()]
+    notes = [event["message"] for event in events if event["event"] == "note"]
+    assert any("trying the clowder dialect" in note for note in notes)
+    assert [event["event"] for event in events].count("plan") == 2
+
+
+@pytest.mark.parametrize("options", [("-q",), ("-q", "--json")], ids=" ".join)
+def test_quiet_is_silent(options, aimage, pushed):
+    assert aimage("there")("pull", pushed, *options).err == ""
+
+
+def test_bars_are_imported_on_a_terminal_only():
+    code = "import clowder_aimage.cli.pull, sys; print('clowder_aimage.cli.bar' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
