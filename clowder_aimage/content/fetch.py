@@ -16,115 +16,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from clowder_aimage.content import part as parts
 from clowder_aimage.content.event import Event, OnEvent
 from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.part import Blob, Part, is_large
 from clowder_aimage.content.rate import Rate
-from clowder_aimage.content.store import ContentStore, Ingest, IngestBusyError, Source
+from clowder_aimage.content.store import ContentStore, Doubtful, IngestBusyError, Source
 from clowder_aimage.content.verify import CHUNK_SIZE, readinto
 from clowder_aimage.content.width import Width
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
 
-SMALL = 16 * 1024 * 1024  # a blob up to this size travels over one connection
 NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is made to last
-SMALLEST_PART = 4 * 1024 * 1024
-LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
-_WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
-
-_Span = tuple[int, int]
-
-
-def _is_large(content: Descriptor) -> bool:
-    """Whether several connections may be at a blob."""
-    return content.size > SMALL
-
-
-class _Part:
-    """What one connection fetches of a blob: it has come to ``at``, and stops at ``end``.
-
-    Another connection may move ``end`` closer, never nearer than SMALLEST_PART, which is more
-    than is read at a time.
-    """
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = self.at = start
-        self.end = end
-        self._began = time.monotonic()
-
-    @property
-    def left(self) -> int:
-        return self.end - self.at
-
-    @property
-    def is_worth_sharing(self) -> bool:
-        """Whether what is left takes long enough for a second connection to pay."""
-        elapsed = time.monotonic() - self._began
-        if self.left < 2 * SMALLEST_PART or elapsed < _WORTH_SHARING:
-            return False
-        return self.left * elapsed > (self.at - self.start) * _WORTH_SHARING
-
-    def split(self) -> _Part:
-        """Give the second half of what is left to another connection."""
-        half = self.left // 2
-        middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
-        other, self.end = _Part(middle, self.end), middle
-        return other
-
-
-class _Blob:
-    """A blob under way. All fields are guarded by the engine's lock."""
-
-    def __init__(self, content: Descriptor, ingest: Ingest) -> None:
-        self.content = content
-        self.ingest = ingest
-        self.unclaimed: list[_Span] = ingest.missing()
-        self.parts: list[_Part] = []  # what connections are at
-        self.readers = 0  # they, and those that are about to take a part
-        self.ranges = False  # a first part came as asked for: others may join
-        self.serial = False  # its server does not do ranges: one connection, from the front
-
-    @property
-    def left(self) -> int:
-        """The bytes that have not come yet."""
-        waiting = sum(end - start for start, end in self.unclaimed)
-        return waiting + sum(part.left for part in self.parts)
-
-    @property
-    def is_large(self) -> bool:
-        return _is_large(self.content)
-
-    def claim(self, sharing: int) -> _Part | None:
-        """Take a part that ``sharing`` connections would each take two of, so that all finish
-        together; None when others have it all."""
-        if not self.unclaimed:
-            slow = [part for part in self.parts if part.is_worth_sharing]
-            part = max(slow, key=lambda part: part.left).split() if slow else None
-        else:
-            start, end = self.unclaimed.pop(0)
-            if sharing > 1 and not self.serial and self.is_large:
-                waiting = end - start + sum(high - low for low, high in self.unclaimed)
-                fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
-                size = min(LARGEST_PART, max(SMALLEST_PART, fair))
-                if end - start > size:
-                    self.unclaimed.insert(0, (start + size, end))
-                    end = start + size
-            part = _Part(start, end)
-        if part is not None:
-            self.parts.append(part)
-        return part
-
-    def give_back(self, part: _Part) -> None:
-        """What a connection took and did not fetch."""
-        self.parts.remove(part)
-        if part.left:
-            self.unclaimed = sorted([*self.unclaimed, (part.at, part.end)])
-
-    @property
-    def may_be_joined(self) -> bool:
-        if self.readers and (self.serial or not self.ranges):
-            return False
-        return bool(self.unclaimed) or any(part.is_worth_sharing for part in self.parts)
 
 
 class Fetch:
@@ -148,7 +52,7 @@ class Fetch:
         self._pending = deque(blobs)
         # what another process is fetching, and when to look at it again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
-        self._active: list[_Blob] = []
+        self._active: list[Blob] = []
         self._opening = 0
         self._changed = threading.Condition()
         self._stopped = False
@@ -174,7 +78,7 @@ class Fetch:
     def _connection(self) -> None:
         """One connection's life: take work until there is none."""
         buffer = memoryview(bytearray(CHUNK_SIZE))
-        blob: _Blob | None = None
+        blob: Blob | None = None
         try:
             while (blob := self._next(blob)) is not None:
                 self._take_part(blob, buffer)
@@ -185,7 +89,7 @@ class Fetch:
             self._stop()
             raise
 
-    def _next(self, last: _Blob | None) -> _Blob | None:
+    def _next(self, last: Blob | None) -> Blob | None:
         """A blob to take a part of; None at the end.
 
         The one that this connection alone is at, so that its bytes come in order; else a new one;
@@ -195,14 +99,14 @@ class Fetch:
             with self._changed:
                 alone = last is not None and last.unclaimed and not last.readers
                 content = last if alone and not self._stopped else self._choose()
-                if isinstance(content, _Blob):
+                if isinstance(content, Blob):
                     content.readers += 1
                     self._large += content.is_large
                     return content
                 if content is None:
                     return None
                 self._opening += 1
-                self._large += _is_large(content)
+                self._large += is_large(content)
             try:
                 blob = self._begin(content)
             finally:
@@ -215,20 +119,20 @@ class Fetch:
 
     def _leave(self, content: Descriptor) -> None:
         """A connection is done with its part of a blob, and free for another."""
-        if _is_large(content):
+        if is_large(content):
             with self._changed:
                 self._large -= 1
                 self._changed.notify_all()
 
-    def _choose(self) -> Descriptor | _Blob | None:
+    def _choose(self) -> Descriptor | Blob | None:
         """What to do next, once there is something to do. The lock is held."""
         while True:
             if self._stopped:
                 raise StoppedError
             wide = self._large >= self._width.value  # large blobs have all that is worth having
-            if self._pending and not (wide and _is_large(self._pending[0])):
+            if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
-            if self._pending and not _is_large(self._pending[-1]):
+            if self._pending and not is_large(self._pending[-1]):
                 return self._pending.pop()
             if not wide or any(not blob.is_large for blob in self._active):
                 joinable = [
@@ -247,9 +151,9 @@ class Fetch:
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
-            self._changed.wait(_WORTH_SHARING)  # a part under way may turn out to be slow
+            self._changed.wait(parts.WORTH_SHARING)  # a part under way may turn out to be slow
 
-    def _begin(self, content: Descriptor) -> _Blob | None:
+    def _begin(self, content: Descriptor) -> Blob | None:
         """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
@@ -261,7 +165,7 @@ class Fetch:
             ingest.abort()
             self._on_event(Event("skip", content, content.size))
             return None
-        blob = _Blob(content, ingest)
+        blob = Blob(content, ingest)
         self._on_event(Event("start", content, content.size))
         if content.size - blob.left:
             self._on_event(Event("progress", content, content.size - blob.left))
@@ -274,7 +178,7 @@ class Fetch:
             self._changed.notify_all()
         return blob
 
-    def _take_part(self, blob: _Blob, buffer: memoryview) -> None:
+    def _take_part(self, blob: Blob, buffer: memoryview) -> None:
         """Fetch one part of a blob, and finish the blob if that was the last one."""
         with self._changed:
             part = blob.claim(1 if self._pending else self._width.value)
@@ -302,7 +206,7 @@ class Fetch:
         else:
             blob.ingest.checkpoint()
 
-    def _read(self, blob: _Blob, part: _Part, buffer: memoryview) -> None:
+    def _read(self, blob: Blob, part: Part, buffer: memoryview) -> None:
         """Stream a part into the ingest, as far as it goes by now."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
@@ -321,7 +225,7 @@ class Fetch:
                     blob.ingest.checkpoint()
                     noted = part.at
 
-    def _passed(self, blob: _Blob, count: int) -> None:
+    def _passed(self, blob: Blob, count: int) -> None:
         """So many bytes of a blob came."""
         self._on_event(Event("progress", blob.content, count))
         if blob.is_large and not self._width.settled:
@@ -333,7 +237,7 @@ class Fetch:
         if self._rate is not None:
             self._rate.passed(count)
 
-    def _learn(self, blob: _Blob, *, ranges: bool) -> None:
+    def _learn(self, blob: Blob, *, ranges: bool) -> None:
         """Whether other connections may join is known once a first part begins to come."""
         with self._changed:
             if ranges and not blob.ranges:
@@ -341,6 +245,16 @@ class Fetch:
             blob.ranges |= ranges
             blob.serial |= not ranges
 
-    def _finish(self, blob: _Blob) -> None:
-        blob.ingest.commit(blob.content)
-        self._on_event(Event("done", blob.content, blob.content.size))
+    def _finish(self, blob: Blob) -> None:
+        """Have a blob verified; one that is wrong is fetched again where there is another place."""
+        content = blob.content
+        try:
+            blob.ingest.commit(content)
+        except VerificationError:
+            if not (isinstance(self._source, Doubtful) and self._source.distrust(content)):
+                raise
+            self._on_event(Event("progress", content, -content.size))
+            with self._changed:
+                self._pending.appendleft(content)
+            return
+        self._on_event(Event("done", content, content.size))

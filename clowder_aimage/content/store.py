@@ -47,6 +47,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class Doubtful(Protocol):
+    """A source that has content from several places, and can leave out one that was wrong."""
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        """What came for ``content`` was not it; whether another place may be asked now."""
+        ...
+
+
 class Target(Source, Protocol):
     """Content that can also be written."""
 

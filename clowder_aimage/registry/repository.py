@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from types import TracebackType
 from typing import BinaryIO, cast
 
@@ -24,6 +25,7 @@ from clowder_aimage.registry.upload import upload
 
 _MANIFESTS = mediatype.MANIFESTS | mediatype.INDEXES
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
+_PATIENCE = 3  # requests for one part of a blob after which another place is asked
 ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
@@ -99,13 +101,20 @@ class Repository:
             return io.BytesIO(self._manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
         what = f"blob {content.digest} of {self._name}"
+        asked = itertools.count(1)
 
         def get(start: int | None, end: int, /) -> requests.Response:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
+            if next(asked) > _PATIENCE:  # a mirror that breaks off time and again
+                self._session.distrust(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
         return cast(BinaryIO, BlobReader(get, what, offset, end, content.size))
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        """What came for a blob was wrong; whether another place may have the right one."""
+        return self._session.distrust(content.digest)
 
     def _manifest(self, content: Descriptor) -> bytes:
         if content.digest not in self._manifests:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,11 +13,12 @@ import requests
 import urllib3
 
 from clowder_aimage.content.parallel import StoppedError
-from clowder_aimage.errors import AImageError, NetworkError, RegistryError, VerificationError
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference
-from clowder_aimage.registry.answer import failure, finish, read_capped
+from clowder_aimage.errors import AImageError, NetworkError, RegistryError
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.connection import Connection, open_session
+from clowder_aimage.registry.mirror import Mirrors
 from clowder_aimage.registry.retry import BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, origin
 
@@ -30,7 +29,6 @@ FIRST_READ_TIMEOUT = 6.0  # a registry that is down is told from a slow one with
 READ_TIMEOUT = 60.0
 _DOCKER_HUB = "registry-1.docker.io"
 _BROKE_OFF = ("reset", "aborted", "Broken pipe", "disconnected")
-_DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
 class Session:
@@ -46,7 +44,7 @@ class Session:
     ) -> None:
         self._reference = reference
         self._registry = reference.registry or ""
-        self._mirrors = _Mirrors(reference, None if is_mirror else connection)
+        self._mirrors = _mirrors(reference, None if is_mirror else connection)
         connection = connection.to(self._registry)
         plain = connection.plain_http or reference.is_loopback
         self._scheme = "http" if plain else "https"
@@ -80,6 +78,14 @@ class Session:
         self._closed.set()
         self._mirrors.close()
         self._http.close()
+
+    def distrust(self, digest: Digest) -> bool:
+        """What came for ``digest`` was wrong: ask the mirrors that sent it for nothing more.
+
+        Returns:
+            whether it was a mirror: then it is worth asking for it again.
+        """
+        return self._mirrors.distrust(str(digest))
 
     def url(self, path: str) -> str:
         """The URL of a path below ``/v2/<repository>/``."""
@@ -233,70 +239,14 @@ def _reason(error: BaseException) -> str:
     return str(text).rpartition(">: ")[2][:300]
 
 
-class _Mirrors:
-    """Other registries that are asked first for what a digest names.
-
-    One that fails is not asked again; one that merely lacks something is. Nothing is written to
-    them, and their answers to HEAD count for nothing: what the registry itself has is meant there.
-    """
-
-    def __init__(self, reference: Reference, connection: Connection | None) -> None:
-        known = None if connection is None else connection.registries.get(reference.registry or "")
-        self._trusts_tags = known is not None and known.trust_tags
-        self._sessions: list[Session] = []
-        self._failed: set[Session] = set()
-        if connection is None or known is None:
-            return
-        for mirror in known.mirrors:
-            host, _, path = mirror.partition("/")
-            there = Reference(host, f"{path}/{reference.repository}".lstrip("/"), "latest")
-            self._sessions.append(Session(there, connection.to_mirror(host), is_mirror=True))
-
-    def close(self) -> None:
-        for session in self._sessions:
-            session.close()
-
-    def request(
-        self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
-    ) -> requests.Response | None:
-        """An answer of the first mirror that has what ``path`` names, if one may be asked."""
-        kind, _, target = path.partition("/")
-        if method not in ("GET", "HEAD"):
-            self._trusts_tags = False  # we push: a mirror knows nothing of it yet
-        if method != "GET":
-            return None
-        is_digest = _DIGEST.fullmatch(target) is not None
-        if kind not in ("manifests", "blobs") or not (is_digest or self._trusts_tags):
-            return None
-        for session in self._sessions:
-            if session in self._failed:
-                continue
-            try:
-                url = session.url(path)
-                response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
-                if response.status_code in (200, 206):
-                    return _checked(response, target) if kind == "manifests" else response
-                finish(response)
-                if response.status_code == 404:
-                    continue
-            except AImageError:
-                pass  # where the session is closed, the registry's own says so
-            self._failed.add(session)
-        return None
-
-
-def _checked(response: requests.Response, target: str) -> requests.Response:
-    """A mirror's manifest, read and found to be what ``target`` names where that is a digest.
-
-    Raises:
-        VerificationError: it is not.
-    """
-    raw = read_capped(response, MAX_MANIFEST_SIZE)
-    if _DIGEST.fullmatch(target):
-        digest = Digest.parse(target)
-        if Digest.of(raw, digest.algorithm) != digest:
-            raise VerificationError(f"a mirror sent something else for {target}")
-    response.raw = urllib3.HTTPResponse(
-        io.BytesIO(raw), headers=response.headers, preload_content=False
-    )
-    return response
+def _mirrors(reference: Reference, connection: Connection | None) -> Mirrors:
+    """The mirrors that our config file names for the registry of ``reference``."""
+    known = None if connection is None else connection.registries.get(reference.registry or "")
+    if connection is None or known is None:
+        return Mirrors((), trust_tags=False)
+    sessions = []
+    for mirror in known.mirrors:
+        host, _, path = mirror.partition("/")
+        there = Reference(host, f"{path}/{reference.repository}".lstrip("/"), "latest")
+        sessions.append(Session(there, connection.to_mirror(host), is_mirror=True))
+    return Mirrors(sessions, trust_tags=known.trust_tags)

@@ -12,8 +12,9 @@ from collections import Counter
 
 import pytest
 
-import clowder_aimage.content.fetch as fetch_module
-from clowder_aimage.content.fetch import NOTED, SMALLEST_PART, Fetch
+from clowder_aimage.content import part as parts
+from clowder_aimage.content.fetch import NOTED, Fetch
+from clowder_aimage.content.part import SMALLEST_PART
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -158,7 +159,7 @@ def test_parts_shrink_towards_the_end(layout):
 
 def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monkeypatch):
     """Every blob has its connection; the first to be free joins the one that is slow."""
-    monkeypatch.setattr(fetch_module, "_WORTH_SHARING", 0.01)
+    monkeypatch.setattr(parts, "WORTH_SHARING", 0.01)
     smalls = [noise(1000, bytes([i])) for i in range(3)]
     source = Counted(BIG, *smalls, together=2)
     begun, joined = threading.Event(), threading.Event()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import Connection, Repository
 from clowder_aimage.registry.settings import HostSettings, read_settings
@@ -39,7 +41,7 @@ def connect(tmp_path, registry, *mirrors, trust_tags=False, auths=None, **option
 
 def pull(registry, connection, target=f"@{DIGEST}"):
     reference = Reference.parse(f"{registry.host}/team/x{target}")
-    store = MemoryStore()
+    store = ImageLayout(connection.docker_config / "store")
     with Repository(reference, connection) as repository:
         return copy(repository, reference, store), store
 
@@ -121,18 +123,37 @@ def test_a_manifest_without_end(tmp_path, upstream):
 
 
 def test_a_blob_that_is_not_what_was_asked_for(tmp_path, upstream):
+    """Found out when it is whole, and fetched from the registry."""
     wrong = {digest: b"x" * len(blob) for digest, blob in BLOBS.items()}
     with ScriptedRegistry(serving(MANIFEST, wrong)).running() as liar:
-        connection = connect(tmp_path, upstream, liar.host)
-        reference = Reference.parse(f"{upstream.host}/team/x@{DIGEST}")
-        store = MemoryStore()
-        with (
-            Repository(reference, connection) as repository,
-            pytest.raises(VerificationError),
-        ):
-            copy(repository, reference, store)
+        content, store = pull(upstream, connect(tmp_path, upstream, liar.host))
+    assert content.digest == DIGEST
     for blob in BLOBS.values():
-        assert not store.exists(Descriptor.of("application/octet-stream", blob))
+        assert store.exists(Descriptor.of("application/octet-stream", blob))
+    assert sorted(upstream.asked("GET")) == sorted(f"/v2/team/x/blobs/{d}" for d in BLOBS)
+
+
+def test_a_blob_that_is_wrong_everywhere(tmp_path):
+    wrong = serving(MANIFEST, {digest: b"x" * len(blob) for digest, blob in BLOBS.items()})
+    with (
+        ScriptedRegistry(wrong).running() as liar,
+        ScriptedRegistry(wrong).running() as registry,
+        pytest.raises(VerificationError),
+    ):
+        pull(registry, connect(tmp_path, registry, liar.host))
+
+
+def test_a_mirror_that_breaks_off_time_and_again(tmp_path, upstream, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    whole = serving(MANIFEST, BLOBS)
+
+    def cut(seen):
+        answer = whole(seen)
+        return replace(answer, cut=0) if "/blobs/" in seen.path else answer
+
+    with ScriptedRegistry(cut).running() as mirror:
+        content, _ = pull(upstream, connect(tmp_path, upstream, mirror.host))
+    assert content.digest == DIGEST
 
 
 def test_what_is_absent_everywhere(tmp_path):

@@ -1,0 +1,107 @@
+"""A blob under way, and the parts of it that connections are at."""
+
+from __future__ import annotations
+
+import time
+
+from clowder_aimage.content.store import Ingest
+from clowder_aimage.oci import Descriptor
+
+SMALL = 16 * 1024 * 1024  # a blob up to this size travels over one connection
+SMALLEST_PART = 4 * 1024 * 1024
+LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
+WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
+
+_Span = tuple[int, int]
+
+
+def is_large(content: Descriptor) -> bool:
+    """Whether several connections may be at a blob."""
+    return content.size > SMALL
+
+
+class Part:
+    """What one connection fetches of a blob: it has come to ``at``, and stops at ``end``.
+
+    Another connection may move ``end`` closer, never nearer than SMALLEST_PART, which is more
+    than is read at a time.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start = self.at = start
+        self.end = end
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> int:
+        return self.end - self.at
+
+    @property
+    def is_worth_sharing(self) -> bool:
+        """Whether what is left takes long enough for a second connection to pay."""
+        elapsed = time.monotonic() - self._began
+        if self.left < 2 * SMALLEST_PART or elapsed < WORTH_SHARING:
+            return False
+        return self.left * elapsed > (self.at - self.start) * WORTH_SHARING
+
+    def split(self) -> Part:
+        """Give the second half of what is left to another connection."""
+        half = self.left // 2
+        middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
+        other, self.end = Part(middle, self.end), middle
+        return other
+
+
+class Blob:
+    """A blob under way. All fields are guarded by the engine's lock."""
+
+    def __init__(self, content: Descriptor, ingest: Ingest) -> None:
+        self.content = content
+        self.ingest = ingest
+        self.unclaimed: list[_Span] = ingest.missing()
+        self.parts: list[Part] = []  # what connections are at
+        self.readers = 0  # they, and those that are about to take a part
+        self.ranges = False  # a first part came as asked for: others may join
+        self.serial = False  # its server does not do ranges: one connection, from the front
+
+    @property
+    def left(self) -> int:
+        """The bytes that have not come yet."""
+        waiting = sum(end - start for start, end in self.unclaimed)
+        return waiting + sum(part.left for part in self.parts)
+
+    @property
+    def is_large(self) -> bool:
+        return is_large(self.content)
+
+    def claim(self, sharing: int) -> Part | None:
+        """Take a part that ``sharing`` connections would each take two of, so that all finish
+        together; None when others have it all."""
+        if not self.unclaimed:
+            slow = [part for part in self.parts if part.is_worth_sharing]
+            part = max(slow, key=lambda part: part.left).split() if slow else None
+        else:
+            start, end = self.unclaimed.pop(0)
+            if sharing > 1 and not self.serial and self.is_large:
+                waiting = end - start + sum(high - low for low, high in self.unclaimed)
+                fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
+                size = min(LARGEST_PART, max(SMALLEST_PART, fair))
+                if end - start > size:
+                    self.unclaimed.insert(0, (start + size, end))
+                    end = start + size
+            part = Part(start, end)
+        if part is not None:
+            self.parts.append(part)
+        return part
+
+    def give_back(self, part: Part) -> None:
+        """What a connection took and did not fetch."""
+        self.parts.remove(part)
+        if part.left:
+            self.unclaimed = sorted([*self.unclaimed, (part.at, part.end)])
+
+    @property
+    def may_be_joined(self) -> bool:
+        if self.readers and (self.serial or not self.ranges):
+            return False
+        return bool(self.unclaimed) or any(part.is_worth_sharing for part in self.parts)

@@ -1,0 +1,91 @@
+"""Mirrors of a registry."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import requests
+import urllib3
+
+from clowder_aimage.errors import AImageError, VerificationError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
+from clowder_aimage.registry.answer import finish, read_capped
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry.session import Session
+
+_DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
+
+
+class Mirrors:
+    """Other registries that are asked first for what a digest names.
+
+    One that fails or lies is not asked again; one that merely lacks something is. Nothing is
+    written to them, and their answers to HEAD count for nothing: what the registry itself has is
+    meant there.
+    """
+
+    def __init__(self, sessions: Sequence[Session], *, trust_tags: bool) -> None:
+        self._sessions = sessions
+        self._trusts_tags = trust_tags
+        self._failed: set[Session] = set()
+        self._sent: dict[str, set[Session]] = {}  # which of them sent what
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+    def distrust(self, target: str) -> bool:
+        """Ask those that sent ``target`` for nothing more; whether there were any."""
+        senders = self._sent.pop(target, set())
+        self._failed |= senders
+        return bool(senders)
+
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
+    ) -> requests.Response | None:
+        """An answer of the first mirror that has what ``path`` names, if one may be asked."""
+        kind, _, target = path.partition("/")
+        if method not in ("GET", "HEAD"):
+            self._trusts_tags = False  # we push: a mirror knows nothing of it yet
+        if method != "GET":
+            return None
+        is_digest = _DIGEST.fullmatch(target) is not None
+        if kind not in ("manifests", "blobs") or not (is_digest or self._trusts_tags):
+            return None
+        for session in self._sessions:
+            if session in self._failed:
+                continue
+            try:
+                url = session.url(path)
+                response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
+                if response.status_code in (200, 206):
+                    self._sent.setdefault(target, set()).add(session)
+                    return _checked(response, target) if kind == "manifests" else response
+                finish(response)
+                if response.status_code == 404:
+                    continue
+            except AImageError:
+                pass  # where the session is closed, the registry's own says so
+            self._failed.add(session)
+        return None
+
+
+def _checked(response: requests.Response, target: str) -> requests.Response:
+    """A mirror's manifest, read and found to be what ``target`` names where that is a digest.
+
+    Raises:
+        VerificationError: it is not.
+    """
+    raw = read_capped(response, MAX_MANIFEST_SIZE)
+    if _DIGEST.fullmatch(target):
+        digest = Digest.parse(target)
+        if Digest.of(raw, digest.algorithm) != digest:
+            raise VerificationError(f"a mirror sent something else for {target}")
+    response.raw = urllib3.HTTPResponse(
+        io.BytesIO(raw), headers=response.headers, preload_content=False
+    )
+    return response
