@@ -11,6 +11,7 @@ from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import requests
 import urllib3
+from urllib3.exceptions import ProtocolError
 
 from clowder_aimage.content.parallel import StoppedError
 from clowder_aimage.errors import AImageError, NetworkError, RegistryError
@@ -28,7 +29,6 @@ CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
 FIRST_READ_TIMEOUT = 6.0  # a registry that is down is told from a slow one within ten
 READ_TIMEOUT = 60.0
 _DOCKER_HUB = "registry-1.docker.io"
-_BROKE_OFF = ("reset", "aborted", "Broken pipe", "disconnected")
 
 
 class Session:
@@ -217,7 +217,7 @@ class Session:
 
     def _connection_error(self, error: requests.exceptions.ConnectionError) -> NetworkError:
         reason = _reason(error)
-        if any(word in reason for word in _BROKE_OFF):
+        if error.args and isinstance(error.args[0], ProtocolError | OSError | EOFError):
             return BrokenOffError(
                 f"the connection to {self._registry} broke off ({reason})", hint="try again"
             )

@@ -1,7 +1,8 @@
 """Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
 
-One PUT carries the whole blob. Where that breaks off, the registry says how much it has, and the
-rest follows; where it has nothing or has forgotten the upload, a new one begins. A registry that
+A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: what
+came of a PATCH that breaks off is kept, the registry says how much it is, and the rest follows. An
+upload that it has forgotten begins anew. A registry that
 finds a body too large (413: its own limit, or that of a proxy before it) is sent smaller ones.
 """
 
@@ -16,14 +17,15 @@ import requests
 
 from clowder_aimage.content.store import Body
 from clowder_aimage.content.verify import VerifyingReader, check_size, verify
-from clowder_aimage.errors import RegistryError
+from clowder_aimage.errors import RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.answer import Failure, error_for, failure, finish
 from clowder_aimage.registry.mount import Origins, begin
-from clowder_aimage.registry.retry import BrokenOffError, retrying
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.transport import StreamBody
 
+RESUMABLE = 256 * 1024 * 1024  # what is larger goes by PATCH, which costs the registry a little
 FIRST_CHUNK = 64 * 1024 * 1024  # where one body is too large; a fourth of it where that is, too
 SMALLEST_CHUNK = 1024 * 1024
 _KIND = {"Content-Type": "application/octet-stream"}
@@ -37,7 +39,7 @@ def upload(session: Session, content: Descriptor, body: Body, origins: Origins) 
         RegistryError, NetworkError, UnauthorizedError: it was not taken.
     """
     one = _Upload(session, content, body, origins)
-    retrying(one.attempt, progress=lambda: one.at)
+    retrying(one.attempt, progress=lambda: (one.furthest, session.chunk))
 
 
 class _Upload:
@@ -50,17 +52,17 @@ class _Upload:
         self._origins = origins
         self._what = f"the upload of blob {content.digest}"
         self._location: str | None = None
+        self._gone = False  # the registry knows no upload at our location any more
         self._least = 0  # bytes that a chunk must have, but for the last
         self.at = 0  # bytes that the registry has
+        self.furthest = 0  # the most that it ever had: one that forgets does not come forward
 
     def attempt(self) -> None:
         """Go on where the registry says that it is, else begin."""
-        if not self._resume() and not self._begin():
-            return  # mounted
-        chunk = self._session.chunk
-        while chunk and self._content.size - self.at > chunk:
-            self._patch(max(chunk, self._least))
-            chunk = self._session.chunk
+        if not self._resume() and (self._is_there() or not self._begin()):
+            return  # it arrived though we were not told, or was mounted
+        while (left := self._content.size - self.at) > (self._session.chunk or RESUMABLE):
+            self._patch(max(self._session.chunk, self._least) or left)
         self._put()
 
     def _begin(self) -> bool:
@@ -91,21 +93,40 @@ class _Upload:
         if self._location is None:
             return False
         answer = self._session.request("GET", self._location, actions="pull,push")
+        if answer.status_code in TRANSIENT_STATUS:
+            raise failure(answer, self._what)  # it may still have it
         if answer.status_code not in (200, 202, 204):
             finish(answer)
+            self._gone = True
             return False
         at = _arrived(answer)
         self._follow(answer)
-        self.at = at if at <= self._content.size else 0
+        self._reached(at if at <= self._content.size else 0)
         return 0 < at <= self._content.size
+
+    def _reached(self, at: int) -> None:
+        self.at = at
+        self.furthest = max(self.furthest, at)
+
+    def _is_there(self) -> bool:
+        """Whether an upload is over because all of it arrived, and only the answer was lost."""
+        if not self._gone:
+            return False
+        self._gone = False
+        url = self._session.url(f"blobs/{self._content.digest}")
+        answer = self._session.request("HEAD", url)
+        finish(answer)
+        return answer.status_code == 200
 
     def _patch(self, size: int) -> None:
         """Send the next chunk. Where it is too large, smaller ones are next."""
         end = min(self._content.size, self.at + size)
-        span = {"Content-Range": f"{self.at}-{end - 1}", "Content-Length": str(end - self.at)}
-        answer = self._send("PATCH", self._location or "", span, end)
+        headers = {"Content-Length": str(end - self.at)}
+        if self.at or end < self._content.size:  # the whole is no range: docker names none either
+            headers["Content-Range"] = f"{self.at}-{end - 1}"
+        answer = self._send("PATCH", self._location or "", headers, end)
         if answer.status_code == 413:
-            self._too_large(answer, size)
+            self._too_large(answer, end - self.at)
         if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
             finish(answer)
             raise BrokenOffError(f"{self._what} is not where it should be")
@@ -113,7 +134,7 @@ class _Upload:
             raise failure(answer, self._what)
         arrived = _arrived(answer)
         self._follow(answer)
-        self.at = arrived if self.at < arrived <= end else end
+        self._reached(arrived if self.at < arrived <= end else end)
 
     def _put(self) -> None:
         """Send what is left and close the upload."""
@@ -144,16 +165,21 @@ class _Upload:
     def _opened(self) -> BinaryIO:
         stream = self._body(self.at)
         if hasattr(stream, "sent"):  # a file: what it lacks or has too much is known beforehand
-            check_size(self._content, os.fstat(stream.fileno()).st_size)
+            try:
+                check_size(self._content, os.fstat(stream.fileno()).st_size)
+            except VerificationError:
+                stream.close()
+                raise
         elif not self.at:
             return VerifyingReader(stream, self._content)  # type: ignore[return-value]
         return stream
 
     def _too_large(self, answer: requests.Response, size: int) -> None:
         """Have smaller chunks sent from now on, to this registry. Raises."""
-        smaller = FIRST_CHUNK if size > FIRST_CHUNK else size // 4
-        if smaller < max(SMALLEST_CHUNK, self._least):
+        smallest = max(SMALLEST_CHUNK, self._least)
+        if size <= smallest:
             raise failure(answer, self._what)
+        smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
         finish(answer)
         raise BrokenOffError(f"{self._what} needs smaller pieces")
