@@ -1,22 +1,29 @@
 """Pull and push next to other tools, against docker-registry on loopback, in one run.
 
-    python benchmarks/transfer.py [--shapes a,b,c] [--rounds 5] [--directory DIR] [--push]
+    python benchmarks/transfer.py [--pull] [--push] [--link] [--delta] [--shapes SHAPE,...]
+        [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
 
-Shapes: a is one blob of 2 GiB, b 16 of 128 MiB, c 1,200 of 64 KiB to 4 MiB (0.76 GiB). A pull
-goes into an empty OCI image layout; the time of a peer that does not make its writes durable ends
-with a ``sync -f`` of its target, ours includes the fsyncs it does anyway. A push goes to an empty
-registry. Rounds are interleaved; the tables show medians, and the ratio to the peer of that table.
-Needs docker-registry, skopeo and curl.
+Each option is a table; without any of them it is ``--pull``. ``shapes.py`` says what the shapes
+are, ``peers.py`` what is run.
+
+--pull   into an empty directory. Ours includes the fsyncs it does anyway; the time of a peer, which
+         does not make its writes durable, ends with a ``sync -f`` of its target.
+--link   the same through ``link.py``: 20 MiB/s a connection, a round trip of 40 ms.
+--push   into an empty registry.
+--delta  v1, then v2 into the same directory, through ``link.py`` without limits: all bytes that the
+         registry sends for v2, heads of answers and the manifest too, by v2's size.
+
+Rounds are interleaved; the tables show medians, and the ratio to the first peer. Needs
+docker-registry, skopeo and curl, and a few GiB for ``--directory``, where what was made is kept for
+the next run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
-import random
 import shutil
 import socket
 import statistics
@@ -29,16 +36,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MIB = 1024 * 1024
-AIMAGE = str(Path(sys.executable).with_name("aimage"))
-OCI = "application/vnd.oci.image.manifest.v1+json"
-PUT_ONE = """
-d=$(basename "$1"); base=$2
-curl -s -o /dev/null -I "$base/blobs/sha256:$d"
-where=$(curl -s -o /dev/null -X POST -D - "$base/blobs/uploads/" | tr -d '\\r' |
-  sed -n 's/^[Ll]ocation: //p')
-curl -s -f -o /dev/null -X PUT -T "$1" "$where&digest=sha256:$d"
-"""
+import peers
+import shapes
+
+LIMITS = ["--rate", "20", "--round-trip", "40"]
+SHAPES = {"pull": "a,b,c", "link": "1g,c", "push": "a,b,c", "delta": "c"}
 
 
 @dataclass
@@ -50,16 +52,25 @@ class Cost:
     rss: float
 
 
-def sizes(shape: str) -> list[int]:
-    """The bytes of each blob of a shape; the same on every machine."""
-    if shape == "a":
-        return [2048 * MIB]
-    if shape == "b":
-        return [128 * MIB] * 16
-    rng = random.Random(7)
-    drawn = [int(64 * 1024 * 2 ** rng.uniform(0, 6)) for _ in range(1200)]
-    scale = 0.76 * 1024 * MIB / sum(drawn)
-    return [min(4 * MIB, max(64 * 1024, int(size * scale))) for size in drawn]
+Rows = dict[str, dict[str, list[Cost]]]
+
+
+@dataclass
+class Run:
+    """What the command line says."""
+
+    directory: Path
+    peers: list[str]
+    rounds: int
+
+    @property
+    def target(self) -> Path:
+        return self.directory / "target"
+
+    def clear(self) -> None:
+        """Nothing at the target, and nothing left to write from before."""
+        shutil.rmtree(self.target, ignore_errors=True)
+        os.sync()
 
 
 def measure(command: list[str], then: Callable[[], None] = lambda: None) -> Cost:
@@ -108,125 +119,113 @@ def registry(root: Path) -> Iterator[str]:
             process.terminate()
 
 
-def make_layout(directory: Path, shape: str) -> Path:
-    """An OCI image layout with one artifact of that shape, named ``bench/<shape>:v1``."""
-    layout = directory / f"layout-{shape}"
-    if (layout / "index.json").exists():
-        return layout
-    shutil.rmtree(layout, ignore_errors=True)
-    blobs = layout / "blobs" / "sha256"
-    blobs.mkdir(parents=True)
-
-    def keep(data: bytes) -> dict[str, object]:
-        digest = hashlib.sha256(data).hexdigest()
-        (blobs / digest).write_bytes(data)
-        return {"digest": f"sha256:{digest}", "size": len(data)}
-
-    layers = [
-        {"mediaType": "application/vnd.example.weights", **_random_blob(blobs, size)}
-        for size in sizes(shape)
-    ]
-    config = {"mediaType": "application/vnd.example.config", **keep(b"{}")}
-    manifest = {"schemaVersion": 2, "mediaType": OCI, "config": config, "layers": layers}
-    entry = {"mediaType": OCI, **keep(json.dumps(manifest).encode())}
-    (layout / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
-    index = {"schemaVersion": 2, "manifests": [entry]}
-    entry["annotations"] = {"org.opencontainers.image.ref.name": f"bench/{shape}:v1"}
-    (layout / "index.json").write_text(json.dumps(index))
-    return layout
+@contextlib.contextmanager
+def link(host: str, limits: list[str]) -> Iterator[dict[str, str | int]]:
+    """``link.py`` before ``host``; yields where it is as ``host``, and adds what went through."""
+    program = Path(__file__).with_name("link.py")
+    with subprocess.Popen(
+        [sys.executable, str(program), host, *limits], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        found: dict[str, str | int] = {"host": process.stdout.readline().strip()}
+        try:
+            yield found
+        finally:
+            process.terminate()
+        found.update(json.loads(process.stdout.read()))
 
 
-def _random_blob(blobs: Path, size: int) -> dict[str, object]:
-    hasher, left, path = hashlib.sha256(), size, blobs / "new"
-    with path.open("wb") as file:
-        while left:
-            data = os.urandom(min(left, 8 * MIB))
-            hasher.update(data)
-            file.write(data)
-            left -= len(data)
-    path.rename(blobs / hasher.hexdigest())
-    return {"digest": f"sha256:{hasher.hexdigest()}", "size": size}
-
-
-def pulls(directory: Path, shapes: list[str], rounds: int) -> None:
-    """The table of pulls."""
-    root = directory / "registry"
-    target = directory / "target"
-    with registry(root) as host:
-        for shape in shapes:
-            _ensure_pushed(make_layout(directory, shape), shape, host)
-        rows: dict[str, dict[str, list[Cost]]] = {}
-        for _ in range(rounds):
-            for shape in shapes:
+def pulls(run: Run, chosen: list[str], limits: list[str] | None = None) -> None:
+    """The table of pulls; with ``limits``, of those through the link."""
+    rows: Rows = {}
+    with contextlib.ExitStack() as stack:
+        host = stack.enter_context(registry(run.directory / "registry"))
+        for shape in chosen:
+            layout = shapes.make_layout(run.directory, shape)
+            shapes.ensure_pushed(layout, f"bench/{shape}:v1", host)
+        if limits:
+            host = str(stack.enter_context(link(host, limits))["host"])
+        for _ in range(run.rounds):
+            for shape in chosen:
                 name = f"{host}/bench/{shape}:v1"
-                commands = {
-                    "skopeo copy": [
-                        *("skopeo", "copy", "-q", "--src-tls-verify=false"),
-                        *(f"docker://{name}", f"oci:{target}:x"),
-                    ],
-                    "aimage pull": [AIMAGE, "-q", "--store", str(target), "pull", name],
-                }
-                for tool, command in commands.items():
-                    shutil.rmtree(target, ignore_errors=True)
-                    os.sync()
-                    durable = tool.startswith("aimage")
-                    cost = measure(command, lambda d=durable: None if d else _sync(target))
+                for tool, command in peers.pull_commands(run.peers, name, run.target).items():
+                    run.clear()
+                    cost = _pull(run, tool, command)
                     rows.setdefault(shape, {}).setdefault(tool, []).append(cost)
-        shutil.rmtree(target, ignore_errors=True)
-    _print("pull", rows, "skopeo copy")
+                    _check(run.target, sum(shapes.sizes(shape)))
+    run.clear()
+    _print("pull through the link" if limits else "pull", rows)
 
 
-def pushes(directory: Path, shapes: list[str], rounds: int) -> None:
+def pushes(run: Run, chosen: list[str]) -> None:
     """The table of pushes."""
-    rows: dict[str, dict[str, list[Cost]]] = {}
-    for _ in range(rounds):
-        for shape in shapes:
-            layout = make_layout(directory, shape)
-            for tool in ("curl, 4 at a time", "aimage push"):
-                root = directory / "empty"
-                shutil.rmtree(root, ignore_errors=True)
+    rows: Rows = {}
+    root, work = run.directory / "empty", run.directory / "curl"
+    for _ in range(run.rounds):
+        for shape in chosen:
+            layout, name = shapes.make_layout(run.directory, shape), f"bench/{shape}:v1"
+            for tool in (peers.PUSH_PEER, peers.PUSH):
+                for path in (root, work):
+                    shutil.rmtree(path, ignore_errors=True)
+                work.mkdir()
                 os.sync()
                 with registry(root) as host:
-                    cost = measure(_push_command(tool, layout, shape, host))
+                    if tool == peers.PUSH:
+                        cost = measure(peers.aimage_push(layout, name, host))
+                        peers.forget(layout, name, host)
+                    else:
+                        cost = measure(peers.curl_push(layout, name, host, work))
                 rows.setdefault(shape, {}).setdefault(tool, []).append(cost)
-                shutil.rmtree(root, ignore_errors=True)
-    _print("push", rows, "curl, 4 at a time")
+                _check(root, sum(shapes.sizes(shape)))
+    for path in (root, work):
+        shutil.rmtree(path, ignore_errors=True)
+    _print("push", rows)
 
 
-def _push_command(tool: str, layout: Path, shape: str, host: str) -> list[str]:
-    if tool == "aimage push":
-        name = f"{host}/bench/{shape}:v1"
-        subprocess.run(
-            [AIMAGE, "-q", "--store", str(layout), "tag", f"bench/{shape}:v1", name],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return [AIMAGE, "-q", "--store", str(layout), "push", name]
-    base = f"http://{host}/v2/bench/{shape}"
-    script = f"ls -S {layout}/blobs/sha256/* | xargs -P 4 -I @ sh -c '{PUT_ONE}' sh @ {base}"
-    return ["bash", "-c", script.replace("sed -n '", 'sed -n "').replace("//p'", '//p"')]
+def deltas(run: Run, chosen: list[str]) -> None:
+    """The table of what a second version costs. Nothing in it depends on time: one round."""
+    rule = "|---|---|---|---|---|"
+    print(f"\n| pull of v2 after v1 | tool | sent MiB | v2 MiB | % of v2 |\n{rule}")
+    with registry(run.directory / "registry") as host:
+        for shape in chosen:
+            layout, name = shapes.make_versions(run.directory, shape), f"bench/delta-{shape}"
+            for tag in ("v1", "v2"):
+                shapes.ensure_pushed(layout, f"{name}:{tag}", host)
+            v2 = sum(blob["size"] for blob in shapes.content(layout, f"{name}:v2"))
+            for tool in peers.pull_commands(run.peers, name, run.target):
+                run.clear()
+                for tag in ("v1", "v2"):
+                    with link(host, []) as through:
+                        full = f"{through['host']}/{name}:{tag}"
+                        _pull(run, tool, peers.pull_commands(run.peers, full, run.target)[tool])
+                _check(run.target, v2)
+                sent, mib = int(through["down"]), shapes.MIB
+                share = sent / v2
+                print(f"| {shape} | {tool} | {sent / mib:.2f} | {v2 / mib:.2f} | {share:.2%} |")
+    run.clear()
 
 
-def _ensure_pushed(layout: Path, shape: str, host: str) -> None:
-    target = f"docker://{host}/bench/{shape}:v1"
-    seen = subprocess.run(
-        ["skopeo", "inspect", "--raw", "--tls-verify=false", target], capture_output=True
-    )
-    if seen.returncode:
-        source = f"oci:{layout}:bench/{shape}:v1"
-        subprocess.run(
-            ["skopeo", "copy", "-q", "--dest-tls-verify=false", source, target], check=True
-        )
+def _pull(run: Run, tool: str, command: list[str]) -> Cost:
+    if tool == peers.OURS:
+        return measure(command)
+    return measure(command, lambda: _sync(run.target))
 
 
 def _sync(path: Path) -> None:
     subprocess.run(["sync", "-f", str(path)], check=True)
 
 
-def _print(verb: str, rows: dict[str, dict[str, list[Cost]]], base: str) -> None:
+def _check(directory: Path, size: int) -> None:
+    """Leave if there is less in a directory than was to get there."""
+    found = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    if found < size:
+        sys.exit(f"only {found} of {size} bytes arrived in {directory}")
+
+
+def _print(verb: str, rows: Rows) -> None:
     print(f"\n| {verb} | tool | wall s | CPU s | peak MiB | ratio |\n|---|---|---|---|---|---|")
     for shape, tools in rows.items():
-        reference = statistics.median(cost.wall for cost in tools[base])
+        reference = statistics.median(cost.wall for cost in next(iter(tools.values())))
         for tool, costs in tools.items():
             wall, cpu, rss = (
                 statistics.median(getattr(cost, name) for cost in costs)
@@ -237,21 +236,31 @@ def _print(verb: str, rows: dict[str, dict[str, list[Cost]]], base: str) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default="a,b,c")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for table, default in SHAPES.items():
+        parser.add_argument(f"--{table}", action="store_true", help=f"shapes {default}")
+    parser.add_argument("--shapes", help="for all of these tables")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", default=",".join(peers.known_peers()), help="of a pull")
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--push", action="store_true", help="measure pushes too")
     options = parser.parse_args()
-    shapes = options.shapes.split(",")
+    tables = {
+        "pull": pulls,
+        "link": lambda run, chosen: pulls(run, chosen, LIMITS),
+        "push": pushes,
+        "delta": deltas,
+    }
+    asked = [table for table in tables if getattr(options, table)] or ["pull"]
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
-        pulls(directory, shapes, options.rounds)
-        if options.push:
-            pushes(directory, shapes, options.rounds)
+        run = Run(directory.resolve(), options.peers.split(","), options.rounds)
+        for table in asked:
+            tables[table](run, (options.shapes or SHAPES[table]).split(","))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.content import OnEvent, Overlay, copy
-from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
 from clowder_aimage.content.event import ignore
 from clowder_aimage.content.store import file_body
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
@@ -34,7 +33,6 @@ def attach(
     *,
     artifact_type: str,
     annotations: Mapping[str, str] | None = None,
-    jobs: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
 ) -> tuple[Descriptor, Descriptor]:
     """Push ``files`` as one artifact about what ``reference`` names, into its repository.
@@ -61,7 +59,13 @@ def attach(
         documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
         name = reference.with_digest(manifest.digest)
-        copy(source, name, repository, concurrency=jobs, on_event=on_event)
+        copy(
+            source,
+            name,
+            repository,
+            concurrency=connection.jobs(reference.registry),
+            on_event=on_event,
+        )
     return manifest.descriptor, subject
 
 

@@ -13,6 +13,8 @@ from clowder_aimage.importer.write import OnWritten, Written
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.schema import validate
 
+_JOBS = 8  # threads that hash and write
+
 
 @dataclass(frozen=True, slots=True)
 class Created:
@@ -30,7 +32,7 @@ def create(
     *,
     dialect: str = DEFAULT,
     provenance: Provenance | None = None,
-    jobs: int = 4,
+    jobs: int | None = None,
     on_plan: Callable[[Plan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Created:
@@ -48,7 +50,7 @@ def create(
     plan = make_plan(take_inventory(directory), chosen, provenance or Provenance())
     validate("aimage-config", AImage(plan.config, ()).properties)
     on_plan(plan)
-    written = write_layers(plan, store, jobs=jobs, on_written=on_written)
+    written = write_layers(plan, store, jobs=jobs or _JOBS, on_written=on_written)
     aimage = AImage(plan.config, tuple(item.layer for item in written))
     manifest, config = chosen.write(aimage)
     store.push(manifest.config, bytes_body(config))

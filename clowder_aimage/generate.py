@@ -15,7 +15,7 @@ from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, Request, Step
 from clowder_aimage.oci import Reference
-from clowder_aimage.pull import pull
+from clowder_aimage.pull import pull, stored_name
 from clowder_aimage.registry import Connection
 from clowder_aimage.schema import validate
 
@@ -60,8 +60,8 @@ def fetch(
     except NotFoundError:
         if reference.registry is None:
             raise
-        pull(reference, store, connection, on_event=on_event)
-        stored = _complete(store, reference)
+        descriptor = pull(reference, store, connection, on_event=on_event)
+        stored = _complete(store, stored_name(reference, descriptor))
     inflate(store, stored)
     return stored
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 
 from clowder_aimage.content import ContentStore, OnEvent, Overlay, Source, copy
-from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
 from clowder_aimage.content.event import ignore
+from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import DIALECTS, Dialect
-from clowder_aimage.errors import FormatError, ManifestRefusedError, UsageError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    ManifestRefusedError,
+    ModelError,
+    UsageError,
+)
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
-from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Holders, Origins, Repository
+from clowder_aimage.oci import (
+    MAX_MANIFEST_SIZE,
+    Descriptor,
+    Reference,
+    mediatype,
+    parse_document,
+)
+from clowder_aimage.registry import Connection, Holders, Ladder, Origins, Repository
 
-OnFallback = Callable[[str, ManifestRefusedError], None]
+OnFallback = Callable[[str, AImageError], None]
+OnRemembered = Callable[[str, str], None]
+_MAX_DEPTH = 4  # indexes of indexes; what is deeper is refused when it is read
+_FEWER = "pack the model into fewer layers, its experts together"
 
 
 def push(
@@ -23,22 +38,28 @@ def push(
     *,
     dialect: str | None = None,
     fallback: bool = True,
-    jobs: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
     on_fallback: OnFallback = lambda name, error: None,
+    ladder: Ladder | None = None,
+    on_remembered: OnRemembered = lambda name, refused: None,
 ) -> Descriptor:
     """Send what ``reference`` names in ``store`` to the registry in the name.
 
     A manifest goes as it is, or rewritten in ``dialect``. Where the registry refuses that kind of
     manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
-    blobs are there already and the local tag stays what it was. What another repository of the
-    registry holds, by the names in ``store``, is mounted from there.
+    blobs are there already and the local tag stays what it was. What the registry refused before
+    it took another is kept in ``ladder``, and tried last by the next push without a ``dialect``.
+    What another repository of the registry holds, by the names in ``store``, is mounted from there.
+
+    ``on_fallback`` hears which dialect is next, and why; ``on_remembered`` which one comes first,
+    and in place of which one, because of ``ladder``.
 
     Returns:
         the descriptor of what the registry holds now.
 
     Raises:
         UsageError: the reference has no registry host, or asks for a rewrite by digest.
+        ModelError: no dialect's manifest is one that registries take; nothing was asked of it.
         ManifestRefusedError: no dialect is left to try.
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
         VerificationError: our copy is damaged.
@@ -48,52 +69,124 @@ def push(
             f"{reference} names a manifest by its digest, which another dialect would change",
             hint="push by tag to rewrite it",
         )
-    may_fall_back = fallback and reference.digest is None
-    refused: ManifestRefusedError | None = None
+    host = reference.registry or ""
+    memory = ladder or Ladder(None)
     with Repository(
         reference, connection, Origins(Holders(store, reference), on_event)
     ) as repository:
-        for name, source in _attempts(store, reference, dialect):
-            if refused is not None:
-                on_fallback(name, refused)
-            try:
-                return copy(source, reference, repository, concurrency=jobs, on_event=on_event)
-            except ManifestRefusedError as error:
-                refused = error
-                if not may_fall_back:
-                    break
-    assert refused is not None  # noqa: S101 - there is at least one attempt
-    raise refused
+
+        def send(source: Source) -> Descriptor:
+            jobs = connection.jobs(host)
+            return copy(source, reference, repository, concurrency=jobs, on_event=on_event)
+
+        stored = _read(store, reference, dialect)
+        if stored is None:
+            return send(store)
+        names = [dialect or stored.dialect.name]
+        if fallback and reference.digest is None:
+            known = memory.refused(host) if dialect is None else frozenset()
+            names = _rungs(names[0], known, on_remembered)
+        refused: list[str] = []
+        try:
+            sent, taken = _descend(store, stored, names, send, on_fallback, refused)
+        except ManifestRefusedError:
+            if len(refused) > 1:
+                memory.forget(host)
+            raise
+        memory.learn(host, refused, taken)
+        return sent
 
 
-def _attempts(
-    store: ContentStore, reference: Reference, dialect: str | None
-) -> Iterator[tuple[str, Source]]:
-    """The manifest to send first, then its rewritings, each as a source to copy from."""
+def _read(store: ContentStore, reference: Reference, dialect: str | None) -> Stored | None:
+    """What is to be sent; None for what is no AImage and goes as it is.
+
+    Raises:
+        ModelError: no registry would take its manifest, or that of a child of it.
+        FormatError: it is no AImage, and is to be rewritten in a dialect.
+    """
+    _check_sizes(store, store.resolve(reference), reference)
     try:
         stored = read_aimage(store, reference)
     except FormatError:
         if dialect is not None:
             raise
-        yield "as it is", store
-        return
+        return None
     inflate(store, stored)
-    first = DIALECTS[dialect or stored.dialect.name]
+    return stored
+
+
+def _check_sizes(
+    store: ContentStore, descriptor: Descriptor, reference: Reference, depth: int = 0
+) -> None:
+    if descriptor.size > MAX_MANIFEST_SIZE:
+        raise ModelError(
+            f"the manifest {descriptor.digest} of {reference} is too large: it has "
+            f"{descriptor.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
+            hint=_FEWER,
+        )
+    if descriptor.media_type in mediatype.INDEXES and depth < _MAX_DEPTH:
+        raw = read_all(store.open(descriptor), descriptor)
+        for child in parse_document(raw, descriptor.media_type).children:
+            if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES:
+                _check_sizes(store, child, reference, depth + 1)
+
+
+def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
+    """The ladder from ``first`` down; what was ``refused`` lately comes last."""
     names = list(DIALECTS)
-    for name in names[names.index(first.name) :]:
+    names = sorted(names[names.index(first) :], key=lambda name: name in refused)
+    if names[0] != first:
+        on_remembered(names[0], first)
+    return names
+
+
+def _descend(
+    store: ContentStore,
+    stored: Stored,
+    names: list[str],
+    send: Callable[[Source], Descriptor],
+    on_fallback: OnFallback,
+    refused: list[str],
+) -> tuple[Descriptor, str]:
+    """Send it in the first of the dialects that fits and is taken; ``refused`` gets the others."""
+    reasons: list[AImageError] = []
+    for name in names:
+        if reasons:
+            on_fallback(name, reasons[-1])
         try:
-            source = _rewritten(store, stored, DIALECTS[name])
-        except FormatError:
-            if name == first.name:
-                raise
-            continue  # wordier than registries take: no rung of this ladder
-        yield name, source
+            return send(_rewritten(store, stored, DIALECTS[name])), name
+        except ManifestRefusedError as error:
+            refused.append(name)
+            reasons.append(error)
+        except _UnfitError as error:
+            reasons.append(error)
+    raise _last_word(reasons)
+
+
+def _last_word(reasons: list[AImageError]) -> AImageError:
+    """What is told where nothing is left: what the registry said, if it was asked at all."""
+    refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
+    if not refusals:
+        return reasons[0]
+    if len(reasons) > 1:
+        unfit = [str(reason) for reason in reasons if reason not in refusals]
+        refusals[-1].hint = "; ".join(["no other dialect is left to try", *unfit])
+    return refusals[-1]
+
+
+class _UnfitError(ModelError):
+    """A dialect that this AImage cannot be written in."""
 
 
 def _rewritten(store: ContentStore, stored: Stored, dialect: Dialect) -> Source:
     """A view of the store in which ``stored`` is written in ``dialect``."""
     if dialect.name == stored.dialect.name:
         return store
-    manifest, config = dialect.write(stored.aimage)
+    try:
+        manifest, config = dialect.write(stored.aimage)
+    except FormatError as error:
+        raise _UnfitError(
+            f"it cannot be written in the {dialect.name} dialect: {error}", hint=error.hint
+        ) from None
     documents = {manifest.digest: manifest.raw, manifest.config.digest: config}
     return Overlay(store, manifest.descriptor, documents)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clowder_aimage.content import OnEvent, copy
-from clowder_aimage.content.copy import DEFAULT_CONCURRENCY
 from clowder_aimage.content.event import ignore
 from clowder_aimage.errors import ManifestRefusedError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -17,7 +16,6 @@ def transfer(
     target: Reference,
     connection: Connection,
     *,
-    jobs: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
 ) -> Descriptor:
     """Copy what ``source`` names, byte for byte, to where ``target`` says.
@@ -39,6 +37,7 @@ def transfer(
         if target.digest is not None:
             _check_digest(target, source.digest or there.resolve(source).digest)
         try:
+            jobs = connection.jobs(source.registry, target.registry)
             return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
         except ManifestRefusedError as error:
             error.hint = "a copy changes nothing; pull it, tag it and push it to have it rewritten"

@@ -68,12 +68,13 @@ class Aimage:
 
     def env(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("AIMAGE_", "DOCKER_"))}
-        for name in ("SOURCE_DATE_EPOCH", "REGISTRY_AUTH_FILE", "SSL_CERT_FILE"):
+        for name in ("SOURCE_DATE_EPOCH", "REGISTRY_AUTH_FILE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
             kept.pop(name, None)
         return kept | {
             "HOME": str(self.home),
             "XDG_DATA_HOME": str(self.home / "data"),
             "XDG_CONFIG_HOME": str(self.home / "config"),
+            "XDG_STATE_HOME": str(self.home / "state"),
             "XDG_RUNTIME_DIR": str(self.home / "run"),
             "DOCKER_CONFIG": str(self.home / "docker"),
             "AIMAGE_STORE": str(self.store),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
+import ssl
+import struct
 import threading
 import time
 from collections import Counter
@@ -19,7 +22,7 @@ _HOPS = frozenset({"connection", "keep-alive", "transfer-encoding", "date", "ser
 
 @dataclass
 class Passed:
-    """A request that came, and how many bytes of its answer's body were sent."""
+    """A request that came, and how many bytes of its body came and of its answer's were sent."""
 
     number: int
     method: str
@@ -27,10 +30,37 @@ class Passed:
     range: str | None
     connection: int
     sent: int = 0
+    received: int = 0
+    status: int = 0  # what was answered; 0 where nothing was
+    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_blob(self) -> bool:
-        return self.method == "GET" and "/blobs/" in self.path
+        return self.method == "GET" and "/blobs/" in self.path and not self.is_upload
+
+    @property
+    def is_upload(self) -> bool:
+        return "/blobs/uploads/" in self.path
+
+
+@dataclass
+class Reply:
+    """An answer: what the registry said and ``change`` may alter, or what is said ``instead``.
+
+    With ``after`` it is said when so many bytes of the request's body came, and the connection
+    is then closed: in peace once the client has stopped sending, or ``abruptly``.
+    """
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    after: int | None = None
+    abruptly: bool = False
+
+    def put(self, body: bytes) -> None:
+        """Another body, of the length that is told."""
+        self.body = body
+        self.headers["Content-Length"] = str(len(body))
 
 
 @dataclass
@@ -42,6 +72,13 @@ class Proxy:
     off, or None; with ``stall`` it then stands still instead. Once ``hold`` bytes of blobs have
     been sent, nothing more is until ``release()``. ``ranges`` is what becomes of requests for a
     part of a blob: "kept", "ignored", "wrong" (another part comes), or a status to refuse with.
+
+    ``lost(passed)`` gives the number of bytes of a request's body after which its connection is
+    reset, or None; an answer that is ``cut`` ends with a reset where ``reset`` says so.
+    ``instead(passed)`` may answer what the registry never hears of, ``change(passed, reply)`` alter
+    what it answered. ``lull(passed)`` is for how many seconds no more of a request's body is taken.
+    Where the proxy ``buffers``, a request goes on to the registry when all of it is here. ``adds``
+    are headers that only the registry sees.
     """
 
     upstream: str
@@ -51,6 +88,14 @@ class Proxy:
     stall: bool = False
     hold: int | None = None
     ranges: str | int = "kept"
+    lost: Callable[[Passed], int | None] | None = None
+    reset: bool = False
+    instead: Callable[[Passed], Reply | None] | None = None
+    change: Callable[[Passed, Reply], None] | None = None
+    lull: Callable[[Passed], float] | None = None
+    buffers: bool = False
+    adds: dict[str, str] = field(default_factory=dict)
+    tls: ssl.SSLContext | None = None
     seen: list[Passed] = field(default_factory=list)
     held: int = 0  # answers that are kept waiting by ``hold``
     busiest: int = 0  # the most answers with blobs that were under way at once
@@ -65,6 +110,10 @@ class Proxy:
     def running(self) -> Iterator[Proxy]:
         """Listen on a free port of this machine."""
         server = _Server(("127.0.0.1", 0), _handler(self))
+        if self.tls is not None:
+            server.socket = self.tls.wrap_socket(
+                server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.host = f"127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
@@ -96,6 +145,16 @@ class Proxy:
         with self._changed:
             return [p.range for p in self.seen[since:] if p.is_blob and digest in p.path]
 
+    def uploads(self, *methods: str, since: int = 0) -> list[Passed]:
+        """The requests that brought bytes of blobs: ``received`` says how many."""
+        wanted = methods or ("PUT", "PATCH")
+        with self._changed:
+            return [p for p in self.seen[since:] if p.is_upload and p.method in wanted]
+
+    def received(self, *, since: int = 0) -> int:
+        """The bytes of blobs that came."""
+        return sum(passed.received for passed in self.uploads(since=since))
+
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Wait until what has passed makes it true; an AssertionError when it does not."""
         with self._changed:
@@ -118,10 +177,13 @@ class Proxy:
             return self._connections
 
     @contextlib.contextmanager
-    def answering(self, method: str, path: str, span: str | None, number: int) -> Iterator[Passed]:
+    def answering(
+        self, method: str, path: str, headers: dict[str, str], number: int
+    ) -> Iterator[Passed]:
         """Note a request while it is answered."""
         with self._changed:
-            passed = Passed(len(self.seen), method, path, span, number)
+            span = headers.get("Range")
+            passed = Passed(len(self.seen), method, path, span, number, headers=headers)
             self.seen.append(passed)
             self._under_way += passed.is_blob
             self.busiest = max(self.busiest, self._under_way)
@@ -149,6 +211,19 @@ class Proxy:
             passed.sent += max(count, 0)
             self._changed.notify_all()
         return max(count, 0)
+
+    def may_take(self, passed: Passed, left: int) -> int:
+        """How many of the ``left`` bytes of a request's body to take now; 0 ends the connection."""
+        if self.lull and (seconds := self.lull(passed)):
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, seconds)
+        limit = self.lost(passed) if self.lost else None
+        return min(left, _BLOCK, _BLOCK if limit is None else max(0, limit - passed.received))
+
+    def took(self, passed: Passed, count: int) -> None:
+        with self._changed:
+            passed.received += count
+            self._changed.notify_all()
 
 
 class _Server(ThreadingHTTPServer):
@@ -179,37 +254,104 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 super().finish()
 
         def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            span = self.headers.get("Range")
-            with proxy.answering(self.command, self.path, span, self.number) as passed:
+            headers = dict(self.headers.items())
+            with proxy.answering(self.command, self.path, headers, self.number) as passed:
                 time.sleep(proxy.delay)
-                headers = dict(self.headers.items())
+                span = passed.range
+                reply = proxy.instead(passed) if proxy.instead else None
                 if span and isinstance(proxy.ranges, int):
-                    self.send_response(proxy.ranges)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                    reply = Reply(proxy.ranges)
+                if reply is not None:
+                    self._instead(passed, reply)
                     return
+                headers = headers | proxy.adds
                 if span and proxy.ranges == "ignored":
                     del headers["Range"]
                 elif span and proxy.ranges == "wrong":
                     first, _, last = span.removeprefix("bytes=").partition("-")
                     headers["Range"] = f"bytes={int(first) + 7}-{last}"
-                self.registry.request(self.command, self.path, body, headers)
+                blocks = self._body(passed, self._length())
+                try:
+                    body = b"".join(blocks) if proxy.buffers or not self._length() else blocks
+                    self.registry.request(self.command, self.path, body, headers)
+                except ConnectionAbortedError:
+                    self._reset()
+                    return
                 self._pass_on(passed, self.registry.getresponse())
 
         do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
 
-        def _pass_on(self, passed: Passed, answer: http.client.HTTPResponse) -> None:
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in _HOPS:
-                    self.send_header(name, value)
+        def _length(self) -> int:
+            return int(self.headers.get("Content-Length") or 0)
+
+        def _body(self, passed: Passed, length: int) -> Iterator[bytes]:
+            """The request's body; ConnectionAbortedError where it is not to come in full."""
+            while passed.received < length:
+                count = proxy.may_take(passed, length - passed.received)
+                block = self.rfile.read1(count) if count else b""
+                if not block:
+                    raise ConnectionAbortedError
+                proxy.took(passed, len(block))
+                yield block
+
+        def _reset(self) -> None:
+            """End the connection with a reset, and the registry's with it."""
+            self.close_connection = True
+            self.registry.close()
+            with contextlib.suppress(OSError):
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                os.close(self.connection.detach())
+
+        def _instead(self, passed: Passed, reply: Reply) -> None:
+            length = self._length()
+            early = reply.after is not None and reply.after < length
+            try:
+                for _ in self._body(passed, min(length, reply.after) if early else length):
+                    pass
+            except ConnectionAbortedError:
+                self._reset()
+                return
+            headers = {"Content-Length": str(len(reply.body))} | reply.headers
+            if early and not reply.abruptly:
+                headers["Connection"] = "close"
+            self._say(passed, reply.status, headers)
+            if self.command != "HEAD":
+                self.wfile.write(reply.body)
+            if early and reply.abruptly:
+                self._reset()
+            elif early:
+                self.close_connection = True
+                self.wfile.flush()
+                self.connection.settimeout(0.2)  # the client may have nothing more to send
+                with contextlib.suppress(OSError):
+                    while self.rfile.read1(_BLOCK):
+                        pass
+
+        def _say(self, passed: Passed, status: int, headers: dict[str, str]) -> None:
+            passed.status = status
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
+
+        def _pass_on(self, passed: Passed, answer: http.client.HTTPResponse) -> None:
+            headers = {k: v for k, v in answer.getheaders() if k.lower() not in _HOPS}
+            reply = Reply(answer.status, headers)
+            blocks = iter(lambda: answer.read(_BLOCK), b"")
+            if proxy.change:
+                reply.body = answer.read()
+                proxy.change(passed, reply)
+                body = reply.body
+                blocks = iter([body[at : at + _BLOCK] for at in range(0, len(body), _BLOCK)])
+            self._say(passed, reply.status, reply.headers)
             began, first = time.monotonic(), passed.sent
-            while chunk := answer.read(_BLOCK):
+            for chunk in blocks:
                 count = proxy.may_send(passed, len(chunk))
                 self.wfile.write(chunk[:count])
                 if count < len(chunk):
+                    if proxy.reset:
+                        self._reset()
                     self.close_connection = True
                     self.registry.close()
                     return

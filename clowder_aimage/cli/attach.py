@@ -49,7 +49,7 @@ def attach(
     file: tuple[Path, ...],
     artifact_type: str,
     annotations: tuple[str, ...],
-    jobs: int,
+    jobs: int | None,
     plain_http: bool,
     insecure: bool,
     ca_file: Path | None,
@@ -69,7 +69,6 @@ def attach(
             connection(plain_http, insecure, ca_file, jobs),
             artifact_type=artifact_type,
             annotations=dict(map(_pair, annotations)),
-            jobs=jobs,
             on_event=progress.on_event,
         )
     progress.say("attached")

@@ -25,7 +25,7 @@ from clowder_aimage.oci import Reference
 @connection_options
 @common_options
 def copy(
-    src: str, dst: str, jobs: int, plain_http: bool, insecure: bool, ca_file: Path | None
+    src: str, dst: str, jobs: int | None, plain_http: bool, insecure: bool, ca_file: Path | None
 ) -> None:
     """Copy what SRC names in a registry to where DST says; print its digest.
 
@@ -41,7 +41,6 @@ def copy(
             source,
             target,
             connection(plain_http, insecure, ca_file, jobs),
-            jobs=jobs,
             on_event=progress.on_event,
         )
     progress.say("copied")

@@ -53,7 +53,7 @@ def create(
     license_: str | None,
     source: str | None,
     created: str | None,
-    jobs: int,
+    jobs: int | None,
 ) -> None:
     """Pack the diffusers model directory DIR (default: here) as the AImage NAME.
 

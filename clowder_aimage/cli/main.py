@@ -29,6 +29,7 @@ VERBS = {
     "show": ("show", "Show what an AImage consists of."),
     "tag": ("tag", "Give an AImage another name."),
     "rm": ("rm", "Forget a name."),
+    "verify": ("verify", "Check every byte of the store."),
     "login": ("login", "Keep credentials for a registry."),
     "logout": ("login", "Forget the credentials of a registry."),
     "registry": ("registry", "Be a registry."),

@@ -17,7 +17,7 @@ from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.registry import Connection
+    from clowder_aimage.registry import Connection, Ladder
     from clowder_aimage.registry.settings import HostSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -79,22 +79,14 @@ def connection_options(function: _F) -> _F:
     return function
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
 def _rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Bytes per second: 500k, 20M, 1.5G in powers of 1000, KiB, MiB, GiB in powers of 1024."""
-    if value is None:
-        return None
-    text = value.lower().removesuffix("/s").removesuffix("b")
-    number = text.rstrip("kmgi")
+    """Bytes per second, as the configuration has them too."""
+    from clowder_aimage.registry.settings import parse_rate
+
     try:
-        count = int(float(number) * _UNITS[text[len(number) :]])
-    except (ValueError, KeyError, OverflowError):
-        count = 0
-    if count < 1:
-        raise click.BadParameter(f"{value!r} is not a rate such as 500k, 20M or 1.5GiB", ctx, param)
-    return count
+        return None if value is None else parse_rate(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
 limit_option = click.option(
@@ -102,15 +94,14 @@ limit_option = click.option(
     "limit",
     callback=_rate,
     metavar="RATE",
-    help="Bytes per second in all, such as 500k or 20M.",
+    help="Bytes per second in all, such as 500k or 20M. [default: what the configuration says]",
 )
 
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="How many layers at once.",
+    default=None,
+    help="How many layers at once. [default: 8, or what the configuration says]",
 )
 
 
@@ -151,7 +142,9 @@ def default_store() -> Path:
     return (Path(base) if Path(base).is_absolute() else home / ".local" / "share") / "aimage"
 
 
-def connection(plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int = 8) -> Connection:
+def connection(
+    plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int | None = None
+) -> Connection:
     """The connection that the options and the environment describe."""
     from clowder_aimage.registry import Connection
 
@@ -168,7 +161,7 @@ def connection(plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int
         **_places(),
         trusted_realms=_trusted_realms(),
         registries=_registries(),
-        pool_size=jobs,
+        told_jobs=jobs or 0,
         user_agent=f"aimage/{__version__}",
     )
 
@@ -184,13 +177,33 @@ def _places() -> dict[str, Any]:
             *((runtime / "containers" / "auth.json",) if runtime else ()),
             user / "auth.json",
         ),
-        "ca_bundle": _named("SSL_CERT_FILE"),
+        "ca_bundle": _named("SSL_CERT_FILE") or _cert_dir(),
         "cert_dirs": (
             user / "certs.d",
             Path("/etc/containers/certs.d"),
             Path("/etc/docker/certs.d"),
         ),
     }
+
+
+def ladder() -> Ladder:
+    """The memory of what registries refused, in the platform's place for state."""
+    from clowder_aimage.registry import Ladder
+
+    home = Path.home()
+    if sys.platform == "darwin":
+        state = home / "Library" / "Application Support" / "aimage-state"  # the store is beside it
+    else:
+        named = _named("XDG_STATE_HOME")
+        base = named if named and named.is_absolute() else home / ".local" / "state"
+        state = base / "aimage"
+    return Ladder(state / "registries.json")
+
+
+def _cert_dir() -> Path | None:
+    """The first directory in SSL_CERT_DIR that is one; OpenSSL has a list there."""
+    named = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
+    return next((Path(name) for name in named if name and Path(name).is_dir()), None)
 
 
 def _named(variable: str) -> Path | None:

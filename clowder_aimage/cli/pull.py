@@ -18,14 +18,19 @@ from clowder_aimage.cli.option import (
 )
 from clowder_aimage.cli.output import plain, plural, result, size
 from clowder_aimage.cli.progress import Progress
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.content import CopyPlan
+    from clowder_aimage.content.choose import Wish
 
 
 @click.command(short_help="Fetch an AImage from the registry in its name.")
 @click.argument("ref")
+@click.option("--platform", metavar="OS/ARCH", help="Of an index, what is for this platform.")
+@click.option("--variant", metavar="NAME", help="Of an index, what is called so.")
+@click.option("--whole", is_flag=True, help="Of an index, all of it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be fetched, and fetch nothing.")
 @limit_option
 @jobs_option
@@ -33,9 +38,12 @@ if TYPE_CHECKING:
 @common_options
 def pull(
     ref: str,
+    platform: str | None,
+    variant: str | None,
+    whole: bool,
     dry_run: bool,
     limit: int | None,
-    jobs: int,
+    jobs: int | None,
     plain_http: bool,
     insecure: bool,
     ca_file: Path | None,
@@ -43,30 +51,44 @@ def pull(
     """Fetch the AImage REF from the registry in its name; print its digest.
 
     Every byte is verified before it gets its name in the store. Blobs that are there already are
-    not fetched.
+    not fetched. Of an index, the one AImage is fetched that the options choose, or that is for
+    this machine.
     """
     from clowder_aimage.content import Rate
-    from clowder_aimage.pull import plan_pull
+    from clowder_aimage.pull import plan_pull, stored_name
     from clowder_aimage.pull import pull as pull_aimage
 
     chosen = settings()
     reference = Reference.parse(ref)
+    wish = _wish(platform, variant, whole)
     reach = connection(plain_http, insecure, ca_file, jobs)
     if dry_run:
-        _say(reference, plan_pull(reference, reach), chosen)
+        plan = plan_pull(reference, reach, wish=wish)
+        _say(stored_name(reference, plan.root), plan, chosen)
         return
     with Progress("pulling", reference, quiet=chosen.quiet) as progress:
         descriptor = pull_aimage(
             reference,
             chosen.layout,
             reach,
-            jobs=jobs,
+            wish=wish,
             on_event=progress.on_event,
             rate=Rate(limit) if limit else None,
         )
     progress.say("pulled")
-    value = {"reference": str(reference), **plain(descriptor)}
+    value = {"reference": str(stored_name(reference, descriptor)), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)
+
+
+def _wish(platform: str | None, variant: str | None, whole: bool) -> Wish | None:
+    """What to choose from an index; None is all of it. Raises UsageError."""
+    from clowder_aimage.content.choose import Platform, Wish
+
+    if whole and (platform is not None or variant is not None):
+        raise UsageError("--whole leaves nothing for --platform or --variant to choose")
+    if whole:
+        return None
+    return Wish(variant, None if platform is None else Platform.parse(platform))
 
 
 def _say(reference: Reference, plan: CopyPlan, chosen: Settings) -> None:

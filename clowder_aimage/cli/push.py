@@ -12,6 +12,7 @@ from clowder_aimage.cli.option import (
     connection,
     connection_options,
     jobs_option,
+    ladder,
     settings,
 )
 from clowder_aimage.cli.output import plain, result
@@ -20,7 +21,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.errors import ManifestRefusedError
+    from clowder_aimage.errors import AImageError
 
 
 @click.command(short_help="Send an AImage to the registry in its name.")
@@ -44,7 +45,7 @@ def push(
     dialect: str | None,
     manifest_type: str | None,
     no_fallback: bool,
-    jobs: int,
+    jobs: int | None,
     plain_http: bool,
     insecure: bool,
     ca_file: Path | None,
@@ -64,8 +65,15 @@ def push(
             raise UsageError("--manifest-type is a form of the clowder dialect")
         dialect = "custom" if manifest_type == "custom" else "clowder"
 
-    def on_fallback(name: str, error: ManifestRefusedError) -> None:
+    def on_fallback(name: str, error: AImageError) -> None:
         progress.note(f"{error.message}; trying the {name} dialect")
+
+    def on_remembered(name: str, refused: str) -> None:
+        anew = "--manifest-type custom" if refused == "custom" else f"--dialect {refused}"
+        progress.note(
+            f"{reference.registry} refused the {refused} dialect lately; beginning with the {name} "
+            f"dialect ({anew} tries the other again)"
+        )
 
     with Progress("pushing", reference, quiet=chosen.quiet) as progress:
         descriptor = push_aimage(
@@ -74,9 +82,10 @@ def push(
             connection(plain_http, insecure, ca_file, jobs),
             dialect=dialect,
             fallback=not no_fallback,
-            jobs=jobs,
             on_event=progress.on_event,
             on_fallback=on_fallback,
+            ladder=ladder(),
+            on_remembered=on_remembered,
         )
     progress.say("pushed")
     value = {"reference": str(reference), **plain(descriptor)}

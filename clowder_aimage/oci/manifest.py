@@ -129,13 +129,21 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
 
 def _load(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_MANIFEST_SIZE:
-        raise FormatError(f"a manifest of {len(raw)} bytes is over {MAX_MANIFEST_SIZE}")
+        raise FormatError(
+            f"a manifest of {len(raw)} bytes is too large: registries take {MAX_MANIFEST_SIZE}",
+            hint="pack the model into fewer layers, its experts together",
+        )
     try:
         value = json.loads(raw.decode("utf-8"))  # never UTF-16, which others would not read
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise FormatError("a manifest must be a JSON object")
+    if value.get("schemaVersion") == 1:
+        raise FormatError(
+            "this is a Docker schema 1 manifest, which has no config and no sizes",
+            hint="push it again from a newer tool: skopeo copy --format oci",
+        )
     if value.get("schemaVersion") != 2:
         raise FormatError(f"schemaVersion must be 2, not {value.get('schemaVersion')!r:.40}")
     return value
@@ -144,7 +152,7 @@ def _load(raw: bytes) -> dict[str, Any]:
 def _media_type(value: Mapping[str, Any], transport: str) -> str:
     """What the document is. Its own word and the transport's must agree where both speak."""
     own = _string(value, "mediaType")
-    if transport in ("application/json", "application/octet-stream"):
+    if transport in ("application/json", "application/octet-stream", "text/plain"):
         transport = ""
     if own and transport and own != transport:
         raise FormatError(f"the manifest calls itself {own[:100]}, its sender {transport[:100]}")

@@ -36,6 +36,9 @@ DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"
 
+# Annotation of a manifest in an index, or of the manifest itself
+VARIANT = "vnd.clowder.aimage.variant"
+
 # Annotations of an entry of index.json
 REF_NAME = "org.opencontainers.image.ref.name"
 CONTAINERD_NAME = "io.containerd.image.name"

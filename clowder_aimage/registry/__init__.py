@@ -2,7 +2,8 @@
 
 from clowder_aimage.registry.connection import Connection
 from clowder_aimage.registry.credential import login, logout
+from clowder_aimage.registry.ladder import Ladder
 from clowder_aimage.registry.mount import Holders, Origins
 from clowder_aimage.registry.repository import Repository
 
-__all__ = ["Connection", "Holders", "Origins", "Repository", "login", "logout"]
+__all__ = ["Connection", "Holders", "Ladder", "Origins", "Repository", "login", "logout"]

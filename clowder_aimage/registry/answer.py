@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,16 @@ from clowder_aimage.errors import (
 from clowder_aimage.registry.retry import BrokenOffError
 
 _MAX_ERROR_BODY = 64 * 1024
+_PROXY_PROJECT = "proxy project"  # Harbor: one that only keeps what it fetched elsewhere
+_NO_PROJECT = "create the project in the registry first, or check its name"
+_HINTS = (  # what a registry's words mean for the user: Harbor's, by its documentation
+    (r"project \S+ not found", _NO_PROJECT),
+    (_PROXY_PROJECT, "push to another project: this one only keeps what it fetched elsewhere"),
+    (r"will exceed the configured upper limit|quota", "the project's storage quota is used up"),
+    (r"read.only mode", "whoever administers the registry let it take nothing for now"),
+    (r"immutable", "push under another tag: this one may not be changed there"),
+    (r"due to configured policy|POLICYVIOLATION", "ask who administers the project's policy"),
+)
 
 
 def read_capped(response: requests.Response, limit: int) -> bytes:
@@ -105,6 +116,8 @@ class Failure:
         """
         if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
             return False
+        if _PROXY_PROJECT in self.message:
+            return False
         if self.status == 400:
             return self.code == "MANIFEST_INVALID"
         if self.status == 403:
@@ -139,23 +152,27 @@ def manifest_failure(response: requests.Response, what: str) -> AImageError:
 
 
 def error_for(found: Failure, what: str) -> AImageError:
+    """The error to raise for what a registry said to ``what``."""
+    known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.said)), None)
     if found.status == 401:
         return UnauthorizedError(
             f"{found.host} refuses {what} without (other) credentials ({found.said})",
-            hint=f"log in with: aimage login {found.host}",
+            hint=known or f"log in with: aimage login {found.host}",
         )
-    if found.status == 403:
+    if found.status == 403 and known in (None, _NO_PROJECT):  # else not for want of a right
         return UnauthorizedError(
             f"{found.host} does not allow {what} ({found.said})",
-            hint="the account may lack the right, or the repository may not exist",
+            hint=known or "the account may lack the right, or the repository may not exist",
         )
     if found.status == 404:
         return NotFoundError(
-            f"{found.host} has no {what} ({found.said})",
-            hint="check the name and the tag for typing errors",
+            f"{found.host} {'knows nothing of' if what.startswith('the ') else 'has no'} {what} "
+            f"({found.said})",
+            hint=known or "check the name and the tag for typing errors",
         )
     return RegistryError(
         f"{found.host} answered {found.said} to {what}",
+        hint=known,
         status=found.status,
         code=found.code,
         detail=found.detail,

@@ -150,12 +150,19 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
             held = self._held.get(actions)
             if held is not None and held.header != refused:
                 return held.header  # another thread was here first
-            return self._answer(actions, _Challenge.parse(challenge), refused).header
+            asked, credential = _Challenge.parse(challenge), self._find_credential()
+            if asked.scheme == "basic" and not credential.basic and held is not None:
+                asked = held.challenge  # Harbor, to a token that has ended
+            return self._answer(actions, asked, refused).header
 
     def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Held:
         credential = self._find_credential()
         if challenge.scheme == "basic" and credential.basic:
             held = _Held(f"Basic {credential.basic}", challenge, float("inf"))
+        elif challenge.scheme == "bearer" and credential.registry_token:
+            held = _Held(f"Bearer {credential.registry_token}", challenge, float("inf"))
+            if refused == held.header:
+                raise self._refused("the access token that is kept for it is not taken (any more)")
         elif challenge.scheme == "bearer":
             held = self._token(actions, challenge, refused)
         else:

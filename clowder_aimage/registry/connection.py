@@ -25,6 +25,8 @@ from clowder_aimage.registry.settings import HostSettings, certificates
 from clowder_aimage.registry.transport import POOLS
 
 _BLOCK_SIZE = 1024 * 1024
+DEFAULT_JOBS = 8
+MOST_JOBS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Connection:
     ``trusted_realms`` are hosts that may be given a registry's credentials although they are not
     that registry. ``ca_bundle`` is what the environment trusts instead of the usual authorities,
     ``cert_dirs`` are directories of ``certs.d``. ``registries`` says more about single hosts.
+    ``told_jobs`` is how many layers to move at once, 0 where each registry's own number counts.
     """
 
     plain_http: bool = False
@@ -43,7 +46,7 @@ class Connection:
     ca_file: Path | None = None
     docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
     trusted_realms: frozenset[str] = frozenset()
-    pool_size: int = 8
+    told_jobs: int = 0
     user_agent: str = "aimage"
     auth_file: Path | None = None
     container_auth: tuple[Path, ...] = ()
@@ -72,6 +75,18 @@ class Connection:
         return replace(
             self, plain_http=known.plain_http, insecure=known.insecure, ca_file=known.ca_file
         )
+
+    def jobs(self, *hosts: str | None) -> int:
+        """How many layers may move at once to or from all of ``hosts``."""
+        if self.told_jobs:
+            return self.told_jobs
+        known = (self.registries.get(host or "") for host in hosts)
+        return min((one.jobs for one in known if one and one.jobs), default=DEFAULT_JOBS)
+
+    def limit(self, host: str | None) -> int:
+        """How many bytes a second a pull from ``host`` may take; 0 for any number."""
+        known = self.registries.get(host or "")
+        return known.limit if known else 0
 
     def to_mirror(self, host: str) -> Connection:
         """The same for a mirror: the command line speaks of the registry, not of its mirrors."""
@@ -159,10 +174,10 @@ def open_session(connection: Connection, host: str) -> requests.Session:
     elif connection.ca_bundle is not None:
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
-        session.mount(prefix, _Adapter(connection.pool_size))
+        session.mount(prefix, _Adapter(MOST_JOBS))
     context = _context(connection, host)
     if context is not None:
-        session.mount(f"https://{host}/", _Adapter(connection.pool_size, context))
+        session.mount(f"https://{host}/", _Adapter(MOST_JOBS, context))
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session

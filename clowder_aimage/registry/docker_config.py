@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,10 +30,12 @@ _IDENTITY_USER = "<token>"  # what a helper answers as Username when Secret is a
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What a registry gave a user: name and password (``basic``), or an identity token."""
+    """What a registry gave a user: name and password (``basic``), an identity token that is traded
+    for access tokens, or an access token itself (``registry_token``)."""
 
     basic: str | None = field(default=None, repr=False)
     identity_token: str | None = field(default=None, repr=False)
+    registry_token: str | None = field(default=None, repr=False)
 
     @classmethod
     def of_basic(cls, basic: str) -> Credential | None:
@@ -122,7 +125,11 @@ def _inline(config: dict[str, Any]) -> dict[str, Credential]:
 
 
 def _entry(entry: dict[str, Any]) -> Credential | None:
-    """docker writes ``auth`` or ``identitytoken``; it also reads ``username`` and ``password``."""
+    """docker writes ``auth`` or ``identitytoken``; it also reads ``registrytoken``, and
+    ``username`` and ``password``."""
+    ready = entry.get("registrytoken")
+    if isinstance(ready, str) and re.fullmatch(r"[!-~]+", ready):
+        return Credential(registry_token=ready)
     token = entry.get("identitytoken")
     if token and isinstance(token, str):
         return Credential(identity_token=token)

@@ -14,7 +14,7 @@ import urllib3
 from urllib3.exceptions import ProtocolError
 
 from clowder_aimage.content.parallel import StoppedError
-from clowder_aimage.errors import AImageError, NetworkError, RegistryError
+from clowder_aimage.errors import AImageError, NetworkError, RegistryError, UnauthorizedError
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.auth import Authenticator
@@ -29,6 +29,10 @@ CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
 FIRST_READ_TIMEOUT = 6.0  # a registry that is down is told from a slow one within ten
 READ_TIMEOUT = 60.0
 _DOCKER_HUB = "registry-1.docker.io"
+
+
+class AskedAgainError(BrokenOffError, UnauthorizedError):
+    """A 401 to a body that must be opened anew: worth another try, with other credentials."""
 
 
 class Session:
@@ -56,7 +60,8 @@ class Session:
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
         self._http.hooks["response"].append(self._pause.heed)
         self._transport = Transport(self._http)
-        self.chunk = 0  # bytes of a blob that one request may carry; 0: as many as there are
+        known = connection.registries.get(self._registry)
+        self.chunk = known.chunk_size if known else 0  # bytes a request may carry; 0: any
         timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
         self._auth = Authenticator(
             reference, connection, self._http, timeout, self._scheme, basic_auth
@@ -156,7 +161,10 @@ class Session:
         refused = header
         header = self._wrapped(lambda: self._auth.answer(actions, challenge, refused))
         if body is not None and not isinstance(body, bytes):
-            raise BrokenOffError(f"{self._registry} asked for credentials in an upload")
+            raise AskedAgainError(
+                f"{self._registry} asked for other credentials in an upload",
+                hint=f"log in with: aimage login {self._registry}",
+            )
         return self._send(method, url, headers, body, header, read_timeout)
 
     def _send(

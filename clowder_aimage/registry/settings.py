@@ -10,12 +10,17 @@ from typing import Any
 from clowder_aimage import schema
 from clowder_aimage.errors import FormatError, UsageError
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
     """What our config file says about one host (schemas/config.schema.json).
 
     ``mirrors`` are hosts, or hosts with a path that goes in front of the repository there.
+    ``jobs`` is how many connections it may see at once, ``limit`` how many bytes a second a pull
+    may take, ``chunk_size`` how many bytes of a blob one request to it may carry; 0 where nothing
+    is said.
     """
 
     mirrors: tuple[str, ...] = ()
@@ -23,6 +28,9 @@ class HostSettings:
     plain_http: bool = False
     insecure: bool = False
     ca_file: Path | None = None
+    jobs: int = 0
+    limit: int = 0
+    chunk_size: int = 0
 
 
 def read_settings(path: Path) -> dict[str, HostSettings]:
@@ -34,14 +42,14 @@ def read_settings(path: Path) -> dict[str, HostSettings]:
     try:
         document = json.loads(path.read_bytes())
         schema.validate("config", document)
+        registries = document.get("registries", {})
+        return {host: _settings(path.parent, entry) for host, entry in registries.items()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError, FormatError) as error:
         raise UsageError(
             f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
         ) from None
-    registries = document.get("registries", {})
-    return {host: _settings(path.parent, entry) for host, entry in registries.items()}
 
 
 def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
@@ -52,7 +60,27 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
         plain_http=entry.get("plainHttp", False),
         insecure=entry.get("insecure", False),
         ca_file=directory / named if named else None,
+        jobs=entry.get("jobs", 0),
+        limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
+        chunk_size=entry.get("chunkSize", 0),
     )
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second: 500k, 20M, 1.5G in powers of 1000, KiB, MiB, GiB in powers of 1024.
+
+    Raises:
+        ValueError: it is no rate, or none that anything would move at.
+    """
+    plain = text.lower().removesuffix("/s").removesuffix("b")
+    number = plain.rstrip("kmgi")
+    try:
+        count = int(float(number) * _UNITS[plain[len(number) :]])
+    except (ValueError, KeyError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"{text!r} is not a rate such as 500k, 20M or 1.5GiB")
+    return count
 
 
 @dataclass(frozen=True, slots=True)

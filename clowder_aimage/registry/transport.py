@@ -7,8 +7,10 @@ an origin (proxy, certificates, pool) is asked of it once and kept.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
@@ -33,6 +35,7 @@ from urllib3.util.wait import wait_for_write
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 _BLOCK = 1024 * 1024
+SEND_TIMEOUT = 60.0  # seconds in which a registry takes no byte of a body: it may be busy with some
 _NO_RETRY = urllib3.Retry(0, read=False)
 
 
@@ -89,10 +92,16 @@ class _SendsStreams:
     """A connection of urllib3 that knows StreamBody."""
 
     def send(self, data: Any) -> None:
-        if isinstance(data, StreamBody):
-            data.send_to(self.sock)  # type: ignore[attr-defined]
-        else:
+        if not isinstance(data, StreamBody):
             super().send(data)  # type: ignore[misc]
+            return
+        sock: socket.socket = self.sock  # type: ignore[attr-defined]
+        sock.settimeout(SEND_TIMEOUT)  # until now it was that of connecting; the answer has its own
+        try:
+            data.send_to(sock)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            # as without TLS: urllib3 then looks whether there is an answer already
+            raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
 class _HTTPConnection(_SendsStreams, urllib3.connection.HTTPConnection):
@@ -211,11 +220,19 @@ class _as_requests:
         if isinstance(error, ReadTimeoutError):
             raise exceptions.ReadTimeout(error) from error
         if isinstance(error, SSLError):
-            raise exceptions.SSLError(error) from error
+            raise _untrusted(error) from error
         if isinstance(error, ProtocolError | OSError | EOFError):
             raise exceptions.ConnectionError(error) from error
         if isinstance(error, HTTPError):
             raise exceptions.RequestException(error) from error
+
+
+def _untrusted(error: SSLError) -> exceptions.RequestException:
+    """What went wrong in TLS; that the connection is over is no matter of trust."""
+    inner = error.args[0] if error.args else None
+    if isinstance(inner, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return exceptions.ConnectionError(ProtocolError("Connection aborted.", inner))
+    return exceptions.SSLError(error)
 
 
 def _unreachable(error: MaxRetryError) -> exceptions.RequestException:
@@ -223,7 +240,7 @@ def _unreachable(error: MaxRetryError) -> exceptions.RequestException:
     if isinstance(reason, ConnectTimeoutError) and not isinstance(reason, NewConnectionError):
         return exceptions.ConnectTimeout(error)
     if isinstance(reason, SSLError):
-        return exceptions.SSLError(error)
+        return _untrusted(reason)
     if isinstance(reason, ProxyError):
         return exceptions.ProxyError(error)
     return exceptions.ConnectionError(error)

@@ -53,6 +53,7 @@ class _Upload:
         self._what = f"the upload of blob {content.digest}"
         self._location: str | None = None
         self._gone = False  # the registry knows no upload at our location any more
+        self._doubtful = False  # it could not say whether it does
         self._least = 0  # bytes that a chunk must have, but for the last
         self.at = 0  # bytes that the registry has
         self.furthest = 0  # the most that it ever had: one that forgets does not come forward
@@ -93,8 +94,10 @@ class _Upload:
         if self._location is None:
             return False
         answer = self._session.request("GET", self._location, actions="pull,push")
-        if answer.status_code in TRANSIENT_STATUS:
-            raise failure(answer, self._what)  # it may still have it
+        if answer.status_code in TRANSIENT_STATUS and not self._doubtful:
+            self._doubtful = True
+            raise failure(answer, self._what)  # it may still have it: ask once more
+        self._doubtful = False
         if answer.status_code not in (200, 202, 204):
             finish(answer)
             self._gone = True

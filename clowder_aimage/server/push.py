@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from clowder_aimage.server.name import parse_digest, parse_repository, repositor
 from clowder_aimage.server.upload import Upload, Uploads
 
 PIECE = 1024 * 1024  # what is written, and hashed, at a time
+SETTLE = 0.1  # seconds that a question for an upload's place waits for who writes to it
 STALL = 60.0  # seconds to wait for the next byte of a body
 _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
@@ -68,6 +70,9 @@ class PushRoutes:
     async def status(self, request: web.Request) -> web.StreamResponse:
         """GET <location>: how much has arrived, so that a broken upload can go on."""
         upload = self._upload(request)
+        with contextlib.suppress(TimeoutError):  # what came of a broken request is still written
+            async with asyncio.timeout(SETTLE), upload.lock:
+                pass
         return web.Response(status=204, headers=_headers(upload))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:

@@ -71,7 +71,7 @@ def pull_here(artifact, proxy, tmp_path):
     def pull(connections=3, on_event=lambda _: None):
         layout = ImageLayout(tmp_path / "store")
         name = Reference.parse(f"{proxy.host}/{artifact.path}")
-        connection = Connection(docker_config=tmp_path, pool_size=connections)
+        connection = Connection(docker_config=tmp_path, told_jobs=connections)
         with Repository(name, connection) as source:
             copy(source, name, layout, concurrency=connections, on_event=on_event)
         check(layout, artifact)

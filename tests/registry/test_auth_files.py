@@ -242,6 +242,48 @@ def test_a_helper_is_not_asked_before_a_registry_asks(tmp_path, helpers):
     assert asked.read_text() == registry.host
 
 
+def test_amazon_ecr_as_its_helper_has_it(tmp_path, helpers):
+    """Basic without a token service, for the user AWS, with a password of two kilobytes."""
+    secret = base64.b64encode(bytes(range(256)) * 6).decode()
+    asked = helpers("ecr-login", answer("AWS", secret))
+    expected = f"Basic {basic('AWS', secret)}"
+
+    def script(seen):
+        if seen.headers.get("Authorization") == expected:
+            return Answer(200)
+        challenge = 'Basic realm="https://ecr.example.com/",service="ecr.amazonaws.com"'
+        return Answer(401, {"WWW-Authenticate": challenge})
+
+    with ScriptedRegistry(script).running() as registry:
+        known = {"credHelpers": {registry.host: "ecr-login"}, "credsStore": "absent"}
+        (tmp_path / "config.json").write_text(json.dumps(known))
+        reference = Reference(registry.host, "team/x")
+        with Session(reference, Connection(docker_config=tmp_path)) as session:
+            for method in ("GET", "POST", "GET"):
+                response = session.request(method, session.url("tags/list"))
+                response.close()
+                assert response.status_code == 200
+        assert asked.read_text() == registry.host  # once
+        assert [seen.headers.get("Authorization") for seen in registry.seen] == [
+            None, expected, None, expected, expected,
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", ["", 7, None, "two words", "line\n", "ünicode"])
+def test_a_registry_token_that_is_none(token):
+    """What could not stand in a header is passed over for what else is there."""
+    entry = {"registrytoken": token, "auth": basic("user")}
+    known = {"auths": {"r.example.com": entry}}
+    assert user_of(find_credential([known], "r.example.com", "x")) == "user"
+
+
+def test_a_registry_token_comes_first_and_is_not_shown():
+    entry = {"registrytoken": "r3ady", "auth": basic("user"), "identitytoken": "1dent1ty"}
+    found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
+    assert found == Credential(registry_token="r3ady")
+    assert "r3ady" not in repr(found)
+
+
 def test_the_command_line_knows_the_places(aimage, private_registry, tiny):
     """podman's file with a path, and REGISTRY_AUTH_FILE before docker's wrong credentials."""
     here, host = aimage(), private_registry.host

@@ -293,3 +293,38 @@ def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
     assert upstream.asked("GET") == []
     there.environment["AIMAGE_CONFIG"] = str(config) + ".absent"
     assert "AIMAGE_CONFIG" in there("pull", f"{upstream.host}/mirrored/x:v1", code=2).err
+
+
+def test_what_one_registry_may_see_at_once():
+    entries = {"slow.example.com": HostSettings(jobs=2), "r.example.com": HostSettings(jobs=6)}
+    connection = Connection(registries=entries)
+    assert connection.jobs("slow.example.com") == 2
+    assert connection.jobs("other.example.com") == connection.jobs(None) == 8
+    assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy is kind to both
+    assert Connection(registries=entries, told_jobs=5).jobs("slow.example.com") == 5
+
+
+def test_a_registry_that_wants_small_pieces(tmp_path):
+    """``chunkSize`` is known beforehand: no request is larger."""
+    data = bytes(range(256)) * 10_000  # 2.4 MiB
+    taken = []
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/1"})
+        if seen.method == "PATCH":
+            taken.append(seen.body)
+            span = f"0-{sum(map(len, taken)) - 1}"
+            return Answer(202, {"Location": "/upload/1", "Range": span})
+        return Answer(201 if seen.method == "PUT" else 404)
+
+    with ScriptedRegistry(script).running() as registry:
+        settings = {registry.host: HostSettings(chunk_size=1_048_576)}
+        reference = Reference.parse(f"{registry.host}/x")
+        with Repository(
+            reference, Connection(docker_config=tmp_path, registries=settings)
+        ) as repository:
+            repository.push(Descriptor.of("application/x", data), bytes_body(data))
+        bodies = [seen.body for seen in registry.seen if seen.method in ("PATCH", "PUT")]
+    assert b"".join(bodies) == data
+    assert [len(body) for body in taken] == [1_048_576] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
 
 import pytest
 import trustme
 
+from clowder_aimage.cli import option
 from clowder_aimage.content import MemoryStore, copy
 from clowder_aimage.errors import NetworkError, StoreError
 from clowder_aimage.oci import Reference
@@ -192,3 +194,35 @@ def test_ssl_cert_file(authority, tmp_path, monkeypatch):
         pull(registry.host, tmp_path, ca_bundle=wrong)
         with pytest.raises(NetworkError, match="absent"):
             pull(registry.host, tmp_path, ca_file=tmp_path / "absent.pem")
+
+
+def test_ssl_cert_dir(authority, tmp_path):
+    """A directory of authorities, each under the hash of its name, as ``openssl rehash`` has it."""
+    directory = tmp_path / "certs"
+    directory.mkdir()
+    pem = directory / "authority.pem"
+    authority.cert_pem.write_to_path(str(pem))
+    command = ["openssl", "x509", "-hash", "-noout", "-in", str(pem)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    pem.rename(directory / f"{found}.0")
+    (tmp_path / "empty").mkdir()
+    with secured(authority).running() as registry:
+        pull(registry.host, tmp_path, ca_bundle=directory)
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(registry.host, tmp_path, ca_bundle=tmp_path / "empty")
+
+
+def test_the_command_line_s_ssl_cert_dir(tmp_path, monkeypatch):
+    """OpenSSL has a list there, and passes over what is no directory; a file comes first."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("SSL_CERT_DIR", f"{tmp_path}/absent:{first}:{second}")
+    assert option.connection(False, False, None).ca_bundle == first
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    assert option.connection(False, False, None).ca_bundle == tmp_path / "ca.pem"
+    monkeypatch.delenv("SSL_CERT_FILE")
+    for none in ("", ":", f"{tmp_path}/absent"):
+        monkeypatch.setenv("SSL_CERT_DIR", none)
+        assert option.connection(False, False, None).ca_bundle is None

@@ -184,7 +184,7 @@ def test_an_expired_token_in_an_upload(tmp_path):
 
 def test_threads_share_one_exchange(tmp_path):
     guarded = Guarded()
-    with guarded.session(tmp_path, pool_size=16) as session, ThreadPoolExecutor(16) as pool:
+    with guarded.session(tmp_path, told_jobs=16) as session, ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: get(session), range(64))) == {200}
         assert guarded.count == 1
         guarded.revoke()
@@ -210,6 +210,18 @@ def test_an_identity_token_is_traded_by_post(tmp_path):
         "refresh_token": ["1dent1ty"],
     }
     assert parse_qs(second.body.decode())["refresh_token"] == ["r0tated"]
+
+
+def test_a_registry_token_is_shown_as_it_is(tmp_path):
+    """Docker's ``registrytoken``: an access token that somebody else has fetched."""
+    guarded = Guarded(entry={"registrytoken": "r3ady"})
+    guarded.good.add("r3ady")
+    with guarded.session(tmp_path) as session:
+        assert get(session) == get(session, method="POST") == 200
+        guarded.revoke()
+        with pytest.raises(UnauthorizedError, match="not taken"):
+            get(session)
+    assert guarded.asked == []  # no token service was told anything
 
 
 def test_a_realm_elsewhere_gets_no_identity_token(tmp_path):

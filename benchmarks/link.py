@@ -1,0 +1,202 @@
+"""A link between a client and a server on loopback: slow and far away, or only counting.
+
+    python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS]
+
+A TCP proxy, a process of its own so that its CPU is not the client's. It prints the host:port that
+it listens at, and on SIGTERM or SIGINT what went through, as JSON: ``connections``, ``up`` (bytes
+to the server) and ``down`` (bytes from it, all of them: heads of answers too).
+
+Each connection is a link of its own. Each direction of it takes ``--rate`` and no more: what comes
+while it is busy queues. What it took is due at the other end half a round trip later, however much
+is on its way (the link is a pipe, no stop-and-wait). A new connection costs a round trip before its
+first byte, as TCP's handshake does; TCP's slow start is not imitated. Buffers are bounded: a reader
+that is slow slows the writer. Without the options nothing is limited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 1024 * 1024
+PIECE = 64 * 1024
+AHEAD = 0.010  # seconds of work that a direction may have queued: it outlasts a late wake-up
+KERNEL_BUFFER = 256 * 1024
+BUFFER = memoryview(bytearray(PIECE))  # one for all: what is read is copied before the next read
+
+
+@dataclass
+class Link:
+    """What is between all clients and ``host``:``port``, and what went through."""
+
+    host: str
+    port: int
+    rate: float = math.inf  # bytes a second, of each direction of each connection
+    round_trip: float = 0.0  # seconds
+    connections: int = 0
+    up: int = 0
+    down: int = 0
+
+    @property
+    def delay(self) -> float:
+        return self.round_trip / 2
+
+    @property
+    def most(self) -> int:
+        """Bytes that a direction of a connection may hold: what fills the pipe, and some."""
+        return MIB + (0 if math.isinf(self.rate) else int(self.rate * self.delay))
+
+    def count(self, size: int, up: bool) -> None:
+        if up:
+            self.up += size
+        else:
+            self.down += size
+
+
+class End(asyncio.BufferedProtocol):
+    """One end of a connection; what it receives is written at ``other``, late and no faster."""
+
+    def __init__(self, link: Link, other: End | None = None) -> None:
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._is_client = other is None
+        self.other = other or End(link, self)
+        self.transport: asyncio.Transport | None = None
+        self._queue: deque[tuple[float, bytes]] = deque()  # when due, and what; b"" is the end
+        self._held = 0
+        self._free = 0.0  # when the direction will have taken all that came
+        self._blocked = False  # the other end takes no more for now
+        self._ended = False  # all is written at the other end, and so was the end
+        self._reads = True
+        self._over = False  # nothing more comes from here
+        self._wakes: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.set_write_buffer_limits(high=0)
+        kernel = transport.get_extra_info("socket")
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
+        kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
+        if self._is_client:
+            self._link.connections += 1
+            self._free = self._loop.time() + self._link.round_trip
+            transport.pause_reading()
+            self._connecting = self._loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        assert self.transport is not None
+        try:
+            link = self._link
+            await self._loop.create_connection(lambda: self.other, link.host, link.port)
+        except OSError:
+            self.transport.abort()
+        else:
+            self.transport.resume_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._link.count(nbytes, self._is_client)
+        self._held += nbytes
+        self._free = max(self._loop.time(), self._free) + nbytes / self._link.rate
+        self._queue.append((self._free + self._link.delay, bytes(BUFFER[:nbytes])))
+        self._go_on()
+
+    def eof_received(self) -> bool:
+        self._over = True
+        self._free = max(self._loop.time(), self._free)
+        self._queue.append((self._free + self._link.delay, b""))
+        self._go_on()
+        return True  # the other direction may go on
+
+    def pause_writing(self) -> None:
+        self.other._blocked = True
+
+    def resume_writing(self) -> None:
+        self.other._blocked = False
+        self.other._go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._wakes is not None:
+            self._wakes.cancel()
+        self._queue.clear()
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.abort()
+
+    def _go_on(self) -> None:
+        """Write what is due, read or not, and wake up when there is more to do."""
+        assert self.transport is not None
+        if self._wakes is not None:
+            self._wakes.cancel()
+            self._wakes = None
+        now = self._loop.time()
+        while self._queue and not self._blocked and self._queue[0][0] <= now:
+            self._write(self._queue.popleft()[1])
+        busy = self._free - now > AHEAD
+        self._read(not busy and self._held < self._link.most)
+        times = [self._queue[0][0]] if self._queue and not self._blocked else []
+        if busy:
+            times.append(self._free - AHEAD / 2)
+        if times and not self.transport.is_closing():
+            self._wakes = self._loop.call_at(min(times), self._go_on)
+
+    def _read(self, wanted: bool) -> None:
+        assert self.transport is not None
+        if wanted != self._reads and not self._over and not self.transport.is_closing():
+            self._reads = wanted
+            (self.transport.resume_reading if wanted else self.transport.pause_reading)()
+
+    def _write(self, data: bytes) -> None:
+        there = self.other.transport
+        assert there is not None and self.transport is not None
+        self._held -= len(data)
+        if data:
+            there.write(data)
+        elif self.other._ended:
+            there.close()
+            self.transport.close()
+        else:
+            self._ended = True
+            there.write_eof()
+
+
+def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Pass over what asyncio says of connections that were cut: their ends were told already."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
+
+
+async def serve(link: Link) -> None:
+    """Carry connections until told to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(_complain)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    server = await loop.create_server(lambda: End(link), "127.0.0.1", 0, backlog=256)
+    print(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await stop.wait()
+    server.close()
+    print(json.dumps({name: getattr(link, name) for name in ("connections", "up", "down")}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("server", metavar="HOST:PORT")
+    parser.add_argument("--rate", type=float, default=math.inf, help="MiB/s of each connection")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
+    options = parser.parse_args()
+    host, _, port = options.server.rpartition(":")
+    asyncio.run(serve(Link(host, int(port), options.rate * MIB, options.round_trip / 1000)))
+
+
+if __name__ == "__main__":
+    main()

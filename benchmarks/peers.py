@@ -1,0 +1,111 @@
+"""The commands that are compared: ours, and those of the peers.
+
+A pull goes into an empty directory. skopeo and aimage make an OCI image layout of it and verify
+every byte. oras-py does neither: it writes each layer to a file, named by its digest where the
+layer has no title, one after the other.
+
+A push by curl is as fast as curl can be made to: four workers with equal shares of the bytes. A
+worker is one curl for the HEADs and the POSTs, and one for the PUTs at the locations that those
+were answered with; each keeps its connection. It pushes the layers and the config, no manifest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from shapes import Descriptor, blob_path, content
+
+AIMAGE = str(Path(sys.executable).with_name("aimage"))
+OURS = "aimage pull"
+PULLS = {"skopeo": "skopeo copy", "oras-py": "oras-py pull"}
+PUSH, PUSH_PEER = "aimage push", "curl, 4 at a time"
+WORKERS = 4
+ORAS_PULL = """
+import sys
+from oras.provider import Registry
+Registry(insecure=True).pull(sys.argv[1], outdir=sys.argv[2])
+"""
+CURL_PUSH = """
+set -o pipefail
+worker() {
+  curl -K "begin-$1" | awk -v blobs="blobs-$1" '
+    BEGIN { print "fail-early\\nsilent\\nshow-error\\nfail\\nheader = \\"Expect:\\"" }
+    tolower($1) == "location:" {
+      sub("\\r", "", $2)
+      getline path < blobs
+      digest = path
+      sub(".*/", "", digest)
+      query = index($2, "?") ? "&" : "?"
+      printf "url = \\"%s%sdigest=sha256:%s\\"\\n", $2, query, digest
+      printf "upload-file = \\"%s\\"\\noutput = \\"/dev/null\\"\\n", path
+    }' > "put-$1" && curl -K "put-$1"
+}
+cd "$1" && shift
+for each; do worker "$each" & done
+for each; do wait -n || exit 1; done
+"""
+
+
+def known_peers() -> list[str]:
+    """The peers of a pull that can be run here."""
+    return [name for name in PULLS if name != "oras-py" or importlib.util.find_spec("oras")]
+
+
+def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[str]]:
+    """By the name of the tool, a command that pulls ``name`` (with a host) into ``target``."""
+    theirs = {
+        "skopeo": [
+            *("skopeo", "copy", "-q", "--src-tls-verify=false"),
+            *(f"docker://{name}", f"oci:{target}:{name.rpartition(':')[2]}"),
+        ],
+        "oras-py": [sys.executable, "-c", ORAS_PULL, name, str(target)],
+    }
+    commands = {PULLS[peer]: theirs[peer] for peer in peers}
+    return commands | {OURS: [AIMAGE, "-q", "--store", str(target), "pull", name]}
+
+
+def aimage_push(layout: Path, name: str, host: str) -> list[str]:
+    """A command that pushes ``name`` of the layout to the registry at ``host``."""
+    command = [AIMAGE, "-q", "--store", str(layout)]
+    subprocess.run([*command, "tag", name, f"{host}/{name}"], check=True, stdout=subprocess.DEVNULL)
+    return [*command, "push", f"{host}/{name}"]
+
+
+def forget(layout: Path, name: str, host: str) -> None:
+    """Take back the name that ``aimage_push`` gave."""
+    subprocess.run(
+        [AIMAGE, "-q", "--store", str(layout), "rm", f"{host}/{name}"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def curl_push(layout: Path, name: str, host: str, work: Path) -> list[str]:
+    """The same by curl, blobs only; what its workers are to do is written to ``work``."""
+    base = f"http://{host}/v2/{name.rpartition(':')[0]}/blobs"
+    numbers = []
+    for number, share in enumerate(_shares(content(layout, name))):
+        lines = ["fail-early", "silent", "show-error", "head"]
+        for blob in share:
+            lines += [f'url = "{base}/{blob["digest"]}"', 'output = "/dev/null"']
+        lines += ["next", "silent", "show-error", "fail", 'data = ""', 'dump-header = "-"']
+        lines += [f'url = "{base}/uploads/"', 'output = "/dev/null"'] * len(share)
+        (work / f"begin-{number}").write_text("\n".join([*lines, ""]))
+        paths = [f"{blob_path(layout, blob)}\n" for blob in share]
+        (work / f"blobs-{number}").write_text("".join(paths))
+        numbers.append(str(number))
+    return ["bash", "-c", CURL_PUSH, "bash", str(work), *numbers]
+
+
+def _shares(blobs: list[Descriptor]) -> list[list[Descriptor]]:
+    """The blobs for each worker: as many bytes each, as far as that goes."""
+    shares: list[list[Descriptor]] = [[] for _ in range(WORKERS)]
+    held = [0] * WORKERS
+    for blob in sorted(blobs, key=lambda blob: -int(blob["size"])):
+        least = held.index(min(held))
+        shares[least].append(blob)
+        held[least] += blob["size"] + 64 * 1024  # three requests cost about as much
+    return [share for share in shares if share]

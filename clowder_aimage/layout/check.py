@@ -1,0 +1,171 @@
+"""Whether what lies in a layout is what its names say: every byte read and hashed again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.verify import CHUNK_SIZE, check, read_all
+from clowder_aimage.errors import (
+    AImageError,
+    ContentError,
+    FormatError,
+    NotFoundError,
+    VerificationError,
+)
+from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
+
+_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``kind`` is ``missing``, ``damaged``, ``document`` (a manifest that means nothing) or
+    ``foreign`` (a file that no blob is called like); ``names`` are the names that need it."""
+
+    kind: str
+    what: str
+    message: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Report:
+    """What was read, and what was wrong."""
+
+    blobs: int = 0
+    size: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A blob to read, and who needs it."""
+
+    content: Descriptor
+    names: set[str] = field(default_factory=set)
+
+
+class Check:
+    """One look through ``layout``: what ``names`` name, or everything in it.
+
+    Blobs are hashed ``threads`` at a time; ``on_read`` hears how many bytes were read.
+    """
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        roots: Iterable[tuple[str, Descriptor]],
+        *,
+        threads: int = os.cpu_count() or 1,
+        on_plan: Callable[[int], None] = lambda size: None,
+        on_read: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._layout = layout
+        self._roots = list(roots)
+        self._threads = threads
+        self._on_plan = on_plan
+        self._on_read = on_read
+        self._wanted: dict[Digest, _Wanted] = {}
+        self._report = Report()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def run(self, *, loose: bool = False) -> Report:
+        """Look at all of it; with ``loose`` also at blobs that no name needs, and at what else
+        lies among them."""
+        for name, descriptor in self._roots:
+            self._document(name, descriptor)
+        if loose:
+            for content in self._loose():
+                self._wanted.setdefault(content.digest, _Wanted(content))
+        wanted = sorted(self._wanted.values(), key=lambda one: -one.content.size)
+        self._on_plan(sum(one.content.size for one in wanted))
+        calls = [partial(self._blob, one) for one in wanted]
+        in_parallel(calls, self._threads, self._stopped.set)
+        self._report.problems.sort(key=lambda problem: (problem.kind, problem.what))
+        return self._report
+
+    def _problem(self, kind: str, what: object, message: str, names: Iterable[str] = ()) -> None:
+        with self._lock:
+            problem = Problem(kind, str(what), message, tuple(sorted(names)))
+            self._report.problems.append(problem)
+
+    def _document(self, name: str, descriptor: Descriptor, depth: int = 0) -> None:
+        """Read a manifest or an index, and note what it needs."""
+        if depth and not self._layout.exists(descriptor) and descriptor.media_type in _DOCUMENTS:
+            return  # a variant that was not fetched
+        self._want(name, descriptor)
+        if descriptor.media_type not in _DOCUMENTS:
+            return
+        try:
+            raw = read_all(self._layout.open(descriptor), descriptor)
+            document = parse_document(raw, descriptor.media_type)
+        except (NotFoundError, VerificationError):
+            return  # found when it is hashed
+        except FormatError as error:
+            self._problem("document", descriptor.digest, error.message, [name])
+            return
+        below = isinstance(document, Index) and depth < _MAX_DEPTH
+        for child in document.children:
+            if below:
+                self._document(name, child, depth + 1)
+            else:
+                self._want(name, child)
+
+    def _want(self, name: str, content: Descriptor) -> None:
+        known = self._wanted.setdefault(content.digest, _Wanted(content))
+        known.names.add(name)
+        if known.content.size != content.size:
+            message = f"it is said to have {known.content.size} bytes, and {content.size}"
+            self._problem("document", content.digest, message, [name])
+
+    def _loose(self) -> Iterator[Descriptor]:
+        """The blobs in the directories, by their names; other files there are noted."""
+        for directory in sorted((self._layout.root / "blobs").glob("*")):
+            for path in sorted(directory.iterdir()) if directory.is_dir() else [directory]:
+                try:
+                    digest = Digest.parse(f"{directory.name}:{path.name}")
+                except AImageError:
+                    digest = None
+                if digest is None or path.is_symlink() or not path.is_file():
+                    self._problem("foreign", path, f"no blob is called {path}")
+                else:
+                    yield Descriptor("application/octet-stream", digest, path.stat().st_size)
+
+    def _blob(self, wanted: _Wanted) -> None:
+        content = wanted.content
+        try:
+            encoded, size = self._hash(self._layout.path(content), content)
+            check(content, size, encoded)
+        except NotFoundError:
+            message = f"{content.digest} is not there ({content.size} bytes)"
+            self._problem("missing", content.digest, message, wanted.names)
+        except ContentError as error:
+            self._problem("damaged", content.digest, error.message, wanted.names)
+        except OSError as error:
+            message = f"{content.digest} cannot be read: {error.strerror or error}"
+            self._problem("damaged", content.digest, message, wanted.names)
+        else:
+            with self._lock:
+                self._report.blobs += 1
+                self._report.size += content.size
+
+    def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
+        hasher, size = content.digest.hasher(), 0
+        buffer = memoryview(bytearray(CHUNK_SIZE))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                if self._stopped.is_set():
+                    raise StoppedError
+                hasher.update(buffer[:count])
+                size += count
+                self._on_read(count)
+        return hasher.hexdigest(), size

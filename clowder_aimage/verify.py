@@ -1,0 +1,84 @@
+"""verify: every byte of a layout against its digest, and what is wrong fetched again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.check import Check, Problem, Report
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.pull import pull
+from clowder_aimage.registry import Connection
+
+_REPAIRED = ("damaged", "missing")
+
+
+def verify(
+    layout: ImageLayout,
+    references: Sequence[Reference] = (),
+    *,
+    on_plan: Callable[[int], None] = lambda size: None,
+    on_read: Callable[[int], None] = lambda count: None,
+) -> Report:
+    """Check what ``references`` name, or all of the layout. Raises NotFoundError."""
+    if references:
+        roots = [(str(reference), layout.resolve(reference)) for reference in references]
+    else:
+        roots = list(layout.tags())
+    return Check(layout, roots, on_plan=on_plan, on_read=on_read).run(loose=not references)
+
+
+def repair(
+    layout: ImageLayout, report: Report, connection: Connection
+) -> list[tuple[Problem, AImageError | None]]:
+    """Fetch damaged and missing blobs again, from the registries in the names that need them.
+
+    Returns:
+        each problem of that kind, and why it could not be mended; None where it was.
+    """
+    problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
+    for problem in problems:
+        _remove(layout, problem)
+    failed: dict[str, AImageError] = {}
+    for name in sorted({name for problem in problems for name in problem.names}):
+        try:
+            _fetch(layout, name, connection)
+        except AImageError as error:
+            failed[name] = error
+    return [(problem, _outcome(layout, problem, failed)) for problem in problems]
+
+
+def _remove(layout: ImageLayout, problem: Problem) -> None:
+    """A damaged blob is in the way of the right one."""
+    if problem.kind == "damaged":
+        digest = Digest.parse(problem.what)
+        Path(layout.root, "blobs", digest.algorithm, digest.encoded).unlink(missing_ok=True)
+
+
+def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
+    """Pull what a name names here, whatever its tag means in the registry by now."""
+    reference = Reference.parse(name)
+    if reference.registry is None:
+        raise NotFoundError(
+            f"{name} has no registry in its name to be fetched from",
+            hint="create or pull it again",
+        )
+    digest = layout.resolve(reference).digest
+    meant = Reference(reference.registry, reference.repository, reference.tag, digest)
+    pull(meant, layout, connection)
+
+
+def _outcome(
+    layout: ImageLayout, problem: Problem, failed: dict[str, AImageError]
+) -> AImageError | None:
+    digest = Digest.parse(problem.what)
+    path = Path(layout.root, "blobs", digest.algorithm, digest.encoded)
+    if path.exists():
+        return None
+    if not problem.names:
+        return None  # nothing needs it, and the damaged file is gone
+    return next((failed[name] for name in problem.names if name in failed), None) or NotFoundError(
+        f"{digest} could not be fetched"
+    )

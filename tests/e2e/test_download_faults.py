@@ -1,0 +1,530 @@
+"""Pulls from a real registry, with a proxy between that does everything wrong.
+
+What stands still, ignores or mistakes ranges, ends early each time, or lies on the registry's own
+disk: test_resume.py, with a blob large enough for many connections.
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import gzip
+import hashlib
+import json
+
+import pytest
+
+from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.errors import FormatError, NetworkError, RegistryError, VerificationError
+from clowder_aimage.layout import ImageLayout, ingest
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
+from clowder_aimage.registry import Connection, Repository, download, retry
+from tests.proxy import Proxy, Reply
+from tests.real_registry import PASSWORD, USER
+
+MIB = 1024 * 1024
+BLOB = hashlib.shake_128(b"a blob that comes in pieces").digest(8 * MIB)
+SIZE = len(BLOB)
+BUFFERS = MIB  # what may be on its way when a connection is given up
+PATH = "tests/download-faults"
+BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+NOW = 1_800_000_000.0
+DIGEST = str(Digest.of(BLOB))
+CONFIG = Descriptor.of("application/vnd.example.config", b"{}")
+LAYER = Descriptor.of("application/vnd.example.blob", BLOB)
+MANIFEST = Manifest.parse(
+    json.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": CONFIG.to_json(),
+            "layers": [LAYER.to_json()],
+        }
+    ).encode()
+)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """Retries wait; these tests need not."""
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+
+
+def publish(host, directory):
+    name = Reference.parse(f"{host}/{PATH}:v1")
+    with Repository(name, Connection(docker_config=directory)) as target:
+        target.push(CONFIG, bytes_body(b"{}"))
+        target.push(LAYER, bytes_body(BLOB))
+        target.push(MANIFEST.descriptor, bytes_body(MANIFEST.raw), name)
+
+
+@pytest.fixture(scope="module")
+def published(registry, tmp_path_factory):
+    publish(registry.host, tmp_path_factory.mktemp("docker"))
+    return registry
+
+
+@pytest.fixture
+def proxy(published):
+    with Proxy(published.host).running() as running:
+        yield running
+
+
+def layout_of(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def left_over(tmp_path):
+    """What is left of blobs on their way."""
+    return list((tmp_path / "store" / ".aimage" / "ingest").glob("*"))
+
+
+def names(tmp_path):
+    return [name for name, _ in layout_of(tmp_path).tags()]
+
+
+def pull(proxy, tmp_path, tail=":v1", **options):
+    """Pull over one connection, so that what was asked for tells what had come."""
+    name = Reference.parse(f"{proxy.host}/{PATH}{tail}")
+    with Repository(name, Connection(docker_config=tmp_path, **options)) as source:
+        copy(source, name, layout_of(tmp_path), concurrency=1)
+
+
+def arrived(tmp_path):
+    layout = layout_of(tmp_path)
+    assert layout.path(LAYER).read_bytes() == BLOB
+    assert layout.path(MANIFEST.descriptor).read_bytes() == MANIFEST.raw
+    assert left_over(tmp_path) == []
+
+
+def is_big(passed):
+    return passed.is_blob and DIGEST in passed.path
+
+
+def is_manifest(passed):
+    return "/manifests/" in passed.path
+
+
+def first(condition):
+    """Whether it is the first request for which the condition holds."""
+    found = []
+
+    def is_first(passed):
+        if not found and condition(passed):
+            found.append(passed.number)
+        return passed.number in found
+
+    return is_first
+
+
+def starts(proxy):
+    """Where each request for the blob began."""
+    spans = proxy.asked(DIGEST)
+    return [int((span or "bytes=0-").removeprefix("bytes=").partition("-")[0]) for span in spans]
+
+
+# -- broken off
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "short"])
+@pytest.mark.parametrize("at", [0, 1, 3 * MIB + 1, SIZE - 1])
+def test_a_body_that_breaks_off_goes_on_there(at, reset, proxy, tmp_path):
+    breaks = first(is_big)
+    proxy.cut, proxy.reset = lambda p: at if breaks(p) else None, reset
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    begin, again = starts(proxy)
+    assert begin == 0
+    assert again <= at if reset else again == at  # a reset takes what was not read yet
+    assert proxy.sent(DIGEST) == at + SIZE - again
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "short"])
+def test_what_came_before_it_was_given_up_is_kept(reset, proxy, tmp_path, monkeypatch):
+    """Four attempts in a row that bring nothing end it; the next pull asks for the rest."""
+    monkeypatch.setattr(ingest, "JOURNALED", MIB)  # so that this blob is one that is kept
+    proxy.reset = reset
+    proxy.cut = lambda p: (0 if p.range else 3 * MIB) if is_big(p) else None
+    with pytest.raises(NetworkError):
+        pull(proxy, tmp_path)
+    assert names(tmp_path) == []
+    assert len(left_over(tmp_path)) > 0
+    kept = starts(proxy)[-1]
+    mark, proxy.cut = len(proxy.seen), None
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert proxy.sent(DIGEST, since=mark) == SIZE - kept
+    assert kept <= 3 * MIB if reset else kept == 3 * MIB
+
+
+def test_a_connection_that_drips_is_replaced(proxy, tmp_path, monkeypatch):
+    """It is slower than any network we know: another one goes on where it was."""
+    monkeypatch.setattr(download, "_WINDOW", 0.2)
+    monkeypatch.setattr(download, "_SLOWEST", 4 * MIB)
+    proxy.pace = MIB / 2
+    drips = first(is_big)
+
+    def instead(passed):
+        if is_big(passed) and not drips(passed):
+            proxy.pace = None
+
+    proxy.instead = instead
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert len(starts(proxy)) == 2
+    assert 0 < starts(proxy)[1] < 2 * MIB
+    assert proxy.sent(DIGEST) <= SIZE + BUFFERS
+
+
+def test_a_slow_connection_is_left_alone(proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "_WINDOW", 0.1)
+    proxy.pace = 16 * MIB
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert starts(proxy) == [0]
+    assert proxy.sent(DIGEST) == SIZE
+
+
+# -- ranges
+
+
+def lying(span):
+    """What becomes of the header that says which part comes."""
+
+    def change(passed, reply):
+        if reply.status == 206:
+            reply.headers["Content-Range"] = span
+
+    return change
+
+
+@pytest.mark.parametrize("span", [f"bytes 7-{SIZE - 1}/{SIZE}", "bytes */8", "nonsense", ""])
+def test_a_part_under_another_name_is_not_believed(span, proxy, tmp_path):
+    """The blob is then read from the front, up to where we are."""
+    breaks = first(is_big)
+    proxy.cut = lambda p: 3 * MIB if breaks(p) else None
+    proxy.change = lying(span)
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert proxy.asked(DIGEST) == [None, f"bytes={3 * MIB}-{SIZE - 1}", None]
+    assert proxy.sent(DIGEST) <= 3 * MIB + SIZE + BUFFERS
+
+
+@pytest.mark.parametrize("ranges", ["ignored", "wrong", 400, 416])
+def test_a_rest_that_cannot_be_had_alone(ranges, proxy, tmp_path):
+    breaks = first(is_big)
+    proxy.cut, proxy.ranges = lambda p: 3 * MIB if breaks(p) else None, ranges
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert proxy.sent(DIGEST) <= 3 * MIB + SIZE + BUFFERS
+
+
+# -- answered
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
+def test_a_passing_error(what, status, proxy, tmp_path):
+    fails = first(what)
+    proxy.instead = lambda p: Reply(status) if fails(p) else None
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert len([p for p in proxy.seen if p.status == status]) == 1
+    assert proxy.sent(DIGEST) == SIZE
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_passing_error_when_the_rest_is_asked_for(status, proxy, tmp_path):
+    breaks, fails = first(is_big), first(lambda p: is_big(p) and p.range)
+    proxy.cut = lambda p: 3 * MIB if breaks(p) else None
+    proxy.instead = lambda p: Reply(status) if fails(p) else None
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert starts(proxy) == [0, 3 * MIB, 3 * MIB]
+    assert proxy.sent(DIGEST) == SIZE
+
+
+@pytest.mark.parametrize("value", ["17", email.utils.formatdate(NOW + 17, usegmt=True)])
+@pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
+def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, value, proxy, tmp_path):
+    slept, now = [], [NOW]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    fails = first(what)
+    proxy.instead = lambda p: Reply(429, {"Retry-After": value}) if fails(p) else None
+    pull(proxy, tmp_path, clock=lambda: now[0], sleep=sleep)
+    arrived(tmp_path)
+    assert slept == [17]
+    assert proxy.sent(DIGEST) == SIZE
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(401, 4), (403, 4), (404, 3), (500, 1), (507, 1), (None, 5)]
+)
+def test_what_the_command_line_exits_with(status, code, proxy, aimage):
+    def change(passed, reply):
+        if is_big(passed):
+            reply.body = reply.body[:-1] + b"?"
+
+    proxy.change = change if status is None else None
+    proxy.instead = lambda p: Reply(status) if status and is_big(p) else None
+    here = aimage()
+    err = here("pull", f"{proxy.host}/{PATH}:v1", code=code).err
+    assert (str(status) if status else "hashes to") in err
+    assert proxy.host in err or status is None
+    assert [p for p in (here.store / ".aimage" / "ingest").glob("*") if p.stat().st_size] == []
+    assert len(proxy.asked(DIGEST)) == (4 if status == 500 else 1)
+    proxy.change = proxy.instead = None
+    here("pull", f"{proxy.host}/{PATH}:v1")
+    assert ImageLayout(here.store).path(LAYER).read_bytes() == BLOB
+
+
+# -- wrong
+
+
+def test_wrong_bytes_of_the_right_length(proxy, tmp_path):
+    """Nothing of them is kept, and the next pull begins anew."""
+    spoils = first(is_big)
+
+    def change(passed, reply):
+        if spoils(passed):
+            reply.body = reply.body[: 5 * MIB] + b"?" + reply.body[5 * MIB + 1 :]
+
+    proxy.change = change
+    with pytest.raises(VerificationError, match="hashes to"):
+        pull(proxy, tmp_path)
+    assert proxy.sent(DIGEST) == SIZE
+    assert left_over(tmp_path) == names(tmp_path) == []
+    assert not layout_of(tmp_path).exists(LAYER)
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert proxy.sent(DIGEST) == 2 * SIZE
+
+
+def test_wrong_bytes_after_a_broken_connection(proxy, tmp_path):
+    """A part that fits nowhere is found out with the rest."""
+    breaks = first(is_big)
+    proxy.cut = lambda p: 3 * MIB if breaks(p) else None
+
+    def change(passed, reply):
+        if passed.range:
+            reply.body = bytes(len(reply.body))
+
+    proxy.change = change
+    with pytest.raises(VerificationError, match="hashes to"):
+        pull(proxy, tmp_path)
+    assert proxy.sent(DIGEST) == SIZE
+    assert left_over(tmp_path) == []
+
+
+def test_a_compressed_blob_is_not_unpacked(proxy, tmp_path):
+    """A blob is the bytes that its digest names, whatever a proxy made of them."""
+
+    def change(passed, reply):
+        if is_big(passed):
+            reply.headers["Content-Encoding"] = "gzip"
+            reply.put(gzip.compress(BLOB, 1)[:SIZE].ljust(SIZE, b"\0"))
+
+    proxy.change = change
+    with pytest.raises(VerificationError, match="hashes to"):
+        pull(proxy, tmp_path)
+    assert proxy.sent(DIGEST) == SIZE
+    assert left_over(tmp_path) == []
+
+
+def for_manifests(alter):
+    return lambda passed, reply: alter(reply) if is_manifest(passed) else None
+
+
+def shorter(reply):
+    reply.put(reply.body[:-20])
+
+
+def longer(reply):
+    reply.put(reply.body + b" ")
+
+
+def says_less(reply):
+    reply.headers["Content-Length"] = str(len(reply.body) - 20)
+
+
+def says_more(reply):
+    reply.headers |= {"Content-Length": str(len(reply.body) + 20), "Connection": "close"}
+
+
+def endless(reply):
+    reply.put(reply.body + b" " * 5 * MIB)
+
+
+def packed(reply):
+    reply.headers["Content-Encoding"] = "gzip"
+    reply.put(gzip.compress(reply.body + b" " * 20 * MIB))
+
+
+def other_kind(reply):
+    reply.headers["Content-Type"] = "application/vnd.oci.image.index.v1+json"
+
+
+@pytest.mark.parametrize("tail", [":v1", f"@{MANIFEST.descriptor.digest}"], ids=["tag", "digest"])
+@pytest.mark.parametrize(
+    ("alter", "error", "said"),
+    [
+        (shorter, VerificationError, "sent sha256"),
+        (longer, VerificationError, "sent sha256"),
+        (says_less, VerificationError, "sent sha256"),
+        (endless, VerificationError, "more than"),
+        (packed, VerificationError, "gzip"),
+        (says_more, NetworkError, "broke off"),
+        (other_kind, FormatError, "image.manifest"),
+    ],
+    ids=lambda it: getattr(it, "__name__", None),
+)
+def test_a_manifest_that_is_not_the_one(alter, error, said, tail, proxy, tmp_path):
+    """Longer or shorter than it says, packed, or not what its digest names: nothing is fetched."""
+    proxy.change = for_manifests(alter)
+    with pytest.raises(error, match=said):
+        pull(proxy, tmp_path, tail)
+    assert proxy.sent() == 0
+    assert left_over(tmp_path) == names(tmp_path) == []
+    asked = [p for p in proxy.seen if is_manifest(p)]
+    assert len(asked) == (4 if alter is says_more else 1)
+    assert max(p.sent for p in asked) <= 5 * MIB + len(MANIFEST.raw)
+
+
+@pytest.mark.parametrize("more", [1, -1, 1 << 40])
+def test_a_manifest_of_another_size_than_its_index_says(more, published, proxy, tmp_path):
+    entry = MANIFEST.descriptor.to_json() | {"size": len(MANIFEST.raw) + more}
+    kind = "application/vnd.oci.image.index.v1+json"
+    document = {"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}
+    raw = json.dumps(document).encode()
+    name = Reference.parse(f"{published.host}/{PATH}:index")
+    with Repository(name, Connection(docker_config=tmp_path)) as target:
+        target.push(Descriptor(kind, Digest.of(raw), len(raw)), bytes_body(raw), name)
+    with pytest.raises(VerificationError):
+        pull(proxy, tmp_path, ":index")
+    assert proxy.sent() == 0
+    assert left_over(tmp_path) == names(tmp_path) == []
+
+
+# -- credentials, and places
+
+
+class Tokens:
+    """A token service and its guard in a proxy; tokens are good until ``revoke()``."""
+
+    def __init__(self, proxy):
+        self.proxy = proxy
+        self.good, self.count = set(), 0
+        self.body = lambda token: Reply(200, {}, json.dumps({"token": token}).encode())
+        proxy.instead = self
+
+    def __call__(self, passed):
+        if passed.path.startswith("/token"):
+            self.count += 1
+            self.good.add(f"t0k3n-{self.count}")
+            return self.body(f"t0k3n-{self.count}")
+        if passed.headers.get("Authorization", "").removeprefix("Bearer ") in self.good:
+            return None
+        realm = f'Bearer realm="http://{self.proxy.host}/token",service="test"'
+        return Reply(401, {"WWW-Authenticate": realm})
+
+
+def test_a_token_that_expires_in_mid_download(proxy, tmp_path):
+    """What came stays, and the rest comes with another token."""
+    tokens = Tokens(proxy)
+    breaks = first(is_big)
+
+    def cut(passed):
+        if breaks(passed) and passed.sent >= 3 * MIB:
+            tokens.good.clear()
+        return 3 * MIB if breaks(passed) else None
+
+    proxy.cut = cut
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert tokens.count == 2
+    assert starts(proxy) == [0, 3 * MIB, 3 * MIB]  # refused, then allowed
+    assert proxy.sent(DIGEST) == SIZE
+
+
+def test_a_packed_token_is_not_unpacked(proxy, tmp_path):
+    tokens = Tokens(proxy)
+    bomb = gzip.compress(b'{"token": "' + b"x" * 20 * MIB + b'"}')
+    tokens.body = lambda token: Reply(200, {"Content-Encoding": "gzip"}, bomb)
+    with pytest.raises(VerificationError, match="gzip"):
+        pull(proxy, tmp_path)
+    assert proxy.sent() == 0
+    assert left_over(tmp_path) == []
+
+
+@pytest.fixture
+def content_network(private_registry, tmp_path):
+    """A registry that wants a password, and a host that its blobs come from without one."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"auths": {private_registry.host: {"auth": BASIC}}})
+    )
+    publish(private_registry.host, tmp_path)
+    with (
+        Proxy(private_registry.host).running() as proxy,
+        Proxy(private_registry.host).running() as cdn,
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {proxy.host: {"auth": BASIC}}}))
+        cdn.adds = {"Authorization": f"Basic {BASIC}"}
+        there = cdn.host.replace("127.0.0.1", "localhost")
+
+        def instead(passed):
+            if passed.is_blob and "Authorization" in passed.headers:
+                return Reply(307, {"Location": f"http://{there}{passed.path}?sig=s1gnature"})
+            return None
+
+        proxy.instead = instead
+        yield proxy, cdn
+
+
+def test_blobs_from_a_content_network(content_network, tmp_path):
+    """It gets the range that is wanted, and not our password; the registry is asked each time."""
+    proxy, cdn = content_network
+    breaks = first(is_big)
+    cdn.cut = lambda p: 3 * MIB if breaks(p) else None
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert cdn.asked(DIGEST) == proxy.asked(DIGEST)[-2:] == [None, f"bytes={3 * MIB}-{SIZE - 1}"]
+    assert cdn.sent(DIGEST) == SIZE
+    assert proxy.sent() == 0
+    usual = {"host", "user-agent", "accept", "accept-encoding", "connection", "range"}
+    for passed in cdn.seen:
+        assert {name.lower() for name in passed.headers} <= usual
+        assert BASIC not in "".join(passed.headers.values())
+
+
+def test_a_content_network_whose_signature_expires(content_network, tmp_path):
+    """403 from there is not told as one of the registry's."""
+    proxy, cdn = content_network
+    cdn.instead = lambda p: Reply(403, {}, b"<Error>ExpiredToken</Error>")
+    with pytest.raises(Exception, match="localhost") as raised:
+        pull(proxy, tmp_path)
+    assert "s1gnature" not in str(raised.value)
+    assert "s1gnature" not in str(getattr(raised.value, "hint", ""))
+
+
+def test_a_content_network_that_fails_once(content_network, tmp_path):
+    proxy, cdn = content_network
+    fails = first(is_big)
+    cdn.instead = lambda p: Reply(503) if fails(p) else None
+    pull(proxy, tmp_path)
+    arrived(tmp_path)
+    assert cdn.sent(DIGEST) == SIZE
+
+
+def test_redirects_without_end(proxy, tmp_path):
+    def instead(passed):
+        return Reply(307, {"Location": passed.path}) if is_big(passed) else None
+
+    proxy.instead = instead
+    with pytest.raises((NetworkError, RegistryError), match="redirects"):
+        pull(proxy, tmp_path)
+    assert len(proxy.asked(DIGEST)) <= 6
+    assert proxy.sent(DIGEST) == 0

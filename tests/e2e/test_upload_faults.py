@@ -1,0 +1,637 @@
+"""Pushes of one large blob to a real registry, with a proxy between that does everything wrong.
+
+docker-registry 2.8 keeps the bytes of a request that broke off, but refuses to go on with them:
+where its upload really stands is then another place than its Location says. It goes on with an
+upload that stands where an answer left it, as it does behind a proxy that takes in a whole request
+before it passes it on. ``aimage registry serve`` goes on in any case: tests/server.
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import hashlib
+import json
+import math
+import ssl
+from dataclasses import dataclass, field
+
+import pytest
+import trustme
+
+from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.errors import (
+    RegistryError,
+    UnauthorizedError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.registry import (
+    Connection,
+    Origins,
+    Repository,
+    retry,
+    session,
+    transport,
+    upload,
+)
+from tests.proxy import Proxy, Reply
+from tests.real_registry import PASSWORD, USER
+
+MIB = 1024 * 1024
+SIZE = 24 * MIB
+BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """Retries wait; these tests need not."""
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of 8, 2 and 1 MiB in place of 64, 16, 4 and 1."""
+    monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * MIB)
+
+
+@dataclass
+class Store:
+    """A layout with one artifact, the large blob of which no registry has."""
+
+    layout: ImageLayout
+    manifest: Manifest
+    blob: Descriptor
+    content: bytes = field(repr=False)
+    counts: list[int] = field(default_factory=list)
+
+    def push(self, name, connection, origins=None):
+        """Push in this process; the sums of the progress that was told are kept."""
+
+        def on_event(event):
+            if event.kind == "progress" and event.content.digest == self.blob.digest:
+                self.counts.append(event.count)
+
+        here = Reference(None, "x", "v1")
+        with Repository(name, connection, origins) as target:
+            copy(self.layout, here, target, name, concurrency=1, on_event=on_event)
+
+    def most(self):
+        """The most that was ever said to have been sent."""
+        return max(sum(self.counts[: i + 1]) for i in range(len(self.counts)))
+
+
+@pytest.fixture
+def store(tmp_path, repository):
+    """Its blob is another one in each test: the registry keeps them all in one place."""
+    content = hashlib.shake_128(repository.encode()).digest(SIZE)
+    config = Descriptor.of("application/vnd.example.config", b"{}")
+    blob = Descriptor.of("application/vnd.example.blob", content)
+    document = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": config.to_json(),
+        "layers": [blob.to_json()],
+    }
+    manifest = Manifest.parse(json.dumps(document).encode())
+    layout = ImageLayout(tmp_path / "store")
+    layout.push(config, bytes_body(b"{}"))
+    layout.push(blob, bytes_body(content))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference(None, "x", "v1"))
+    return Store(layout, manifest, blob, content)
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+@dataclass
+class Way:
+    """How the proxy is reached."""
+
+    proxy: Proxy
+    path: str
+    connection: Connection
+
+    @property
+    def name(self):
+        return Reference.parse(f"{self.proxy.host}/{self.path}:v1")
+
+
+@pytest.fixture(params=["kernel", "tls"])
+def way(request, registry, repository, tmp_path):
+    """The kernel sends a file by itself; with TLS it is read and encrypted."""
+    path = repository.partition("/")[2]
+    options = {"docker_config": tmp_path}
+    proxy = Proxy(registry.host)
+    if request.param == "tls":
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+        proxy.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("0.0.0.0").configure_cert(proxy.tls)  # noqa: S104
+        options["ca_file"] = tmp_path / "ca.pem"
+    with proxy.running():
+        if request.param == "tls":  # an address that is not spoken to in plain HTTP
+            proxy.host = proxy.host.replace("127.0.0.1", "0.0.0.0")  # noqa: S104
+        yield Way(proxy, path, Connection(**options))
+
+
+@pytest.fixture
+def plain(proxy, repository, tmp_path):
+    """Without TLS, where it makes no difference."""
+    return Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+
+
+def is_big(passed):
+    """Whether a request carries the large blob or a piece of it."""
+    return passed.is_upload and int(passed.headers.get("Content-Length") or 0) > MIB // 2
+
+
+def first(condition, count=1):
+    """Whether it is one of the first ``count`` requests for which the condition holds."""
+    found = []
+
+    def is_first(passed):
+        if passed.number not in found and len(found) < count and condition(passed):
+            found.append(passed.number)
+        return passed.number in found
+
+    return is_first
+
+
+def bodies(proxy):
+    """What each request for the large blob brought."""
+    return [p.received for p in proxy.uploads() if is_big(p)]
+
+
+def steps(proxy):
+    """The requests about the large blob's upload, with the status that each got."""
+    (begin, *_) = [p.number for p in proxy.uploads() if is_big(p)]
+    return [(p.method, p.status) for p in proxy.seen[begin:] if "/blobs/" in p.path]
+
+
+def arrived(store, registry, way):
+    """It is there, byte for byte, and progress told the truth; our store has nothing new."""
+    assert registry.blob(str(store.blob.digest)).read_bytes() == store.content
+    with Repository(way.name, way.connection) as there:
+        assert there.resolve(way.name).digest == store.manifest.descriptor.digest
+    assert sum(store.counts) == store.most() == SIZE
+    assert list((store.layout.root / ".aimage" / "ingest").glob("*")) == []
+
+
+# -- broken off
+
+
+def test_a_broken_put_begins_anew_where_the_registry_forgot_it(store, registry, way):
+    """It is asked, says that there is no such upload, and gets the blob in a new one."""
+    breaks = first(is_big)
+    way.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    assert bodies(way.proxy) == [9 * MIB, SIZE]
+    assert steps(way.proxy)[:2] == [("PUT", 0), ("GET", 404)]
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["passing", "buffering"])
+def test_a_large_blob_breaks_off(buffers, store, registry, way, monkeypatch):
+    """It goes by PATCH; of one that broke off this registry knows nothing more."""
+    monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
+    breaks = first(is_big)
+    way.proxy.buffers = buffers
+    way.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    assert bodies(way.proxy) == [9 * MIB, SIZE]
+    assert steps(way.proxy)[:2] == [("PATCH", 0), ("GET", 204 if buffers else 404)]
+    assert ("PATCH", 202) in steps(way.proxy)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_broken_chunk_goes_on_where_the_registry_is(store, registry, way):
+    """What a proxy did not pass on is sent again, and nothing else."""
+    way.proxy.buffers = True
+    refuse(way.proxy, 8 * MIB)
+    breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
+    way.proxy.lost = lambda passed: 5 * MIB if breaks(passed) else None
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    assert bodies(way.proxy) == [0, 8 * MIB, 5 * MIB, 8 * MIB, 8 * MIB]
+    assert ("GET", 204) in steps(way.proxy)
+    assert ("GET", 404) not in steps(way.proxy)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_push_that_comes_forward_each_time_arrives(store, registry, plain):
+    """Every piece breaks off twice: far more often than one that comes forward may fail."""
+    plain.proxy.buffers = True
+    refuse(plain.proxy, 2 * MIB)
+    broken = {}
+
+    def lost(passed):
+        span = passed.headers.get("Content-Range", "")
+        broken.setdefault(span, [])
+        if span and passed.number not in broken[span]:
+            broken[span].append(passed.number)
+        return MIB if span and passed.number in broken[span][:2] else None
+
+    plain.proxy.lost = lost
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    pieces = SIZE // (2 * MIB)
+    assert sum(bodies(plain.proxy)) == SIZE + 2 * pieces * MIB
+    assert len(bodies(plain.proxy)) > 3 * pieces
+
+
+def test_a_push_that_never_comes_forward_ends(store, plain, aimage):
+    plain.proxy.lost = lambda passed: 3 * MIB if is_big(passed) else None
+    here = aimage("store")
+    here("tag", "x:v1", plain.name)
+    err = here("push", plain.name, code=1).err
+    assert bodies(plain.proxy) == [3 * MIB] * 4
+    assert f"the connection to {plain.proxy.host} broke off" in err
+    assert "try again" in err
+    assert not [p for p in plain.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
+
+
+def test_the_answer_to_the_last_byte_is_lost(store, registry, way):
+    """The blob is there, and the upload is not any more: nothing is sent again."""
+    loses = first(is_big)
+
+    def change(passed, reply):
+        if loses(passed):
+            reply.status, reply.headers = 504, {"Content-Length": "0"}
+
+    way.proxy.change = change
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    assert bodies(way.proxy) == [SIZE]
+    assert steps(way.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
+
+
+def test_a_registry_that_takes_no_more_for_a_while(store, registry, way, monkeypatch):
+    """It may be busy with what it has; that is no reason to begin again."""
+    monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
+    rests = first(lambda p: is_big(p) and p.received >= MIB)
+    rested = []
+
+    def lull(passed):
+        if rests(passed) and not rested:
+            rested.append(passed)
+            return 0.6
+        return 0.0
+
+    way.proxy.lull = lull
+    store.push(way.name, way.connection)
+    assert rested
+    arrived(store, registry, way)
+    assert bodies(way.proxy) == [SIZE]
+
+
+def test_a_registry_that_takes_no_more_at_all(store, registry, way, monkeypatch):
+    """After a while another connection is tried."""
+    monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
+    stands = first(lambda p: is_big(p) and p.received >= MIB)
+    way.proxy.lull = lambda passed: math.inf if stands(passed) else 0.0
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    (stood, whole) = bodies(way.proxy)
+    assert MIB <= stood < 2 * MIB
+    assert whole == SIZE
+
+
+def test_a_slow_registry_is_waited_for(store, registry, plain):
+    """A little at a time, with rests between: slow, but one request."""
+    plain.proxy.lull = lambda passed: 0.005 if is_big(passed) else 0.0
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [SIZE]
+
+
+# -- answered
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
+def test_a_passing_error(method, status, store, registry, plain):
+    fails = first(
+        lambda p: p.method == method and "/blobs/" in p.path and (method != "PUT" or is_big(p))
+    )
+    plain.proxy.instead = lambda passed: Reply(status) if fails(passed) else None
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert len([p for p in plain.proxy.seen if p.status == status]) == 1
+    assert bodies(plain.proxy) == ([SIZE, SIZE] if method == "PUT" else [SIZE])
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.usefixtures("small")
+def test_a_passing_error_on_a_chunk(status, store, registry, plain):
+    """Only that one is sent again."""
+    refuse(plain.proxy, 8 * MIB)
+    inner = plain.proxy.instead
+    fails = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
+    plain.proxy.instead = lambda p: Reply(status) if fails(p) else inner(p)
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.usefixtures("small")
+def test_a_passing_error_where_it_is_asked_how_far_it_is(status, store, registry, plain):
+    """What has arrived is not given up for that."""
+    plain.proxy.buffers = True
+    refuse(plain.proxy, 8 * MIB)
+    inner = plain.proxy.instead
+    breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
+    plain.proxy.lost = lambda passed: MIB if breaks(passed) else None
+    fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * MIB)
+    plain.proxy.instead = lambda p: Reply(status) if fails(p) else inner(p)
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert (("GET", status)) in steps(plain.proxy)
+    assert bodies(plain.proxy) == [0, 8 * MIB, MIB, 8 * MIB, 8 * MIB]
+
+
+@pytest.mark.parametrize("value", ["17", email.utils.formatdate(NOW + 17, usegmt=True)])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_registry_is_left_alone_as_long_as_it_asks(status, value, store, registry, plain):
+    slept, now = [], [NOW]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    fails = first(is_big)
+    plain.proxy.instead = lambda p: (
+        Reply(status, {"Retry-After": value}, after=MIB) if fails(p) else None
+    )
+    plain.connection = Connection(
+        docker_config=plain.connection.docker_config, clock=lambda: now[0], sleep=sleep
+    )
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert slept == [17]
+    assert sum(bodies(plain.proxy)) <= SIZE + MIB
+
+
+@pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
+def test_a_refusal_in_mid_body_is_understood(abruptly, store, way):
+    body = json.dumps({"errors": [{"code": "DENIED", "message": "not for you"}]}).encode()
+    way.proxy.instead = lambda p: (
+        Reply(403, {}, body, after=MIB, abruptly=abruptly) if is_big(p) else None
+    )
+    said = "403" if abruptly else "403 DENIED not for you"  # a reset may swallow the rest
+    with pytest.raises(UnauthorizedError, match=said):
+        store.push(way.name, way.connection)
+    assert bodies(way.proxy) == [MIB]
+    assert not [p for p in way.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
+
+
+# -- too large
+
+
+def refuse(proxy, limit):
+    """Let the proxy refuse bodies of more than ``limit`` bytes, as nginx does: at once."""
+    proxy.instead = lambda p: (
+        Reply(413, after=0)
+        if p.is_upload and int(p.headers.get("Content-Length") or 0) > limit
+        else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "piece"), [(8 * MIB, 8), (3 * MIB, 2), (2 * MIB - 1, 1), (MIB, 1)]
+)
+@pytest.mark.usefixtures("small")
+def test_smaller_pieces_where_one_is_too_large(limit, piece, store, registry, way):
+    refuse(way.proxy, limit)
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    taken = [p.received for p in way.proxy.uploads() if is_big(p) and p.status in (201, 202)]
+    assert taken == [piece * MIB] * (SIZE // (piece * MIB))
+    refused = [p.headers["Content-Length"] for p in way.proxy.uploads() if p.status == 413]
+    assert [int(size) // MIB for size in refused] == [s for s in (24, 8, 2) if s > piece]
+    assert sum(bodies(way.proxy)) == SIZE
+
+
+@pytest.mark.usefixtures("small")
+def test_the_whole_ladder_of_pieces_in_mid_body(store, registry, way, monkeypatch):
+    """Each size is tried, the smallest too, however many there are."""
+    monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 16)
+    way.proxy.instead = lambda p: (
+        Reply(413, after=MIB // 32)
+        if p.is_upload and int(p.headers.get("Content-Length") or 0) > MIB // 8
+        else None
+    )
+    store.push(way.name, way.connection)
+    arrived(store, registry, way)
+    refused = [int(p.headers["Content-Length"]) for p in way.proxy.uploads() if p.status == 413]
+    assert refused == [SIZE, 8 * MIB, 2 * MIB, MIB // 2]
+    assert way.proxy.received() <= SIZE + 4 * MIB // 32 + 2  # and the config
+
+
+@pytest.mark.usefixtures("small")
+def test_a_registry_that_takes_no_piece_at_all(store, way, monkeypatch):
+    refuse(way.proxy, 1000)
+    with pytest.raises(RegistryError, match="413"):
+        store.push(way.name, way.connection)
+    assert way.proxy.received() == 0
+
+
+# -- credentials, and places
+
+
+class Tokens:
+    """A token service and its guard in a proxy; tokens are good until ``revoke()``."""
+
+    def __init__(self, proxy, then=lambda passed: None):
+        self.proxy, self.then = proxy, then
+        self.good, self.count = set(), 0
+        proxy.instead = self
+
+    def __call__(self, passed):
+        if passed.path.startswith("/token"):
+            self.count += 1
+            token = f"t0k3n-{self.count}"
+            self.good.add(token)
+            return Reply(200, {}, json.dumps({"token": token}).encode())
+        early = self.then(passed)
+        if passed.headers.get("Authorization", "").removeprefix("Bearer ") in self.good:
+            return early
+        realm = f'Bearer realm="http://{self.proxy.host}/token",service="test"'
+        return Reply(401, {"WWW-Authenticate": realm}, after=MIB)
+
+    def revoke(self):
+        self.good.clear()
+
+
+def test_a_token_that_expires_before_the_body(store, registry, plain):
+    """401 comes in mid-body, and the upload goes on with another token."""
+    tokens = Tokens(plain.proxy)
+    expires = first(is_big)
+    tokens.then = lambda passed: tokens.revoke() if expires(passed) else None
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [MIB, SIZE]
+    assert tokens.count >= 2
+
+
+@pytest.mark.usefixtures("small")
+def test_a_token_that_expires_between_two_pieces(store, registry, plain):
+    """What had arrived stays; only the piece that was refused is sent again."""
+    tokens = Tokens(plain.proxy)
+    expires = first(lambda p: "16777216-" in p.headers.get("Content-Range", ""))
+
+    def then(passed):
+        if expires(passed):
+            tokens.revoke()
+        if passed.is_upload and int(passed.headers.get("Content-Length") or 0) > 8 * MIB:
+            return Reply(413, after=0)
+        return None
+
+    tokens.then = then
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, MIB, 8 * MIB]
+
+
+def private(aimage_home, proxy):
+    """A docker config that knows the password of what is behind a proxy."""
+    (aimage_home / "config.json").write_text(json.dumps({"auths": {proxy.host: {"auth": BASIC}}}))
+
+
+@pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
+def test_a_401_in_mid_upload(abruptly, store, private_registry, repository, tmp_path):
+    """A registry that wants the password once more gets it, and the blob."""
+    with Proxy(private_registry.host).running() as proxy:
+        way = Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+        private(tmp_path, proxy)
+        fails = first(is_big)
+        basic = {"WWW-Authenticate": 'Basic realm="test"'}
+        proxy.instead = lambda p: (
+            Reply(401, basic, after=5 * MIB, abruptly=abruptly) if fails(p) else None
+        )
+        store.push(way.name, way.connection)
+        arrived(store, private_registry, way)
+    assert bodies(proxy) == [5 * MIB, SIZE]
+
+
+def test_a_401_that_stays(store, private_registry, repository, aimage, tmp_path):
+    """It is a matter of credentials, and said to be one."""
+    with Proxy(private_registry.host).running() as proxy:
+        here = aimage("store")
+        (tmp_path / "docker").mkdir()
+        private(tmp_path / "docker", proxy)
+        name = f"{proxy.host}/{repository.partition('/')[2]}:v1"
+        basic = {"WWW-Authenticate": 'Basic realm="test"'}
+        proxy.instead = lambda p: Reply(401, basic, after=MIB) if is_big(p) else None
+        here("tag", "x:v1", name)
+        assert "credentials" in here("push", name, code=4).err
+    assert set(bodies(proxy)) == {MIB}
+    assert len(bodies(proxy)) <= 4
+
+
+def test_a_relative_location(store, registry, plain):
+    def change(passed, reply):
+        if reply.headers.get("Location"):
+            reply.headers["Location"] = "/" + reply.headers["Location"].split("/", 3)[3]
+
+    plain.proxy.change = change
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [SIZE]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_location_on_another_host(store, private_registry, repository, tmp_path):
+    """Bodies, questions and all go there, and our password does not."""
+    with (
+        Proxy(private_registry.host).running() as proxy,
+        Proxy(private_registry.host, buffers=True).running() as other,
+    ):
+        private(tmp_path, proxy)
+        way = Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+        other.adds = {"Authorization": f"Basic {BASIC}"}  # it has its own right to write
+        refuse(other, 8 * MIB)
+        breaks = first(lambda p: p.method == "PATCH")
+        other.lost = lambda p: MIB if breaks(p) else None
+        there = other.host.replace("127.0.0.1", "localhost")
+
+        def change(passed, reply):
+            if passed.method == "POST" and passed.status == 0:
+                reply.headers["Location"] = reply.headers.get("Location", "").replace(
+                    proxy.host, there
+                )
+
+        proxy.change = change
+        store.push(way.name, way.connection)
+        arrived(store, private_registry, way)
+    assert proxy.received() == 0
+    assert {p.method for p in other.seen} == {"GET", "PATCH", "PUT"}
+    assert not [p for p in other.seen if "Authorization" in p.headers]
+    assert [p for p in proxy.seen if "Authorization" in p.headers]
+
+
+def test_a_mount_that_is_answered_with_an_upload(store, registry, plain):
+    """That upload is as good as any: 202 from the real registry, and no second POST."""
+    store.push(plain.name, plain.connection, Origins(lambda digest: ["tests/never-was"]))
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [SIZE]
+    posts = [p for p in plain.proxy.seen if p.method == "POST"]
+    assert {(p.status, "mount=" in p.path) for p in posts} == {(202, True)}
+    assert len(posts) == 2  # the config, too
+
+
+# -- our own copy is wrong
+
+
+def spoil(store, change):
+    path = store.layout.path(store.blob)
+    path.chmod(0o644)
+    path.write_bytes(change(store.content))
+
+
+def test_a_damaged_blob_gets_no_name(store, registry, way):
+    """The registry finds out, keeps nothing, and we say whose fault it is."""
+    spoil(store, lambda content: content[: 5 * MIB] + b"?" + content[5 * MIB + 1 :])
+    with pytest.raises(VerificationError, match="hashes to") as raised:
+        store.push(way.name, way.connection)
+    assert raised.value.exit_code == 5
+    assert not registry.blob(str(store.blob.digest)).exists()
+    assert not [p for p in way.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
+    assert way.proxy.received() <= SIZE + 2
+
+
+@pytest.mark.parametrize(
+    "change", [lambda content: content[:-1], lambda content: content + b"?"], ids=["cut", "grown"]
+)
+def test_a_blob_of_another_size_is_not_sent(change, store, registry, way):
+    spoil(store, change)
+    with pytest.raises(VerificationError, match=f"instead of the {SIZE}"):
+        store.push(way.name, way.connection)
+    assert [p for p in way.proxy.uploads() if is_big(p)] == []
+    assert not registry.blob(str(store.blob.digest)).exists()
+
+
+def test_what_the_command_line_says_of_damage(store, registry, plain, aimage):
+    spoil(store, lambda content: b"?" + content[1:])
+    here = aimage("store")
+    here("tag", "x:v1", plain.name)
+    assert "hashes to" in here("push", plain.name, code=5).err
+    assert not registry.blob(str(store.blob.digest)).exists()
+
+
+def test_a_broken_off_push_of_a_damaged_blob(store, registry, plain):
+    """The rest alone cannot be judged: the registry does."""
+    spoil(store, lambda content: b"?" + content[1:])
+    breaks = first(is_big)
+    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    with pytest.raises(VerificationError, match="hashes to"):
+        store.push(plain.name, plain.connection)
+    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert not registry.blob(str(store.blob.digest)).exists()

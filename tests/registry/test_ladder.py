@@ -1,0 +1,282 @@
+"""What a registry refused is remembered: the next push does not begin with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+
+from clowder_aimage.cli import option
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.errors import ManifestRefusedError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection, Ladder
+from tests.scripted import Answer, ScriptedRegistry
+
+FILE = b"{}"
+DAY = 24 * 3600.0
+NOW = 20_000 * DAY
+
+
+def dialect_of(seen):
+    """The dialect of a manifest on its way, by what distinguishes them."""
+    if seen.headers["Content-Type"] == mediatype.DOCKER_MANIFEST:
+        return "ollama"
+    if seen.headers["Content-Type"] == mediatype.AIMAGE_MANIFEST:
+        return "custom"
+    return "clowder" if "artifactType" in json.loads(seen.body) else "container"
+
+
+class Picky:
+    """A registry that takes some dialects only, and counts what it was offered."""
+
+    def __init__(self, *takes):
+        self.takes = set(takes)
+        self.offered = []
+        self.blobs = set()
+
+    def __call__(self, seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/1"})
+        if "/manifests/" in seen.path and seen.method == "PUT":
+            self.offered.append(dialect_of(seen))
+            return Answer(201 if self.offered[-1] in self.takes else 415)
+        if seen.method == "PUT":
+            self.blobs.add(seen.path.rpartition("%3A")[2])
+            return Answer(201)
+        return Answer(200 if seen.path.rpartition(":")[2] in self.blobs else 404)
+
+
+class Client:
+    """A store with one small AImage, and the memory of one machine."""
+
+    def __init__(self, tmp_path):
+        self.tmp_path = tmp_path
+        self.now = NOW
+        self.ladder = Ladder(tmp_path / "state" / "registries.json", lambda: self.now)
+        self.layout = ImageLayout(tmp_path / "store")
+
+    def push(self, picky, dialect_there="clowder", *, by_digest=False, **options):
+        """Push it; returns what the registry was offered, and what was said to come first."""
+        reference = Reference.parse(f"{picky.host}/team/x:v1")
+        layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
+        aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
+        manifest, config = DIALECTS[dialect_there].write(aimage)
+        self.layout.push(layer.descriptor, bytes_body(FILE))
+        self.layout.push(manifest.config, bytes_body(config))
+        self.layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+        if by_digest:
+            reference = reference.with_digest(manifest.digest)
+        said = []
+        del picky.offered[:]
+        push(
+            self.layout,
+            reference,
+            Connection(docker_config=self.tmp_path),
+            ladder=self.ladder,
+            on_remembered=lambda name, refused: said.append((name, refused)),
+            **options,
+        )
+        return picky.offered, said
+
+
+@pytest.fixture
+def client(tmp_path):
+    return Client(tmp_path)
+
+
+@pytest.fixture
+def picky():
+    picky = Picky("container")
+    with ScriptedRegistry(picky).running() as registry:
+        picky.host = registry.host
+        yield picky
+
+
+def test_the_next_push_begins_with_what_was_taken(client, picky):
+    assert client.push(picky) == (["clowder", "ollama", "container"], [])
+    assert client.push(picky) == (["container"], [("container", "clowder")])
+    assert client.push(picky)[0] == ["container"]
+
+
+def test_after_a_month_the_usual_order_is_tried_again(client, picky):
+    client.push(picky)
+    client.now += 30 * DAY - 60
+    assert client.push(picky)[0] == ["container"]
+    client.now += 120
+    picky.takes.add("clowder")
+    assert client.push(picky) == (["clowder"], [])
+
+
+def test_a_clock_that_went_back(client, picky):
+    client.push(picky)
+    client.now -= DAY
+    assert client.push(picky)[0] == ["clowder", "ollama", "container"]
+
+
+def test_a_dialect_that_is_asked_for_is_tried(client, picky):
+    """And where it is taken after all, it comes first again."""
+    client.push(picky)
+    assert client.push(picky, dialect="clowder") == (["clowder", "ollama", "container"], [])
+    picky.takes.add("clowder")
+    assert client.push(picky, dialect="clowder") == (["clowder"], [])
+    assert client.push(picky) == (["clowder"], [])
+
+
+def test_one_that_refuses_what_it_took(client, picky):
+    """The rest of the ladder comes next, and what it once refused in the end."""
+    picky.takes = {"ollama"}
+    client.push(picky)
+    picky.takes = {"clowder"}
+    assert client.push(picky)[0] == ["ollama", "container", "clowder"]
+    assert client.push(picky) == (["clowder"], [])
+
+
+def test_one_that_takes_nothing_any_more_is_forgotten(client, picky):
+    client.push(picky)
+    picky.takes = set()
+    with pytest.raises(ManifestRefusedError, match="415") as caught:
+        client.push(picky)
+    assert "no other dialect" in caught.value.hint
+    assert client.ladder.refused(picky.host) == frozenset()
+
+
+def test_what_was_not_refused_is_no_reason(client, picky):
+    """Only the custom type was refused: what lies there as clowder goes as it always did."""
+    picky.takes = {"clowder", "ollama", "container"}
+    assert client.push(picky, "custom")[0] == ["custom", "clowder"]
+    assert client.push(picky, "custom") == (["clowder"], [("clowder", "custom")])
+    assert client.push(picky, "clowder") == (["clowder"], [])
+    assert client.push(picky, "ollama") == (["ollama"], [])
+
+
+def test_a_push_by_digest_and_one_without_fallback_change_no_dialect(client, picky):
+    client.push(picky)
+    for options in ({"by_digest": True}, {"fallback": False}):
+        with pytest.raises(ManifestRefusedError):
+            client.push(picky, **options)
+        assert picky.offered == ["clowder"]
+    assert client.push(picky)[0] == ["container"]  # and nothing was forgotten
+
+
+def test_another_registry_has_refused_nothing(client, picky):
+    client.push(picky)
+    other = Picky("clowder", "container")
+    with ScriptedRegistry(other).running() as elsewhere:
+        other.host = elsewhere.host
+        assert client.push(other) == (["clowder"], [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "[" * 100_000,
+        '{"registries": []}',
+        '{"registries": {"h:1": 7}}',
+        '{"registries": {"h:1": {"refused": ["clowder"]}}}',
+        '{"registries": {"h:1": {"refused": {"clowder": "yesterday"}}}}',
+        '{"registries": {"h:1": {"refused": {"clowder": null}}}}',
+        '{"registries": {"h:1": {"refused": {"clowder": 1%s}}}}' % ("0" * 400),
+        '{"registries": {"h:1": {"refused": {"clowder": NaN}}}}',
+        '{"registries": {"h:1": {"refused": {"clowder": -Infinity}}}}',
+    ],
+)
+def test_a_memory_that_is_damaged_is_none(text, tmp_path):
+    path = tmp_path / "registries.json"
+    path.write_text(text)
+    ladder = Ladder(path, lambda: NOW)
+    assert ladder.refused("h:1") == frozenset()
+    ladder.learn("h:1", ["clowder"], "ollama")
+    assert ladder.refused("h:1") == {"clowder"}
+    assert [path.name for path in tmp_path.iterdir()] == ["registries.json"]
+
+
+def test_a_dialect_that_nobody_knows(client, picky):
+    client.ladder.learn(picky.host, ["klingon"], "clowder")
+    picky.takes.add("clowder")
+    assert client.push(picky) == (["clowder"], [])
+
+
+def test_old_entries_are_swept_out(tmp_path):
+    path, clock = tmp_path / "registries.json", [NOW]
+    ladder = Ladder(path, lambda: clock[0])
+    ladder.learn("old.example.com", ["clowder"], "ollama")
+    clock[0] += 31 * DAY
+    ladder.learn("new.example.com", ["clowder"], "ollama")
+    assert list(json.loads(path.read_text())["registries"]) == ["new.example.com"]
+
+
+def test_a_memory_that_cannot_be_written_fails_no_push(client, picky):
+    (client.tmp_path / "state").write_text("a file where the directory should be")
+    assert client.push(picky)[0] == ["clowder", "ollama", "container"]
+    assert client.push(picky)[0] == ["clowder", "ollama", "container"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_is_not_ours(client, picky):
+    (client.tmp_path / "state").mkdir(mode=0o500)
+    assert client.push(picky)[0][-1] == "container"
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    """It is replaced whole: whoever reads while another writes knows the one host or the other."""
+    path = tmp_path / "registries.json"
+    writer, reader = Ladder(path, lambda: NOW), Ladder(path, lambda: NOW)
+    writer.learn("h:1", ["clowder"], "ollama")
+    seen, done = set(), threading.Event()
+
+    def read():
+        while not done.is_set():
+            seen.add(reader.refused("h:1"))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for i in range(200):
+        writer.learn(f"h:{i + 2}", ["clowder"], "ollama")
+    done.set()
+    thread.join()
+    assert seen == {frozenset({"clowder"})}
+
+
+def test_two_pushes_to_a_real_registry(aimage, tiny, repository):
+    """docker-registry refuses the custom type; the second push does not offer it again."""
+    here, name = aimage(), f"{repository}:v1"
+    here("create", name, tiny, "--manifest-type", "custom")
+    first = here("push", name)
+    assert "refuses this kind of manifest" in first.err
+    second = here("push", name)
+    assert "refuses" not in second.err
+    assert "refused the custom dialect lately; beginning with the clowder dialect" in second.err
+    assert second.out == first.out
+    third = here("push", name, "--manifest-type", "custom")
+    assert "refuses this kind of manifest" in third.err
+    state = here.home / "state" / "aimage" / "registries.json"
+    assert list(json.loads(state.read_text())["registries"]) == [name.partition("/")[0]]
+
+
+@pytest.mark.parametrize(
+    ("platform", "named", "place"),
+    [
+        ("linux", "{}/state", "state/aimage/registries.json"),
+        ("linux", "", ".local/state/aimage/registries.json"),
+        ("linux", "relative", ".local/state/aimage/registries.json"),  # as the XDG says
+        ("darwin", "{}/state", "Library/Application Support/aimage-state/registries.json"),
+    ],
+)
+def test_where_it_is_kept(platform, named, place, tmp_path, monkeypatch):
+    """Never in the store, which is a layout that others read too."""
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))
+    monkeypatch.delenv("AIMAGE_STORE", raising=False)
+    option.ladder().learn("h:1", ["clowder"], "ollama")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
+    assert not option.default_store().exists()

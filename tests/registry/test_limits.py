@@ -1,0 +1,154 @@
+"""What the configuration says about single registries, where the command line says nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from clowder_aimage.content import MemoryStore
+from clowder_aimage.content.rate import Rate
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+from clowder_aimage.pull import pull
+from clowder_aimage.registry import Connection
+from clowder_aimage.registry.settings import HostSettings, parse_rate, read_settings
+from tests.scripted import ScriptedRegistry, artifact, serving
+
+BLOBS = [b"{}", *(str(i).encode() * 50_000 for i in range(8))]
+
+
+class Counting:
+    """A registry that serves one artifact, and knows how many blobs were asked for at once.
+
+    With ``hold``, an answer waits until two are: then a client that asks one by one is slow, and
+    one that does not is found out at once.
+    """
+
+    def __init__(self, *, hold=False):
+        self.inner = serving(*artifact(*BLOBS))
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+        self.two = threading.Event()
+        self.patience = 8 if hold else 0.02  # less than what makes a client try once more
+
+    def __call__(self, seen):
+        if "/blobs/" not in seen.path:
+            return self.inner(seen)
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            if self.now > 1:
+                self.two.set()
+        self.two.wait(self.patience)
+        with self.lock:
+            self.now -= 1
+        return self.inner(seen)
+
+
+@pytest.fixture
+def configured(aimage, tmp_path):
+    """``configured(host, **entry)``: the command line, with that in its configuration."""
+
+    def make(host, **entry):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"registries": {host: entry}}))
+        here = aimage()
+        here.environment["AIMAGE_CONFIG"] = str(path)
+        return here
+
+    return make
+
+
+def test_jobs_of_a_registry(configured):
+    one = Counting()
+    with ScriptedRegistry(one).running() as registry:
+        configured(registry.host, jobs=1)("pull", f"{registry.host}/x")
+    assert one.most == 1
+
+
+def test_the_command_line_s_jobs_win(configured):
+    several = Counting(hold=True)
+    with ScriptedRegistry(several).running() as registry:
+        configured(registry.host, jobs=1)("pull", f"{registry.host}/x", "--jobs", "4")
+    assert several.most > 1
+
+
+def test_a_registry_s_rate(configured):
+    """400 kB at 400 kB a second."""
+    with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
+        begun = time.monotonic()
+        configured(registry.host, limitRate="400k")("pull", f"{registry.host}/x")
+        assert time.monotonic() - begun > 1
+
+
+def test_the_command_line_s_rate_wins(configured):
+    """At one byte a second it would take days."""
+    with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
+        here = configured(registry.host, limitRate="1")
+        here("pull", f"{registry.host}/x", "--limit-rate", "1G")
+
+
+@pytest.mark.parametrize(("limit", "given", "used"), [(7, None, [7]), (7, 9, [9]), (0, None, [])])
+def test_which_rate_is_used(limit, given, used, tmp_path, monkeypatch):
+    made = []
+
+    class Noted(Rate):
+        def __init__(self, limit):
+            made.append(limit)
+            super().__init__(limit, sleep=lambda _: None)
+
+    monkeypatch.setattr("clowder_aimage.pull.Rate", Noted)
+    with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
+        settings = {registry.host: HostSettings(limit=limit), "other.example.com": HostSettings()}
+        connection = Connection(docker_config=tmp_path, registries=settings)
+        rate = Noted(given) if given else None
+        pull(Reference.parse(f"{registry.host}/x"), MemoryStore(), connection, rate=rate)
+    assert made == used
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("1", 1),
+        ("500k", 500_000),
+        ("20M", 20_000_000),
+        ("20MB", 20_000_000),
+        ("1.5GiB/s", 1_610_612_736),
+        ("64ki", 65_536),
+        ("10b/s", 10),
+    ],
+)
+def test_rates(text, rate, tmp_path):
+    """The command line and the configuration, by its schema, take the same ones."""
+    assert parse_rate(text) == rate
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"registries": {"r.example.com": {"limitRate": text}}}))
+    assert read_settings(path) == {"r.example.com": HostSettings(limit=rate)}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"jobs": 0},
+        {"jobs": 65},
+        {"jobs": "8"},
+        {"jobs": 1.5},
+        {"limitRate": 500},
+        {"limitRate": ""},
+        {"limitRate": "fast"},
+        {"limitRate": "-1k"},
+        {"limitRate": "nan"},
+        {"limitRate": "0"},
+        {"limitRate": "0.1"},
+        {"limitRate": "9" * 400 + "g"},
+        {"chunkSize": 1024},
+    ],
+)
+def test_limits_that_are_none(entry, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"registries": {"r.example.com": entry}}))
+    with pytest.raises(UsageError, match="cannot use the configuration"):
+        read_settings(path)

@@ -1,0 +1,227 @@
+"""What other tools made: fetched byte for byte, named, and pushed again under the same digest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import FormatError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.pull import pull
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection, Repository
+from tests.scripted import Answer, ScriptedRegistry
+
+TAR = b"not really a tar, and nobody looks" * 1000
+SCHEMA1 = json.dumps(
+    {
+        "schemaVersion": 1,
+        "name": "team/x",
+        "tag": "v1",
+        "architecture": "amd64",
+        "fsLayers": [{"blobSum": str(Digest.of(TAR))}],
+        "history": [{"v1Compatibility": "{}"}],
+        "signatures": [],
+    },
+    indent=3,
+).encode()
+
+
+@dataclass
+class Foreign:
+    """A manifest as somebody wrote it, and the blobs that it names."""
+
+    media_type: str
+    raw: bytes
+    blobs: list[tuple[str, bytes]]
+
+
+def foreign(media_type, config, *layers, indent=None, **fields):
+    """A manifest over (media type, bytes) pairs, with fields that we do not know."""
+    blobs = [config, *layers]
+    entries = [Descriptor.of(kind, data).to_json() | {"x-other": 1} for kind, data in blobs]
+    document = {"x-unknown": [1.0, None], "layers": entries[1:], "config": entries[0]}
+    document |= {"schemaVersion": 2, "mediaType": media_type} | fields
+    document = {key: value for key, value in document.items() if value is not None}
+    return Foreign(media_type, json.dumps(document, indent=indent).encode(), blobs)
+
+
+def image_config(*layers):
+    value = {"os": "linux", "architecture": "amd64", "config": {}}
+    value["rootfs"] = {"type": "layers", "diff_ids": [str(Digest.of(layer)) for layer in layers]}
+    return json.dumps(value).encode()
+
+
+def ollama(**fields):
+    kind = "application/vnd.ollama.image."
+    return foreign(
+        mediatype.DOCKER_MANIFEST,
+        (mediatype.DOCKER_CONFIG, b'{"model_format": "gguf", "model_family": "llama"}'),
+        (kind + "model", b"GGUF" + bytes(100_000)),
+        (kind + "template", b"{{ .Prompt }}"),
+        (kind + "license", b"MIT"),
+        (kind + "params", b'{"stop":["x"]}'),
+        **fields,
+    )
+
+
+GZIPPED = gzip.compress(TAR, mtime=0)
+KINDS = {
+    "docker": foreign(
+        mediatype.DOCKER_MANIFEST,
+        (mediatype.DOCKER_CONFIG, image_config(TAR)),
+        ("application/vnd.docker.image.rootfs.diff.tar.gzip", GZIPPED),
+        indent=3,
+    ),
+    "image": foreign(
+        mediatype.OCI_MANIFEST,
+        (mediatype.OCI_CONFIG, image_config(TAR)),
+        (mediatype.OCI_LAYER_TAR_GZIP, GZIPPED),
+    ),
+    "uncompressed": foreign(
+        mediatype.OCI_MANIFEST,
+        (mediatype.OCI_CONFIG, image_config(TAR)),
+        (mediatype.OCI_LAYER_TAR, TAR),
+    ),
+    "zstd": foreign(
+        mediatype.OCI_MANIFEST,
+        (mediatype.OCI_CONFIG, image_config(TAR)),
+        (mediatype.OCI_LAYER_TAR_ZSTD, b"(\xb5/\xfd" + TAR),
+    ),
+    "helm": foreign(
+        mediatype.OCI_MANIFEST,
+        ("application/vnd.cncf.helm.config.v1+json", b'{"name": "x"}'),
+        ("application/vnd.cncf.helm.chart.content.v1.tar+gzip", GZIPPED),
+        mediaType=None,
+    ),
+    "artifact": foreign(
+        mediatype.OCI_MANIFEST,
+        (mediatype.OCI_EMPTY, b"{}"),
+        ("application/vnd.example.weights", b"\x00" * 1000),
+        ("text/plain", b"read me\n"),
+        artifactType="application/vnd.example.model",
+        annotations={"org.example.key": "é"},
+    ),
+    "no layers": foreign(
+        mediatype.OCI_MANIFEST, (mediatype.OCI_EMPTY, b"{}"), artifactType="application/vnd.x"
+    ),
+    "ollama": ollama(),
+}
+CUSTOM = foreign(
+    mediatype.AIMAGE_MANIFEST,
+    ("application/vnd.example.config", b'{"family": "other"}'),
+    ("application/vnd.example.tensor", b"\x01" * 1000),
+)
+
+
+def serving(thing, content_type):
+    """A registry that holds a foreign thing, and takes whatever is pushed."""
+    blobs = {str(Digest.of(data)): data for _, data in thing.blobs}
+
+    def script(seen):
+        if seen.method in ("POST", "PATCH"):
+            return Answer(202, {"Location": "/v2/upload"})
+        if seen.method == "PUT":
+            return Answer(201)
+        if "/manifests/" in seen.path:
+            return Answer(200, {"Content-Type": content_type} if content_type else {}, thing.raw)
+        blob = blobs.get(seen.path.rpartition("/")[2])
+        return Answer(404) if blob is None else Answer(200, {}, blob)
+
+    return script
+
+
+def round_trip(script, thing, tmp_path):
+    """Pull and push again; what the registry was sent as a manifest, as what."""
+    store = ImageLayout(tmp_path / "store")
+    with ScriptedRegistry(script).running() as registry:
+        name, reach = Reference.parse(f"{registry.host}/x:v1"), Connection(docker_config=tmp_path)
+        assert pull(name, store, reach).digest == Digest.of(thing.raw)
+        check(store, name, thing)
+        assert push(store, name, reach, fallback=False).digest == Digest.of(thing.raw)
+    (put,) = (seen for seen in registry.seen if seen.method == "PUT" and "/manifests/" in seen.path)
+    return put.body, put.headers["Content-Type"]
+
+
+def check(store, name, thing):
+    """It is there byte for byte, and has its name."""
+    root = store.resolve(name)
+    assert (root.digest, root.media_type) == (Digest.of(thing.raw), thing.media_type)
+    assert store.path(root).read_bytes() == thing.raw
+    for media_type, data in thing.blobs:
+        assert store.path(Descriptor.of(media_type, data)).read_bytes() == data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_registry(kind, aimage, repository, tmp_path):
+    thing, name = KINDS[kind], Reference.parse(f"{repository}:v1")
+    digest = str(Digest.of(thing.raw))
+    with Repository(name, Connection(docker_config=tmp_path)) as there:
+        for media_type, data in thing.blobs:
+            there.push(Descriptor.of(media_type, data), bytes_body(data))
+        there.push(Descriptor.of(thing.media_type, thing.raw), bytes_body(thing.raw), name)
+    run = aimage()
+    assert run("pull", name).line == digest
+    check(ImageLayout(run.store), name, thing)
+    assert run("ls", "--json").value[0]["reference"] == str(name)
+    again = f"{repository}/again:v1"
+    run("tag", name, again)
+    assert run("push", again, "--no-fallback").line == digest
+    other = aimage("other")
+    assert other("pull", again).line == digest
+    check(ImageLayout(other.store), Reference.parse(again), thing)
+
+
+def test_a_manifest_of_our_own_type_that_is_no_aimage(tmp_path):
+    """No registry takes it, but one might."""
+    script = serving(CUSTOM, mediatype.AIMAGE_MANIFEST)
+    assert round_trip(script, CUSTOM, tmp_path) == (CUSTOM.raw, mediatype.AIMAGE_MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        "application/octet-stream",
+        "text/plain",
+        "text/plain; charset=utf-8",
+        "",
+    ],
+)
+def test_a_bare_ollama_manifest(content_type, tmp_path):
+    """ollama's own registry does not say which kind it sends."""
+    thing = ollama()
+    script = serving(thing, content_type)
+    assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
+
+
+@pytest.mark.parametrize("fields", [{"annotations": None}, {"subject": None}, {"urls": ["x"]}])
+def test_fields_that_others_add(fields, tmp_path):
+    thing = ollama(**fields)
+    script = serving(thing, thing.media_type)
+    assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/vnd.docker.distribution.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v1+prettyjws",
+        "application/json",
+    ],
+)
+def test_schema_1_is_refused_with_what_to_do(content_type, tmp_path):
+    script = serving(Foreign("", SCHEMA1, []), content_type)
+    store = ImageLayout(tmp_path / "store")
+    with ScriptedRegistry(script).running() as registry:
+        name = Reference.parse(f"{registry.host}/x:v1")
+        with pytest.raises(FormatError, match="schema 1") as error:
+            pull(name, store, Connection(docker_config=tmp_path))
+    assert "push" in (error.value.hint or "")
+    assert not store.root.exists()

@@ -1,0 +1,370 @@
+"""Of an index, one manifest is pulled: the wished one, the only one, or this machine's."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.content.choose import ANY, Candidate, Platform, Wish, choose
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.pull import plan_pull, pull
+from clowder_aimage.registry import Connection, Repository
+from tests.scripted import Answer, ScriptedRegistry
+
+HERE = Platform.of(os.uname().sysname, os.uname().machine)
+LINUX = Platform("linux", "amd64")
+NAME = Reference.parse("r.example/x:v1")
+
+
+@dataclass
+class Shelf:
+    """What a registry holds: documents and blobs by digest; ``root`` is what the tag names."""
+
+    content: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    root: bytes = b""
+
+    def manifest(self, text, media_type=mediatype.OCI_MANIFEST, **fields):
+        """A manifest with a layer of its own."""
+        config, layer = (self._blob(data) for data in (b"{}", text.encode() * 100))
+        document = {"schemaVersion": 2, "mediaType": media_type, "config": config}
+        return self._document(document | {"layers": [layer]} | fields)
+
+    def index(self, *children, media_type=mediatype.OCI_INDEX):
+        document = {"schemaVersion": 2, "mediaType": media_type, "manifests": list(children)}
+        return self._document(document)
+
+    def _blob(self, data):
+        found = Descriptor.of("application/vnd.example.blob", data)
+        self.content[str(found.digest)] = (found.media_type, data)
+        return found.to_json()
+
+    def _document(self, value):
+        self.root = encode(value)
+        found = Descriptor.of(value["mediaType"], self.root)
+        self.content[str(found.digest)] = (found.media_type, self.root)
+        return found.to_json()
+
+    def __call__(self, seen):
+        wanted = seen.path.rpartition("/")[2]
+        wanted = str(Digest.of(self.root)) if wanted == "v1" else wanted
+        if wanted not in self.content:
+            return Answer(404)
+        media_type, data = self.content[wanted]
+        return Answer(200, {"Content-Type": media_type}, data)
+
+
+def said(child, platform=None, variant=None, **annotations):
+    """How an index speaks of a child."""
+    if variant is not None:
+        annotations[mediatype.VARIANT] = variant
+    if platform:
+        os_, _, rest = platform.partition("/")
+        architecture, _, version = rest.partition("/")
+        child = child | {"platform": {"os": os_, "architecture": architecture}}
+        child["platform"] |= {"variant": version} if version else {}
+    return child | ({"annotations": annotations} if annotations else {})
+
+
+@pytest.fixture
+def shelf():
+    return Shelf()
+
+
+@pytest.fixture
+def fetch(shelf, tmp_path):
+    """Pull from the shelf; the layout, the digest and what was asked for."""
+
+    def run(wish=ANY, name="{host}/team/x:v1"):
+        store = ImageLayout(tmp_path / "store")
+        with ScriptedRegistry(shelf).running() as registry:
+            reference = Reference.parse(name.format(host=registry.host))
+            done = pull(reference, store, Connection(docker_config=tmp_path), wish=wish)
+        run.asked, run.store = registry.asked("GET"), store
+        run.names = {name.partition("/")[2]: entry.digest for name, entry in store.tags()}
+        return str(done.digest)
+
+    return run
+
+
+@pytest.mark.parametrize("media_type", [mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST])
+@pytest.mark.parametrize("wish", ["a", "b"])
+def test_a_variant_is_fetched_alone(media_type, wish, shelf, fetch):
+    children = {name: shelf.manifest(name) for name in "ab"}
+    shelf.index(
+        *(said(child, variant=name) for name, child in children.items()), media_type=media_type
+    )
+    digest = fetch(Wish(wish))
+    assert digest == children[wish]["digest"]
+    assert {name: str(digest) for name, digest in fetch.names.items()} == {"team/x:v1": digest}
+    there = {path.name for path in (fetch.store.root / "blobs" / "sha256").iterdir()}
+    document = json.loads(shelf.content[digest][1])
+    blobs = [document["config"]["digest"], document["layers"][0]["digest"]]
+    assert there == {name.partition(":")[2] for name in [digest, *blobs]}
+    assert len([path for path in fetch.asked if "/manifests/" in path]) == 2
+    raw = (fetch.store.root / "blobs" / "sha256" / digest.partition(":")[2]).read_bytes()
+    assert raw == shelf.content[digest][1]
+
+
+def test_an_only_child_needs_no_option(shelf, fetch):
+    child = shelf.manifest("a")
+    shelf.index(said(child, "plan9/mips", "odd"))
+    assert fetch() == child["digest"]
+
+
+def test_this_machine_chooses(shelf, fetch):
+    mine, other = shelf.manifest("a"), shelf.manifest("b")
+    shelf.index(said(other, "plan9/mips"), said(mine, str(HERE)))
+    assert fetch() == mine["digest"]
+    assert fetch(Wish(platform=Platform.parse("plan9/mips"))) == other["digest"]
+
+
+def test_an_attestation_is_no_candidate(shelf, fetch):
+    mine, one, two = (shelf.manifest(name) for name in "abc")
+    about = {"vnd.docker.reference.type": "attestation-manifest"}
+    shelf.index(said(one, "unknown/unknown"), said(two, str(HERE), **about), said(mine))
+    assert fetch() == mine["digest"]
+
+
+def test_an_index_in_an_index_is_followed_and_speaks_for_its_children(shelf, fetch):
+    mine, other = shelf.manifest("a"), shelf.manifest("b")
+    inner = [shelf.index(said(child, str(HERE))) for child in (mine, other)]
+    shelf.index(*(said(child, variant=name) for name, child in zip("ab", inner, strict=True)))
+    assert fetch(Wish("a")) == mine["digest"]
+    assert fetch(Wish("b", HERE)) == other["digest"]
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+def test_nesting_ends_somewhere(depth, shelf, fetch):
+    child = mine = shelf.manifest("a")
+    for _ in range(depth + 1):
+        child = shelf.index(child)
+    if depth == 4:
+        assert fetch() == mine["digest"]
+        return
+    with pytest.raises(FormatError, match="nested over 4 deep"):
+        fetch()
+
+
+def test_an_index_that_is_listed_time_and_again_is_read_once(shelf, fetch):
+    child = mine = shelf.manifest("a")
+    for _ in range(4):
+        child = shelf.index(*[child] * 50)
+    assert fetch() == mine["digest"]
+    assert len(fetch.asked) == 4 + 1 + 2
+
+
+def test_the_whole_index_is_one_wish(shelf, fetch):
+    children = [shelf.manifest(name) for name in "abc"]
+    whole = shelf.index(*(said(child, variant="x") for child in children))
+    assert fetch(None) == whole["digest"]
+    for child in children:
+        assert fetch.store.exists(Descriptor.from_json(child))
+
+
+@pytest.mark.parametrize("tag", ["", ":v1"])
+def test_by_digest_the_store_names_the_child(tag, shelf, fetch):
+    child = shelf.manifest("a")
+    index = shelf.index(child)
+    digest = fetch(name="{host}/team/x" + f"{tag}@{index['digest']}")
+    assert digest == child["digest"]
+    assert list(fetch.names) == [f"team/x{tag or '@' + digest}"]
+    with pytest.raises(NotFoundError):
+        fetch.store.resolve(Reference.parse(f"x@{index['digest']}"))
+
+
+def test_a_tag_is_asked_for_once(shelf, fetch):
+    """It may move meanwhile: the rest goes by digest."""
+    shelf.index(shelf.manifest("a"))
+    fetch()
+    assert [path for path in fetch.asked if path.endswith("/v1")] == ["/v2/team/x/manifests/v1"]
+
+
+def test_a_dry_run_is_of_the_choice(shelf, tmp_path):
+    children = {name: shelf.manifest(name) for name in "ab"}
+    shelf.index(*(said(child, variant=name) for name, child in children.items()))
+    with ScriptedRegistry(shelf).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        reach = Connection(docker_config=tmp_path)
+        plan = plan_pull(reference, reach, wish=Wish("b"))
+        assert str(plan.root.digest) == children["b"]["digest"]
+        assert len(plan.blobs) == 2
+        assert len(plan_pull(reference, reach, wish=None).blobs) == 3
+
+
+@pytest.mark.parametrize("own", [None, "a"])
+def test_a_manifest_of_its_own_has_the_variant_that_it_says(own, shelf, fetch):
+    annotations = {"annotations": {mediatype.VARIANT: own}} if own else {}
+    digest = shelf.manifest("a", **annotations)["digest"]
+    assert fetch(Wish(platform=Platform("plan9", "mips"))) == digest
+    with pytest.raises(UsageError, match="does not call itself variant 'b'"):
+        fetch(Wish("b"))
+    if own:
+        assert fetch(Wish("a")) == digest
+
+
+def test_a_child_that_is_not_what_the_index_says(shelf, fetch):
+    child = shelf.manifest("a")
+    shelf.index(child | {"size": child["size"] + 1})
+    with pytest.raises(VerificationError, match="promises"):
+        fetch()
+
+
+# -- the choice by itself
+
+
+def candidates(*lines):
+    """A candidate for each ``variant platform`` (``-`` is none)."""
+    found = []
+    for number, line in enumerate(lines):
+        variant, platform = line.split()
+        descriptor = Descriptor.of(mediatype.OCI_MANIFEST, b"%d" % number)
+        parsed = None if platform == "-" else Platform.parse(platform)
+        found.append(Candidate(descriptor, "" if variant == "-" else variant, parsed))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lines", "wish", "number"),
+    [
+        (["- linux/arm64", "- linux/amd64"], ANY, 1),
+        (["- linux/amd64/v3", "- linux/amd64"], ANY, 1),
+        (["- linux/amd64/v3", "- linux/arm64"], ANY, 0),
+        (["- linux/arm64", "- -"], ANY, 1),
+        (["- linux/amd64", "- -"], Wish(platform=LINUX), 0),
+        (["- linux/arm64", "- -"], Wish(platform=LINUX), 1),
+        (["- linux/arm64/v8", "- -"], Wish(platform=Platform.parse("linux/aarch64")), 0),
+        (["- linux/x86_64", "- linux/arm64"], Wish(platform=LINUX), 0),
+        (["- linux/arm/v6", "- linux/arm/v7"], Wish(platform=Platform.parse("linux/arm/v7")), 1),
+        (["a linux/arm64", "a linux/amd64", "b linux/amd64"], Wish("a"), 1),
+        (["a linux/arm64", "b linux/amd64"], Wish("a"), 0),
+        (["a linux/arm64", "b linux/arm64"], Wish("b", Platform.parse("Linux/ARM64")), 1),
+        (["a -", "- -"], Wish(""), 1),
+    ],
+)
+def test_the_choice(lines, wish, number):
+    found = candidates(*lines)
+    assert choose(found, wish, LINUX, NAME) is found[number]
+
+
+@pytest.mark.parametrize(
+    ("lines", "wish", "options"),
+    [
+        (["a -", "b -"], ANY, ["--variant"]),
+        (["a -", "b linux/amd64"], ANY, ["--variant", "--platform"]),
+        (
+            ["- linux/arm/v6", "- linux/arm/v7"],
+            Wish(platform=Platform("linux", "arm")),
+            ["--platform"],
+        ),
+        (["- -", "- -"], ANY, []),
+    ],
+)
+def test_several_are_listed_with_what_tells_them_apart(lines, wish, options):
+    found = candidates(*lines)
+    with pytest.raises(UsageError) as error:
+        choose(found, wish, LINUX, NAME)
+    listed = error.value.message.splitlines()[1:]
+    assert [line.split() for line in listed] == [
+        [*line.split(), str(one.descriptor.digest)] for line, one in zip(lines, found, strict=True)
+    ]
+    hint = error.value.hint or ""
+    assert all(option in hint for option in options)
+    assert ("--variant" in hint) == ("--variant" in options)
+    assert "aimage pull r.example/x@DIGEST" in hint
+
+
+@pytest.mark.parametrize(
+    ("lines", "wish", "said"),
+    [
+        (["a -", "b -"], Wish("c"), "variant 'c', but"),
+        (["a linux/arm64"], Wish("a", LINUX), "variant 'a' for linux/amd64, but"),
+        (["- linux/arm64", "- linux/s390x"], ANY, "for this machine, linux/amd64, but"),
+        (["- linux/arm64"], Wish(platform=LINUX), "for linux/amd64, but"),
+        ([], ANY, "without a manifest to choose"),
+    ],
+)
+def test_none_is_told_with_what_there_is(lines, wish, said):
+    found = candidates(*lines)
+    with pytest.raises(NotFoundError, match=said) as error:
+        choose(found, wish, LINUX, NAME)
+    assert all(str(one.descriptor.digest) in error.value.message for one in found)
+    assert "--whole" in (error.value.hint or "")
+
+
+def test_what_others_wrote_stays_on_its_line():
+    descriptor = Descriptor.of(mediatype.OCI_MANIFEST, b"")
+    found = [Candidate(descriptor, "x\n  y" * 100), *candidates(*["a -"] * 60)]
+    with pytest.raises(UsageError) as error:
+        choose(found, ANY, LINUX, NAME)
+    lines = error.value.message.splitlines()
+    assert len(lines) == 1 + 40 + 1
+    assert lines[-1].strip() == "and 21 more"
+    assert max(map(len, lines)) < 160
+
+
+@pytest.mark.parametrize(
+    "platform", [None, [], "linux", {"os": 1, "architecture": "x"}, {"os": "x"}]
+)
+def test_a_platform_that_is_none_is_no_platform(platform):
+    descriptor = Descriptor.of("x/y", b"", extra={"platform": platform})
+    assert Platform.in_descriptor(descriptor) is None
+
+
+# -- the command line
+
+
+def push_index(repository, shelf, tmp_path):
+    """What is on the shelf, in a real registry."""
+    name = Reference.parse(f"{repository}:v1")
+    root = Digest.of(shelf.root)
+    with Repository(name, Connection(docker_config=tmp_path)) as there:
+        documents = []
+        for digest, (media_type, data) in shelf.content.items():
+            descriptor = Descriptor(media_type, Digest.parse(digest), len(data))
+            if media_type in mediatype.MANIFESTS | mediatype.INDEXES:
+                documents.append((descriptor, data))
+            else:
+                there.push(descriptor, bytes_body(data))
+        for descriptor, data in documents:
+            tag = name if descriptor.digest == root else None
+            there.push(descriptor, bytes_body(data), tag)
+
+
+def test_the_command_line_chooses(aimage, repository, shelf, tmp_path):
+    children = {name: shelf.manifest(name) for name in ("bf16", "int8")}
+    index = shelf.index(*(said(child, str(HERE), name) for name, child in children.items()))
+    push_index(repository, shelf, tmp_path)
+    run = aimage()
+    err = run("pull", f"{repository}:v1", code=2).err
+    for name, child in children.items():
+        assert f"{name}  {HERE}  {child['digest']}" in err
+    assert "--variant NAME" in err
+    assert "--platform" not in err
+    assert "int8" in run("pull", f"{repository}:v1", "--variant", "int4", code=3).err
+    assert "int8" in run("pull", f"{repository}:v1", "--platform", "plan9/mips", code=3).err
+    assert "is not a platform" in run("pull", repository, "--platform", "plan9", code=2).err
+    assert "--whole leaves" in run("pull", repository, "--whole", "--variant", "x", code=2).err
+    assert not run.store.exists()
+    dry = run("pull", f"{repository}:v1", "--variant", "int8", "--dry-run", "--json").value
+    assert dry["digest"] == children["int8"]["digest"]
+    assert run("pull", f"{repository}:v1", "--variant", "int8").line == dry["digest"]
+    assert run("ls", "--json").value[0]["digest"] == dry["digest"]
+    assert run("pull", f"{repository}:v1", "--whole").line == index["digest"]
+    assert run("ls", "--json").value[0]["kind"] == "index"
+    by_digest = f"{repository}@{index['digest']}"
+    value = run("pull", by_digest, "--variant", "bf16", "--json").value
+    assert value["reference"] == f"{repository}@{children['bf16']['digest']}"
+    assert run("push", value["reference"]).line == children["bf16"]["digest"]
+
+
+def test_a_copy_is_of_the_whole(aimage, repository, shelf, tmp_path):
+    index = shelf.index(*(said(shelf.manifest(name), variant=name) for name in "ab"))
+    push_index(repository, shelf, tmp_path)
+    assert aimage()("copy", f"{repository}:v1", f"{repository}:v2").line == index["digest"]

@@ -1,0 +1,197 @@
+"""A manifest that no registry takes is told before anything is asked of one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.errors import ManifestRefusedError, ModelError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Reference, mediatype
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection, Ladder
+from tests.scripted import Answer, ScriptedRegistry
+
+OTHER = "application/vnd.example"
+# Layers' annotations make the clowder and container dialects wordy: with so many layers
+# the manifest fits in the ollama dialect alone.
+LAYERS = 18_000
+
+
+def put(layout, media_type, data):
+    """Keep bytes in a layout as they are: what we never would have taken in, another tool might."""
+    descriptor = Descriptor.of(media_type, data)
+    path = layout.root / "blobs" / "sha256" / descriptor.digest.encoded
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return descriptor
+
+
+def name(layout, descriptor, reference):
+    """Let a name stand for it in index.json."""
+    entry = descriptor.to_json()
+    entry["annotations"] = {"org.opencontainers.image.ref.name": str(reference)}
+    (layout.root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    index = {"schemaVersion": 2, "manifests": [entry]}
+    (layout.root / "index.json").write_text(json.dumps(index))
+
+
+def foreign(layout, size, *, config=f"{OTHER}.config"):
+    """A manifest of exactly ``size`` bytes."""
+    document = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "config": put(layout, config, b"{}").to_json(),
+        "layers": [put(layout, f"{OTHER}.layer", b"x").to_json()],
+        "annotations": {"padding": ""},
+    }
+    document["annotations"]["padding"] = "x" * (size - len(json.dumps(document)))
+    return put(layout, mediatype.OCI_MANIFEST, json.dumps(document).encode())
+
+
+@pytest.fixture(scope="module")
+def large():
+    """An AImage of many small files that only fits into a manifest in the ollama dialect."""
+    layers = []
+    for i in range(LAYERS):
+        file = Descriptor.of(mediatype.AIMAGE_FILE, str(i % 10).encode())
+        layers.append(Layer(file, f"transformer/{'block' * 8}.{i}.json"))
+    return AImage(b'{"schemaVersion":1,"components":{}}', tuple(layers))
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def stored(layout, aimage, reference):
+    """``aimage`` as another tool could have written it: in the ollama dialect."""
+    for i in range(10):
+        put(layout, mediatype.AIMAGE_FILE, str(i).encode())
+    manifest, config = DIALECTS["ollama"].write(aimage)
+    assert len(manifest.raw) <= MAX_MANIFEST_SIZE
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+
+
+def taking(status=201):
+    """A registry that takes blobs, and answers ``status`` to manifests."""
+
+    def script(seen):
+        if "/manifests/" in seen.path:
+            return Answer(status)
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload/1"})
+        return Answer(201 if seen.method == "PUT" else 200)
+
+    return script
+
+
+def test_a_manifest_at_the_limit_is_sent(layout, tmp_path):
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        name(layout, foreign(layout, MAX_MANIFEST_SIZE), reference)
+        push(layout, reference, Connection(docker_config=tmp_path))
+        assert registry.asked("PUT")[-1] == "/v2/x/manifests/v1"
+
+
+@pytest.mark.parametrize("config", [f"{OTHER}.config", mediatype.AIMAGE_CONFIG])
+@pytest.mark.parametrize("by_digest", [False, True])
+def test_a_byte_more_is_told_before_any_request(config, by_digest, layout, tmp_path):
+    """Whether it is an AImage or another tool's, by tag or by digest."""
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        descriptor = foreign(layout, MAX_MANIFEST_SIZE + 1, config=config)
+        name(layout, descriptor, reference)
+        if by_digest:
+            reference = reference.with_digest(descriptor.digest)
+        with pytest.raises(ModelError, match=f"{MAX_MANIFEST_SIZE + 1} bytes") as caught:
+            push(layout, reference, Connection(docker_config=tmp_path))
+        assert "fewer layers" in caught.value.hint
+        assert registry.seen == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_manifest_below_an_index_is_told_too(depth, layout, tmp_path):
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        child = foreign(layout, MAX_MANIFEST_SIZE + 1)
+        for _ in range(depth):
+            index = {"schemaVersion": 2, "manifests": [child.to_json()]}
+            child = put(layout, mediatype.OCI_INDEX, json.dumps(index).encode())
+        name(layout, child, reference)
+        with pytest.raises(ModelError, match="too large"):
+            push(layout, reference, Connection(docker_config=tmp_path))
+        assert registry.seen == []
+
+
+def test_a_blob_of_that_size_is_none_of_its_business(layout, tmp_path):
+    """An index may name what is no manifest; only manifests have that limit."""
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        blob = put(layout, f"{OTHER}.blob", b"x" * (MAX_MANIFEST_SIZE + 1))
+        index = {"schemaVersion": 2, "manifests": [blob.to_json()]}
+        name(layout, put(layout, mediatype.OCI_INDEX, json.dumps(index).encode()), reference)
+        push(layout, reference, Connection(docker_config=tmp_path))
+        assert registry.asked("PUT")
+
+
+def test_dialects_that_are_all_too_large(layout, large, tmp_path):
+    """container is the last rung: there is nothing to try, and nothing is asked."""
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        stored(layout, large, reference)
+        for options in ({"dialect": "container"}, {"dialect": "clowder", "fallback": False}):
+            with pytest.raises(ModelError, match="too large") as caught:
+                push(layout, reference, Connection(docker_config=tmp_path), **options)
+            assert f"the {options['dialect']} dialect" in str(caught.value)
+            assert "fewer layers" in caught.value.hint
+        assert registry.seen == []
+
+
+def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
+    said = []
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        stored(layout, large, reference)
+        push(
+            layout,
+            reference,
+            Connection(docker_config=tmp_path),
+            dialect="clowder",
+            on_fallback=lambda name, error: said.append((name, str(error))),
+        )
+        (sent,) = [seen for seen in registry.seen if "/manifests/" in seen.path]
+    assert sent.headers["Content-Type"] == mediatype.DOCKER_MANIFEST
+    ((chosen, why),) = said
+    assert chosen == "ollama"
+    assert "clowder dialect" in why
+    assert "too large" in why
+
+
+def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path):
+    """And why there was no other rung. What did not fit is not remembered as refused."""
+    ladder = Ladder(tmp_path / "state.json")
+    with ScriptedRegistry(taking(415)).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        stored(layout, large, reference)
+        with pytest.raises(ManifestRefusedError, match="415") as caught:
+            push(layout, reference, Connection(docker_config=tmp_path), ladder=ladder)
+        assert "container dialect" in caught.value.hint
+        assert len([seen for seen in registry.seen if "/manifests/" in seen.path]) == 1
+        assert ladder.refused(registry.host) == frozenset()
+
+
+def test_the_command_says_so(aimage, tmp_path):
+    here = aimage()
+    with ScriptedRegistry(taking()).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x:v1")
+        layout = ImageLayout(here.store)
+        name(layout, foreign(layout, MAX_MANIFEST_SIZE + 1), reference)
+        done = here("push", str(reference), code=1)
+        assert registry.seen == []
+    assert f"is too large: it has {MAX_MANIFEST_SIZE + 1} bytes" in done.err
+    assert "pack the model into fewer layers" in done.err

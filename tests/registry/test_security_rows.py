@@ -1,0 +1,215 @@
+"""What went wrong in other clients of registries, and the tests that hold ours to it.
+
+Digest as a path (CVE-2024-37032, CVE-2026-7020, CVE-2024-3727)
+    test_pull_answers: test_a_bad_digest_is_refused_before_anything_is_asked_for;
+    tests/oci/test_oci_digest: test_a_bad_digest_anywhere_refuses_the_whole_document;
+    here: test_a_bad_digest_in_an_index_or_among_referrers
+Realm on another host, or inside this network (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990)
+    test_credentials: test_a_realm_elsewhere_gets_no_credentials, test_what_is_inside_this_network,
+    test_other_spellings_of_an_inside_address, test_a_huge_token_answer_is_not_read_to_its_end;
+    test_tokens: test_a_realm_elsewhere_gets_no_identity_token,
+    test_a_redirect_of_the_token_service_is_not_followed;
+    here: test_a_realm_without_encryption, test_a_realm_inside_this_network
+``urls`` of foreign layers (CVE-2020-15157)
+    test_pull_answers: test_urls_of_foreign_layers_are_never_followed;
+    here: test_urls_of_a_missing_layer_are_not_followed_with_credentials_either
+Authorization across origins (GHSA-vh4v-2xq2-g5cg, CVE-2026-50151)
+    test_tokens: test_what_another_origin_receives (other port, other scheme);
+    test_credentials: test_a_redirect_to_another_origin_takes_no_credentials_along,
+    test_an_upload_location_elsewhere_gets_no_credentials, test_where_an_upload_may_go;
+    e2e/test_upload_faults: test_a_location_on_another_host (POST, PATCH, PUT and GET);
+    e2e/test_download_faults: test_blobs_from_a_content_network;
+    here: test_a_redirect_back_does_not_bring_credentials_back
+Client certificate and debug log (GHSA-h3wm-jjqf-8jm2, GHSA-whvf-jp7m-59f3, GHSA-5jhf-2qmf-m8c5)
+    test_mtls: test_another_origin_is_shown_no_client_certificate;
+    test_tokens: test_no_secret_is_logged_at_any_level;
+    here: test_no_secret_of_an_upload_is_logged
+Huge sizes (GHSA-f36w-mj3v-6jqv, CVE-2020-1702)
+    test_pull_answers: test_an_absurd_size_is_refused, test_a_manifest_that_is_none,
+    test_bytes_that_are_not_the_promised_ones;
+    e2e/test_download_faults: test_a_manifest_of_another_size_than_its_index_says,
+    test_a_manifest_that_is_not_the_one;
+    here: test_a_huge_size_takes_no_memory
+Writing outside the store (GHSA-8xwf-rjm4-xvhv, CVE-2026-50163)
+    not ours: nothing is unpacked, and a layer's title names no file. A link planted where a lock
+    should be: tests/layout/test_layout_files: test_a_symlinked_lock_is_refused
+Compressed answers (CVE-2024-12886)
+    test_pull_answers: test_a_compressed_manifest_is_not_unpacked;
+    e2e/test_download_faults: test_a_packed_token_is_not_unpacked,
+    test_a_compressed_blob_is_not_unpacked, test_a_manifest_that_is_not_the_one (``packed``)
+Manifest or index (CVE-2021-41190)
+    test_pull_answers: test_a_manifest_that_is_none;
+    e2e/test_download_faults: test_a_manifest_that_is_not_the_one (``other_kind``)
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import tracemalloc
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry.auth import Authenticator
+from clowder_aimage.registry.session import Session
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+MANIFEST, BLOBS = artifact(b"{}", b"weights")
+BASIC = base64.b64encode(b"operator:pa55word").decode()
+INDEX = "application/vnd.oci.image.index.v1+json"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """Retries wait; these tests need not."""
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+
+
+def log_in(tmp_path, host):
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": BASIC}}}))
+
+
+def guarded(inner):
+    """A registry that serves those who know the password."""
+
+    def script(seen):
+        if seen.headers.get("Authorization") == f"Basic {BASIC}":
+            return inner(seen)
+        return Answer(401, {"WWW-Authenticate": 'Basic realm="test"'})
+
+    return script
+
+
+def pull(registry, tmp_path, store=None, **options):
+    name = Reference.parse(f"{registry.host}/team/x:v1")
+    with Repository(name, Connection(docker_config=tmp_path, **options)) as source:
+        return copy(source, name, store or MemoryStore())
+
+
+@pytest.mark.parametrize(
+    "digest", ["sha256:../../../x", "sha256-" + "a" * 64, "sha256:" + "A" * 64, "x", "\0", None]
+)
+def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
+    entry = {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": digest, "size": 9}
+    index = json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]}).encode()
+    with ScriptedRegistry(lambda _: Answer(200, {"Content-Type": INDEX}, index)).running() as it:
+        with pytest.raises(FormatError):
+            pull(it, tmp_path, ImageLayout(tmp_path / "store"))
+        assert len(it.seen) == 1
+        with Repository(Reference.parse(f"{it.host}/x"), Connection(docker_config=tmp_path)) as at:
+            try:
+                found = at.referrers(Digest.of(b"x"))
+            except AImageError:
+                found = []
+        assert found == []
+        assert all("%" not in seen.path and ".." not in seen.path for seen in it.seen)
+    assert not list(tmp_path.rglob("x"))
+
+
+def authenticator(tmp_path, host, scheme):
+    """What decides about realms, for a registry that need not be there."""
+    connection = Connection(docker_config=tmp_path)
+    with Session(Reference.parse(f"{host}/x"), connection) as session:
+        return Authenticator(
+            Reference.parse(f"{host}/x"), connection, session._http, (1, 1), scheme, BASIC
+        )
+
+
+@pytest.mark.parametrize("host", ["registry.example.com", "auth.example.com"])
+def test_a_realm_without_encryption(host, tmp_path):
+    """Not even the registry's own, and not even without credentials."""
+    asked = authenticator(tmp_path, "registry.example.com", "https")
+    with pytest.raises(UnauthorizedError, match="not encrypted"):
+        asked.answer("pull", f'Bearer realm="http://{host}/token",service="x"', None)
+
+
+@pytest.mark.parametrize("host", ["169.254.169.254", "127.0.0.1:1", "10.0.0.1", "[::1]:1", "127.1"])
+def test_a_realm_inside_this_network(host, tmp_path):
+    """A registry out there has no business to have us ask there."""
+    asked = authenticator(tmp_path, "registry.example.com", "https")
+    with pytest.raises(UnauthorizedError, match="inside this network"):
+        asked.answer("pull", f'Bearer realm="https://{host}/token",service="x"', None)
+
+
+def test_urls_of_a_missing_layer_are_not_followed_with_credentials_either(tmp_path):
+    """The registry has not got it and says where it is; that host asks for credentials."""
+    challenge = {"WWW-Authenticate": 'Basic realm="give"'}
+    with ScriptedRegistry(lambda _: Answer(401, challenge)).running() as other:
+        document = json.loads(MANIFEST)
+        document["layers"][0] |= {
+            "mediaType": "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip",
+            "urls": [f"http://{other.host}/layer"],
+        }
+        inner = serving(json.dumps(document).encode(), {str(Digest.of(b"{}")): b"{}"})
+        with ScriptedRegistry(guarded(inner)).running() as registry:
+            log_in(tmp_path, registry.host)
+            with pytest.raises(AImageError):
+                pull(registry, tmp_path)
+    assert other.seen == []
+
+
+def test_a_redirect_back_does_not_bring_credentials_back(tmp_path):
+    """From us to another host and back: what was left out stays out."""
+    with ScriptedRegistry(lambda seen: answer(seen)).running() as other:
+        inner = serving(MANIFEST, BLOBS)
+
+        def script(seen):
+            if "/blobs/" in seen.path:
+                return Answer(307, {"Location": f"http://{other.host}{seen.path}"})
+            return inner(seen)
+
+        with ScriptedRegistry(guarded(script)).running() as registry:
+
+            def answer(seen):
+                return Answer(307, {"Location": f"http://{registry.host}/stolen{seen.path}"})
+
+            log_in(tmp_path, registry.host)
+            with pytest.raises(AImageError):
+                pull(registry, tmp_path)
+    assert other.seen
+    back = [seen for seen in registry.seen if seen.path.startswith("/stolen")]
+    assert back
+    assert not any("Authorization" in seen.headers for seen in [*other.seen, *back])
+
+
+def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
+    """Nor what an upload's location on another host is signed with."""
+    caplog.set_level(logging.DEBUG)
+    with ScriptedRegistry(lambda _: Answer(503)).running() as other:
+        where = {"Location": f"http://{other.host}/up?X-Amz-Signature=s1gnature"}
+        script = guarded(lambda seen: Answer(202, where) if seen.method == "POST" else Answer(404))
+        with ScriptedRegistry(script).running() as registry:
+            log_in(tmp_path, registry.host)
+            name = Reference.parse(f"{registry.host}/x")
+            with (
+                Repository(name, Connection(docker_config=tmp_path)) as target,
+                pytest.raises(AImageError) as raised,
+            ):
+                target.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+    assert any("s1gnature" in seen.path for seen in other.seen)
+    said = f"{caplog.text}{raised.value}{raised.value.hint}"
+    assert "/up" in caplog.text  # urllib3 does log
+    for secret in ("pa55word", BASIC, "s1gnature"):
+        assert secret not in said
+        assert not any(secret in repr(record.__dict__) for record in caplog.records)
+
+
+def test_a_huge_size_takes_no_memory(tmp_path):
+    """A descriptor may claim what it likes: nothing is allocated for that."""
+    layer = {"mediaType": "text/plain", "digest": str(Digest.of(b"weights")), "size": 1 << 50}
+    raw = json.dumps(json.loads(MANIFEST) | {"layers": [layer]}).encode()
+    with ScriptedRegistry(serving(raw, BLOBS)).running() as registry:
+        tracemalloc.start()
+        try:
+            with pytest.raises(AImageError):
+                pull(registry, tmp_path, ImageLayout(tmp_path / "store"))
+            assert tracemalloc.get_traced_memory()[1] < 64 * 1024 * 1024
+        finally:
+            tracemalloc.stop()
+    assert not [seen for seen in registry.seen if "/blobs/" in seen.path]

@@ -1,0 +1,373 @@
+"""Uploads in pieces, and where they go on: registries that are strict, and ones that forget.
+
+What a real registry does about this: tests/e2e/test_upload_faults.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.errors import NetworkError, RegistryError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.registry import Connection, Repository, retry, upload
+from clowder_aimage.registry.retry import ATTEMPTS
+from tests.scripted import Answer, ScriptedRegistry, artifact
+
+MIB = 1024 * 1024
+BLOB = hashlib.shake_128(b"a blob in pieces").digest(6 * MIB + 123)
+SIZE = len(BLOB)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """Retries wait; these tests need not."""
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Pieces of 4, 1 and 0.25 MiB in place of 64, 16, 4 and 1."""
+    monkeypatch.setattr(upload, "FIRST_CHUNK", 4 * MIB)
+    monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 4)
+
+
+@dataclass
+class Strict:
+    """A registry that takes bodies of up to ``limit`` bytes, in order, and says where it is.
+
+    ``fails(seen)`` answers first; ``keeps(count)`` is how many bytes it takes of a piece;
+    ``least`` is the smallest piece that it wants, but for the last.
+    """
+
+    limit: int = 1 << 40
+    least: int = 0
+    fails: object = lambda seen: None
+    keeps: object = lambda count: count
+    here: bytearray = field(default_factory=bytearray)
+    blobs: dict = field(default_factory=dict)
+    begun: int = 0
+    sizes: list = field(default_factory=list)
+
+    def __call__(self, seen):
+        path, _, query = seen.path.partition("?")
+        answer = self.fails(seen)
+        if answer is not None:
+            return answer
+        if seen.method == "POST":
+            self.begun += 1
+            self.here.clear()
+            return self.where(202, begun=True)
+        if "/upload/" not in path:
+            encoded = path.rpartition(":")[2]
+            return Answer(201 if seen.method == "PUT" else 200 if encoded in self.blobs else 404)
+        if path != f"/upload/{self.begun}":
+            return Answer(404)
+        if seen.method == "GET":
+            return self.where(204)
+        return self.take(seen, query)
+
+    def where(self, status, *, begun=False):
+        headers = {
+            "Location": f"/upload/{self.begun}",
+            "Range": f"0-{max(0, len(self.here) - 1)}",
+        }
+        if begun and self.least:
+            headers["OCI-Chunk-Min-Length"] = str(self.least)
+        return Answer(status, headers)
+
+    def take(self, seen, query):
+        if len(seen.body) > self.limit:
+            return Answer(413)
+        span = seen.headers.get("Content-Range")
+        if span is not None:
+            start, end = map(int, re.fullmatch("([0-9]+)-([0-9]+)", span).groups())
+            if start != len(self.here) or end - start + 1 != len(seen.body):
+                return Answer(416, self.where(416).headers)
+        elif self.here and seen.body:
+            return Answer(416, self.where(416).headers)
+        self.sizes.append(len(seen.body))
+        if seen.method == "PATCH":
+            self.here += seen.body[: self.keeps(len(seen.body))]
+            return self.where(202)
+        self.here += seen.body
+        encoded = hashlib.sha256(self.here).hexdigest()
+        if query.rpartition("%3A")[2] != encoded:
+            return Answer(400, {}, b'{"errors": [{"code": "DIGEST_INVALID"}]}')
+        self.blobs[encoded] = bytes(self.here)
+        return Answer(201)
+
+
+def push(strict, tmp_path, *blobs):
+    """Push an artifact of blobs from a layout; returns the registry and the progress of each."""
+    raw, _ = artifact(b"{}", *blobs)
+    layout = ImageLayout(tmp_path / "store")
+    here = Reference(None, "x", "v1")
+    store = MemoryStore()
+    for blob in (b"{}", *blobs):
+        content = Descriptor.of("application/vnd.example.blob", blob)
+        layout.push(content, bytes_body(blob))
+        store.push(content, bytes_body(blob))
+    manifest = Descriptor.of("application/vnd.oci.image.manifest.v1+json", raw)
+    layout.push(manifest, bytes_body(raw), here)
+    counts = []
+    with ScriptedRegistry(strict).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+
+        def on_event(event):
+            if event.kind == "progress" and event.content.size > MIB:
+                counts.append(event.count)
+
+        with Repository(name, Connection(docker_config=tmp_path)) as target:
+            copy(layout, here, target, name, concurrency=1, on_event=on_event)
+    for blob in blobs:
+        assert strict.blobs[hashlib.sha256(blob).hexdigest()] == blob
+    total = sum(len(blob) for blob in blobs)
+    assert sum(counts) == max(sum(counts[: i + 1]) for i in range(len(counts))) == total
+    return registry
+
+
+def pieces(registry):
+    """Method, range and size of every request that brought bytes of a large blob."""
+    return [
+        (seen.method, seen.headers.get("Content-Range"), len(seen.body))
+        for seen in registry.seen
+        if "/upload/" in seen.path and len(seen.body) > MIB // 8
+    ]
+
+
+# -- too large
+
+
+def test_pieces_in_order(tmp_path):
+    """As ghcr.io wants them: 4 MiB at most, each where the last one ended."""
+    registry = push(Strict(limit=4 * MIB), tmp_path, BLOB)
+    assert pieces(registry) == [
+        ("PUT", None, SIZE),
+        ("PATCH", f"0-{4 * MIB - 1}", 4 * MIB),
+        ("PUT", f"{4 * MIB}-{SIZE - 1}", SIZE - 4 * MIB),
+    ]
+
+
+def test_what_is_learned_of_one_blob_goes_for_the_next(tmp_path):
+    """A registry is asked once what it finds too large."""
+    other = BLOB[::-1]
+    registry = push(Strict(limit=MIB), tmp_path, BLOB, other)
+    sizes = [size for _, _, size in pieces(registry)]
+    assert sizes == [SIZE, 4 * MIB, *[MIB] * 6, *[MIB] * 6]
+
+
+@pytest.mark.parametrize("limit", [MIB // 4, MIB // 4 + 1, MIB - 1])
+def test_down_to_the_smallest(limit, tmp_path):
+    """Every size is tried, however many there are; a failed attempt is another thing."""
+    registry = push(Strict(limit=limit), tmp_path, BLOB)
+    sizes = [size for _, _, size in pieces(registry)]
+    assert sizes[:3] == [SIZE, 4 * MIB, MIB]
+    assert set(sizes[3:]) == {MIB // 4}
+
+
+def test_too_small_to_go_on(tmp_path):
+    strict = Strict(limit=MIB // 8)
+    with pytest.raises(RegistryError, match="413"):
+        push(strict, tmp_path, BLOB)
+    assert strict.begun <= 5
+    assert not strict.blobs
+
+
+@pytest.mark.parametrize("least", [MIB // 2, 3 * MIB])
+def test_the_smallest_piece_that_a_registry_wants(least, tmp_path):
+    """Between too large and too small; the last piece may be as small as it is."""
+    strict = Strict(limit=4 * MIB - 1, least=least)
+    push(strict, tmp_path, BLOB)
+    *body, last = [size for size in strict.sizes if size > 2]
+    assert min(body) >= least
+    assert sum(body) + last == SIZE
+
+
+def test_a_registry_that_wants_pieces_larger_than_it_takes(tmp_path):
+    with pytest.raises(RegistryError, match="413"):
+        push(Strict(limit=MIB, least=2 * MIB), tmp_path, BLOB)
+
+
+@pytest.mark.parametrize("least", ["-1", "x", "", "9" * 40])
+def test_a_smallest_piece_that_is_none(least, tmp_path):
+    strict = Strict(limit=4 * MIB)
+    strict.least = least
+    push(strict, tmp_path, BLOB)
+
+
+# -- where it is
+
+
+def test_a_registry_that_keeps_less_than_it_was_sent(tmp_path):
+    """It says so, and the rest follows from there."""
+    strict = Strict(limit=MIB, keeps=lambda count: count - count // 3)
+    registry = push(strict, tmp_path, BLOB)
+    starts = [int(span.partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
+    kept = MIB - MIB // 3
+    assert starts == [kept * i for i in range(len(starts))]
+    assert strict.begun == 4  # whole, 4 MiB, 1 MiB, which was gone on with; and the config
+
+
+def failing(condition, *answers):
+    """Answers to the first requests for which the condition holds."""
+    left = list(answers)
+
+    def fails(seen):
+        return left.pop(0) if left and condition(seen) else None
+
+    return fails
+
+
+def test_a_registry_that_is_elsewhere_is_asked_where(tmp_path):
+    """416: what an earlier, broken request brought is there, and is not sent again."""
+    strict = Strict(limit=MIB)
+
+    def fails(seen):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+            strict.here += seen.body[: MIB // 2]  # it arrived so far, and broke off
+            strict.fails = lambda _: None
+            return Answer(502)
+        return None
+
+    strict.fails = fails
+    registry = push(strict, tmp_path, BLOB)
+    starts = [int((span or "0-").partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
+    assert starts[:5] == [0, MIB, 2 * MIB, 2 * MIB + MIB // 2, 3 * MIB + MIB // 2]
+
+
+def test_an_upload_that_is_gone_begins_anew(tmp_path):
+    strict = Strict(limit=MIB)
+
+    def fails(seen):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+            strict.begun += 1  # nobody knows that location any more
+            strict.fails = lambda _: None
+            return Answer(502)
+        return None
+
+    strict.fails = fails
+    registry = push(strict, tmp_path, BLOB)
+    starts = [int((span or "0-").partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
+    assert starts == [0, MIB, 2 * MIB, *range(0, 6 * MIB, MIB)]
+
+
+def test_a_registry_that_forgets_time_and_again_is_given_up(tmp_path):
+    """It comes forward, forgets, and comes as far again: that is not forward."""
+    strict = Strict(limit=MIB)
+    asked = []
+
+    def fails(seen):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+            asked.append(seen)
+            assert len(asked) < 50
+            strict.begun += len(asked) % 2  # every other time all is lost
+            return Answer(502)
+        return None
+
+    strict.fails = fails
+    with pytest.raises(RegistryError, match="502"):
+        push(strict, tmp_path, BLOB)
+    assert len(asked) <= ATTEMPTS + 1
+
+
+def test_a_registry_that_stays_elsewhere_is_given_up(tmp_path):
+    strict = Strict(limit=MIB)
+    asked = []
+
+    def fails(seen):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+            asked.append(seen)
+            return Answer(416)
+        return None
+
+    strict.fails = fails
+    with pytest.raises(NetworkError, match="not where it should be"):
+        push(strict, tmp_path, BLOB)
+    assert len(asked) == ATTEMPTS
+
+
+@pytest.mark.parametrize("said", ["0-999999999", "bytes=0-x", "7-9", "", "0-" + "9" * 30])
+def test_a_place_that_cannot_be(said, tmp_path):
+    """What a registry says of itself is not believed against our own size."""
+    strict = Strict()
+    fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
+    answer = failing(lambda seen: seen.method == "GET", Answer(204, {"Range": said}))
+    strict.fails = lambda seen: fails(seen) or answer(seen)
+    push(strict, tmp_path, BLOB)
+
+
+@pytest.mark.parametrize("form", ["0-{}", "bytes=0-{}"])
+def test_both_forms_of_a_range(form, tmp_path):
+    strict = Strict()
+
+    def fails(seen):
+        if seen.method == "PUT" and len(seen.body) > MIB and not strict.here:
+            strict.here += seen.body[: 5 * MIB]
+            return Answer(503)
+        if seen.method == "GET" and "/upload/" in seen.path:
+            where = form.format(len(strict.here) - 1)
+            return Answer(204, {"Range": where, "Location": f"/upload/{strict.begun}"})
+        return None
+
+    strict.fails = fails
+    registry = push(strict, tmp_path, BLOB)
+    assert pieces(registry)[-1] == ("PUT", f"{5 * MIB}-{SIZE - 1}", SIZE - 5 * MIB)
+
+
+@pytest.mark.parametrize("extra", ["", "other=1&"])
+def test_a_status_that_cannot_be_told_is_asked_for_once_more(extra, tmp_path):
+    """Then a new upload begins: a registry may be unable to tell for good."""
+    strict = Strict()
+    puts = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
+    gets = failing(lambda seen: seen.method == "GET", Answer(500), Answer(500))
+    strict.fails = lambda seen: puts(seen) or gets(seen)
+    registry = push(strict, tmp_path, BLOB)
+    asked = [seen for seen in registry.seen if seen.method == "GET" and "/upload/" in seen.path]
+    assert len(asked) == 2
+
+
+def test_what_arrived_unseen_is_not_sent_again(tmp_path):
+    """The last answer was lost; the upload is over, and the blob is there."""
+    strict = Strict()
+
+    def fails(seen):
+        if seen.method == "PUT" and len(seen.body) > MIB:
+            strict.blobs[hashlib.sha256(seen.body).hexdigest()] = seen.body
+            strict.begun += 1
+            return Answer(504)
+        return None
+
+    strict.fails = fails
+    registry = push(strict, tmp_path, BLOB)
+    assert pieces(registry) == [("PUT", None, SIZE)]
+
+
+def test_a_large_blob_is_resumable_where_a_put_is_not(tmp_path, monkeypatch):
+    """PATCH without a range, as docker sends it, and a PUT that is empty."""
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    registry = push(Strict(), tmp_path, BLOB)
+    assert pieces(registry) == [("PATCH", None, SIZE)]
+    assert b"" in [seen.body for seen in registry.seen if seen.method == "PUT"]
+
+
+def test_pieces_of_a_damaged_blob(tmp_path):
+    """The registry finds out; we say whose copy it was, and do not try again."""
+    strict = Strict(limit=MIB)
+
+    def spoiled(seen):
+        path = ImageLayout(tmp_path / "store").path(Descriptor.of("", BLOB))
+        path.chmod(0o644)
+        path.write_bytes(BLOB[: 3 * MIB] + b"?" + BLOB[3 * MIB + 1 :])
+        strict.fails = lambda _: None
+
+    strict.fails = spoiled
+    with pytest.raises(VerificationError, match="hashes to"):
+        push(strict, tmp_path, BLOB)
+    assert list(strict.blobs.values()) in ([], [b"{}"])
+    assert strict.sizes.count(MIB) == 6
