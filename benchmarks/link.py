@@ -2,26 +2,31 @@
 
     python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS]
 
-A TCP proxy, a process of its own so that its CPU is not the client's. It prints the host:port that
-it listens at, and on SIGTERM or SIGINT what went through, as JSON: ``connections``, ``up`` (bytes
-to the server) and ``down`` (bytes from it, all of them: heads of answers too).
+A TCP proxy, a process of its own so that its CPU is not the client's; ``link()`` starts it. It
+prints the host:port that it listens at, and on SIGUSR1 and when it ends (SIGTERM, SIGINT) a line of
+what went through, as JSON: ``connections``, ``up`` (bytes to the server) and ``down`` (bytes from
+it, all of them: heads of answers too).
 
 Each connection is a link of its own. Each direction of it takes ``--rate`` and no more: what comes
 while it is busy queues. What it took is due at the other end half a round trip later, however much
 is on its way (the link is a pipe, no stop-and-wait). A new connection costs a round trip before its
 first byte, as TCP's handshake does; TCP's slow start is not imitated. Buffers are bounded: a reader
-that is slow slows the writer. Without the options nothing is limited.
+that is slow slows the writer. A rate of 0, as without the options, is no limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import signal
 import socket
+import subprocess
+import sys
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +63,39 @@ class Link:
             self.up += size
         else:
             self.down += size
+
+    def report(self) -> None:
+        names = ("connections", "up", "down")
+        print(json.dumps({name: getattr(self, name) for name in names}), flush=True)
+
+
+@dataclass
+class Through:
+    """A link that runs: ``host`` is its host:port."""
+
+    host: str
+    process: subprocess.Popen[str]
+
+    def sent(self) -> int:
+        """The bytes that the server has sent so far."""
+        assert self.process.stdout is not None
+        self.process.send_signal(signal.SIGUSR1)
+        return int(json.loads(self.process.stdout.readline())["down"])
+
+
+@contextlib.contextmanager
+def link(upstream: str, rate: float = 0, delay: float = 0) -> Iterator[Through]:
+    """A link before ``upstream``: bytes a second (0: no limit), seconds in each direction."""
+    limits = ["--rate", str(rate / MIB), "--round-trip", str(delay * 2000)]
+    with subprocess.Popen(
+        [sys.executable, __file__, upstream, *limits], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield Through(process.stdout.readline().strip(), process)
+        finally:
+            process.terminate()
+            process.wait()  # before its stdout is closed, where it says its last
 
 
 class End(asyncio.BufferedProtocol):
@@ -181,21 +219,23 @@ async def serve(link: Link) -> None:
     loop.set_exception_handler(_complain)
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
+    loop.add_signal_handler(signal.SIGUSR1, link.report)
     server = await loop.create_server(lambda: End(link), "127.0.0.1", 0, backlog=256)
     print(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await stop.wait()
     server.close()
-    print(json.dumps({name: getattr(link, name) for name in ("connections", "up", "down")}))
+    link.report()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("server", metavar="HOST:PORT")
-    parser.add_argument("--rate", type=float, default=math.inf, help="MiB/s of each connection")
+    parser.add_argument("--rate", type=float, default=0.0, help="MiB/s of each connection")
     parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
     options = parser.parse_args()
     host, _, port = options.server.rpartition(":")
-    asyncio.run(serve(Link(host, int(port), options.rate * MIB, options.round_trip / 1000)))
+    rate = options.rate * MIB or math.inf
+    asyncio.run(serve(Link(host, int(port), rate, options.round_trip / 1000)))
 
 
 if __name__ == "__main__":

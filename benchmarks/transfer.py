@@ -38,8 +38,9 @@ from pathlib import Path
 
 import peers
 import shapes
+from link import link
 
-LIMITS = ["--rate", "20", "--round-trip", "40"]
+LIMITS = (20 * shapes.MIB, 0.020)  # bytes a second, seconds in each direction
 SHAPES = {"pull": "a,b,c", "link": "1g,c", "push": "a,b,c", "delta": "c"}
 
 
@@ -119,23 +120,7 @@ def registry(root: Path) -> Iterator[str]:
             process.terminate()
 
 
-@contextlib.contextmanager
-def link(host: str, limits: list[str]) -> Iterator[dict[str, str | int]]:
-    """``link.py`` before ``host``; yields where it is as ``host``, and adds what went through."""
-    program = Path(__file__).with_name("link.py")
-    with subprocess.Popen(
-        [sys.executable, str(program), host, *limits], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        found: dict[str, str | int] = {"host": process.stdout.readline().strip()}
-        try:
-            yield found
-        finally:
-            process.terminate()
-        found.update(json.loads(process.stdout.read()))
-
-
-def pulls(run: Run, chosen: list[str], limits: list[str] | None = None) -> None:
+def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None) -> None:
     """The table of pulls; with ``limits``, of those through the link."""
     rows: Rows = {}
     with contextlib.ExitStack() as stack:
@@ -144,7 +129,7 @@ def pulls(run: Run, chosen: list[str], limits: list[str] | None = None) -> None:
             layout = shapes.make_layout(run.directory, shape)
             shapes.ensure_pushed(layout, f"bench/{shape}:v1", host)
         if limits:
-            host = str(stack.enter_context(link(host, limits))["host"])
+            host = stack.enter_context(link(host, *limits)).host
         for _ in range(run.rounds):
             for shape in chosen:
                 name = f"{host}/bench/{shape}:v1"
@@ -194,13 +179,15 @@ def deltas(run: Run, chosen: list[str]) -> None:
             v2 = sum(blob["size"] for blob in shapes.content(layout, f"{name}:v2"))
             for tool in peers.pull_commands(run.peers, name, run.target):
                 run.clear()
-                for tag in ("v1", "v2"):
-                    with link(host, []) as through:
-                        full = f"{through['host']}/{name}:{tag}"
+                with link(host) as through:
+                    sent = 0
+                    for tag in ("v1", "v2"):
+                        before = through.sent()
+                        full = f"{through.host}/{name}:{tag}"
                         _pull(run, tool, peers.pull_commands(run.peers, full, run.target)[tool])
+                        sent = through.sent() - before
                 _check(run.target, v2)
-                sent, mib = int(through["down"]), shapes.MIB
-                share = sent / v2
+                mib, share = shapes.MIB, sent / v2
                 print(f"| {shape} | {tool} | {sent / mib:.2f} | {v2 / mib:.2f} | {share:.2%} |")
     run.clear()
 

@@ -67,7 +67,7 @@ def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
         )
     digest = layout.resolve(reference).digest
     meant = Reference(reference.registry, reference.repository, reference.tag, digest)
-    pull(meant, layout, connection)
+    pull(meant, layout, connection, wish=None)  # an index as a whole, if it is one
 
 
 def _outcome(

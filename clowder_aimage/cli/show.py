@@ -7,10 +7,14 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.option import common_options, settings
-from clowder_aimage.cli.output import number, plural, result, size, table
+from clowder_aimage.cli.output import number, plain, plural, result, size, table
+from clowder_aimage.content.choose import Candidate, candidates_in, one_line
+from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import AImage, Layer
-from clowder_aimage.layout.aimage import Stored, read_aimage
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import Stored, read_aimage, read_manifest
+from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
 
 @click.command(short_help="Show what an AImage consists of.")
@@ -18,9 +22,17 @@ from clowder_aimage.oci import Reference
 @click.option("--layers", is_flag=True, help="List every layer.")
 @common_options
 def show(ref: str, layers: bool) -> None:
-    """Show the config, the parts and the sizes of the AImage REF in the store."""
+    """Show the config, the parts and the sizes of the AImage REF in the store.
+
+    Of an index, the manifests in it are shown.
+    """
     chosen = settings()
     reference = Reference.parse(ref)
+    descriptor = chosen.layout.resolve(reference)
+    if descriptor.media_type in mediatype.INDEXES:
+        value = _index(chosen.layout, reference, descriptor)
+        result(value, _index_text(value), as_json=chosen.as_json)
+        return
     stored = read_aimage(chosen.layout, reference)
     text = _text(reference, stored)
     if layers:
@@ -48,6 +60,43 @@ def _layer(layer: Layer) -> dict[str, Any]:
     if layer.shape is not None:
         value["shape"] = list(layer.shape)
     return value
+
+
+def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
+    """What an index is, and each manifest that could be chosen from it."""
+    index = parse_document(read_all(layout.open(descriptor), descriptor), descriptor.media_type)
+    found = candidates_in(layout, index) if isinstance(index, Index) else []
+    return {
+        "reference": str(reference),
+        **plain(descriptor),
+        "manifests": [_candidate(layout, one) for one in found],
+    }
+
+
+def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
+    """One of them; ``blobs`` is their size in all, and missing where it is not in the store."""
+    value = plain(candidate.descriptor)
+    if candidate.variant:
+        value["variant"] = candidate.variant
+    if candidate.platform is not None:
+        value["platform"] = str(candidate.platform)
+    try:
+        manifest = read_manifest(layout, candidate.descriptor)
+    except NotFoundError:
+        return value
+    return value | {"blobs": sum(blob.size for blob in manifest.children)}
+
+
+def _index_text(value: dict[str, Any]) -> str:
+    reference = value["reference"]
+    facts = [("name", reference), ("digest", value["digest"]), ("kind", "index")]
+    rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
+    for one in value["manifests"]:
+        there = size(one["blobs"]) if "blobs" in one else "not here"
+        variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
+        rows.append((variant, platform, there, one["digest"]))
+    lines = "\n".join(f"{key:<11} {fact}" for key, fact in facts)
+    return f"{lines}\n\n{table(rows)}"
 
 
 def _text(reference: Reference, stored: Stored) -> str:

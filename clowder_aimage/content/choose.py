@@ -12,9 +12,20 @@ from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype, parse_document
 
 _MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
+_MAX_INDEXES = 64  # that are read to find one manifest
 _MAX_LISTED = 40
 _MAX_WIDTH = 60
-_ARCHITECTURES = {"x86_64": "amd64", "x86-64": "amd64", "aarch64": "arm64"}
+_SYSTEMS = {"macos": "darwin"}
+_ARCHITECTURES = {  # what uname and people say, and what Go does
+    "x86_64": "amd64",
+    "x86-64": "amd64",
+    "aarch64": "arm64",
+    "i386": "386",
+    "i686": "386",
+    "armv6l": "arm/v6",
+    "armv7l": "arm/v7",
+}
+_BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that mean no more than the architecture
 _ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another one
 
 
@@ -30,8 +41,10 @@ class Platform:
     def of(cls, os: str, architecture: str, variant: str = "") -> Platform:
         """A platform by any of its names: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
         os, architecture, variant = (part.strip().lower() for part in (os, architecture, variant))
-        architecture = _ARCHITECTURES.get(architecture, architecture)
-        return cls(os, architecture, "" if (architecture, variant) == ("arm64", "v8") else variant)
+        architecture, _, told = _ARCHITECTURES.get(architecture, architecture).partition("/")
+        variant = variant or told
+        variant = "" if (architecture, variant) in _BASE else variant
+        return cls(_SYSTEMS.get(os, os), architecture, variant)
 
     @classmethod
     def parse(cls, text: str) -> Platform:
@@ -119,8 +132,8 @@ def find(source: Source, reference: Reference, wish: Wish, here: Platform) -> Ro
     root = source.resolve(reference)
     document = parse_document(read_all(source.open(root), root), root.media_type)
     if isinstance(document, Index):
-        candidates = list(_below(source, document, Candidate(root), {root.digest}))
-        return Rooted(source, choose(candidates, wish, here, reference).descriptor)
+        chosen = choose(candidates_in(source, document), wish, here, reference)
+        return Rooted(source, chosen.descriptor)
     if wish.variant not in (None, document.annotations.get(mediatype.VARIANT)):
         raise UsageError(
             f"{reference} is no index to choose from, and does not call itself "
@@ -128,6 +141,15 @@ def find(source: Source, reference: Reference, wish: Wish, here: Platform) -> Ro
             hint="leave --variant out to have what is there",
         )
     return Rooted(source, root)
+
+
+def candidates_in(source: Source, index: Index) -> list[Candidate]:
+    """The manifests that may be chosen from ``index``, in its order; attestations may not.
+
+    Raises:
+        FormatError, VerificationError, AccessError: an index in it cannot be read.
+    """
+    return list(_below(source, index, Candidate(index.descriptor), {index.digest}))
 
 
 def _below(
@@ -143,6 +165,8 @@ def _below(
         elif child.media_type in mediatype.INDEXES and child.digest not in seen:
             if depth > _MAX_DEPTH:
                 raise FormatError(f"{child.digest}: indexes are nested over {_MAX_DEPTH} deep")
+            if len(seen) >= _MAX_INDEXES:
+                raise FormatError(f"{child.digest}: over {_MAX_INDEXES} indexes under one name")
             seen.add(child.digest)
             nested = parse_document(read_all(source.open(child), child), child.media_type)
             if isinstance(nested, Index):
@@ -229,7 +253,7 @@ def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
 def _listed(candidates: Sequence[Candidate]) -> str:
     """A line for each: variant, platform and digest."""
     rows = [
-        (_word(one.variant), _word(str(one.platform or "")), str(one.descriptor.digest))
+        (one_line(one.variant), one_line(str(one.platform or "")), str(one.descriptor.digest))
         for one in candidates[:_MAX_LISTED]
     ]
     variant, platform = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -238,6 +262,6 @@ def _listed(candidates: Sequence[Candidate]) -> str:
     return "\n".join([*lines, f"  and {more} more"] if more else lines)
 
 
-def _word(text: str) -> str:
-    """What somebody else wrote, as one column of a line."""
+def one_line(text: str) -> str:
+    """What somebody else wrote, short and without line breaks; ``-`` for nothing."""
     return " ".join(text.split())[:_MAX_WIDTH] or "-"

@@ -51,7 +51,11 @@ class Manifest:
         """
         document = parse_document(raw, media_type)
         if not isinstance(document, cls):
-            raise FormatError(f"{document.media_type} is an index, not a manifest")
+            raise FormatError(
+                f"{document.media_type} is an index, not a manifest",
+                hint="'aimage show' lists what is in it; 'aimage pull' with --variant or "
+                "--platform makes the name mean one of that",
+            )
         return document
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from dataclasses import dataclass
@@ -183,6 +184,33 @@ def test_a_manifest_of_our_own_type_that_is_no_aimage(tmp_path):
     assert round_trip(script, CUSTOM, tmp_path) == (CUSTOM.raw, mediatype.AIMAGE_MANIFEST)
 
 
+def test_an_aimage_of_our_own_type(aimage, tiny):
+    """Our own server takes none by push, and serves what the layout holds."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    maker = aimage("maker")
+    digest = maker("create", "team/tiny:v1", tiny, "--manifest-type", "custom").line
+    with served(maker) as host:
+        user, name = aimage("user"), f"{host}/team/tiny:v1"
+        assert user("pull", name).line == digest
+        assert user("ls", "--json").value[0]["kind"] == "custom"
+        raw = [one.store / "blobs" / "sha256" / digest.partition(":")[2] for one in (user, maker)]
+        assert raw[0].read_bytes() == raw[1].read_bytes()
+        assert json.loads(raw[0].read_bytes())["mediaType"] == mediatype.AIMAGE_MANIFEST
+        assert "refuses this kind" in user("push", name, "--no-fallback", code=1).err
+
+
+@contextlib.contextmanager
+def served(here):
+    """``aimage registry serve`` on a store; its host."""
+    process = here.start("registry", "serve", "--addr", "127.0.0.1:0")
+    try:
+        line = process.stdout.readline()
+        yield line.strip().rpartition("/")[2]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(
     "content_type",
     [
@@ -199,6 +227,21 @@ def test_a_bare_ollama_manifest(content_type, tmp_path):
     thing = ollama()
     script = serving(thing, content_type)
     assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json", ""])
+@pytest.mark.parametrize("on_layers", [True, False])
+def test_an_ollama_manifest_that_does_not_say_what_it_is(on_layers, content_type, tmp_path):
+    """Nor does who sends it: it is what it looks like, and goes on as that."""
+    thing = ollama(mediaType=None)
+    thing.media_type = mediatype.OCI_MANIFEST
+    if not on_layers:
+        document = json.loads(thing.raw)
+        for layer in document["layers"]:
+            del layer["mediaType"]
+        thing.raw = json.dumps(document).encode()
+    script = serving(thing, content_type)
+    assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.OCI_MANIFEST)
 
 
 @pytest.mark.parametrize("fields", [{"annotations": None}, {"subject": None}, {"urls": ["x"]}])

@@ -16,6 +16,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.pull import plan_pull, pull
 from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.verify import repair, verify
 from tests.scripted import Answer, ScriptedRegistry
 
 HERE = Platform.of(os.uname().sysname, os.uname().machine)
@@ -160,6 +161,55 @@ def test_an_index_that_is_listed_time_and_again_is_read_once(shelf, fetch):
     assert len(fetch.asked) == 4 + 1 + 2
 
 
+def test_so_many_indexes_are_an_attack(shelf, fetch):
+    shelf.index(*(shelf.index(shelf.manifest(str(number))) for number in range(64)))
+    with pytest.raises(FormatError, match="over 64 indexes"):
+        fetch()
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("is_index", [True, False])
+def test_a_child_of_another_kind_than_the_index_says(own, is_index, shelf, fetch):
+    """What it is must not depend on whom one asks: the index, the registry or the child."""
+    inner = shelf.manifest("a")
+    child = shelf.index(inner) if is_index else inner
+    media_type, raw = shelf.content[child["digest"]]
+    if not own:
+        raw = raw.replace(b'"mediaType":"%s",' % media_type.encode(), b"", 1)
+        child |= {"digest": str(Digest.of(raw)), "size": len(raw)}
+        shelf.content[child["digest"]] = media_type, raw
+    other = mediatype.OCI_MANIFEST if is_index else mediatype.OCI_INDEX
+    shelf.index(child | {"mediaType": other})
+    with pytest.raises(FormatError):
+        fetch()
+    shelf.index(child)
+    assert fetch() == (inner if is_index else child)["digest"]
+
+
+def test_a_child_that_is_both(shelf, fetch):
+    shelf.index(shelf.manifest("a", manifests=[]))
+    with pytest.raises(FormatError, match="both layers and manifests"):
+        fetch()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_whole_index_is_mended_as_a_whole(count, shelf, tmp_path):
+    children = [shelf.manifest(name) for name in "ab"[:count]]
+    whole = shelf.index(*(said(child, variant="x") for child in children))
+    layer = json.loads(shelf.content[children[0]["digest"]][1])["layers"][0]["digest"]
+    store, connection = ImageLayout(tmp_path / "store"), Connection(docker_config=tmp_path)
+    with ScriptedRegistry(shelf).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        pull(reference, store, connection, wish=None)
+        path = store.root / "blobs" / "sha256" / layer.partition(":")[2]
+        path.chmod(0o644)
+        path.write_bytes(b"?")
+        ((problem, error),) = repair(store, verify(store), connection)
+    assert (problem.kind, error) == ("damaged", None)
+    assert str(store.resolve(reference).digest) == whole["digest"]
+    assert verify(store).problems == []
+
+
 def test_the_whole_index_is_one_wish(shelf, fetch):
     children = [shelf.manifest(name) for name in "abc"]
     whole = shelf.index(*(said(child, variant="x") for child in children))
@@ -240,6 +290,10 @@ def candidates(*lines):
         (["- linux/amd64", "- -"], Wish(platform=LINUX), 0),
         (["- linux/arm64", "- -"], Wish(platform=LINUX), 1),
         (["- linux/arm64/v8", "- -"], Wish(platform=Platform.parse("linux/aarch64")), 0),
+        (["- linux/amd64/v3", "- linux/amd64/v1"], ANY, 1),
+        (["- linux/arm64", "- darwin/arm64"], Wish(platform=Platform.parse("macOS/aarch64")), 1),
+        (["- linux/arm/v6", "- linux/arm/v7"], Wish(platform=Platform.of("Linux", "armv7l")), 1),
+        (["- linux/amd64", "- linux/386"], Wish(platform=Platform.of("Linux", "i686")), 1),
         (["- linux/x86_64", "- linux/arm64"], Wish(platform=LINUX), 0),
         (["- linux/arm/v6", "- linux/arm/v7"], Wish(platform=Platform.parse("linux/arm/v7")), 1),
         (["a linux/arm64", "a linux/amd64", "b linux/amd64"], Wish("a"), 1),
@@ -358,10 +412,34 @@ def test_the_command_line_chooses(aimage, repository, shelf, tmp_path):
     assert run("ls", "--json").value[0]["digest"] == dry["digest"]
     assert run("pull", f"{repository}:v1", "--whole").line == index["digest"]
     assert run("ls", "--json").value[0]["kind"] == "index"
+    assert run("push", f"{repository}:v1").line == index["digest"]
     by_digest = f"{repository}@{index['digest']}"
     value = run("pull", by_digest, "--variant", "bf16", "--json").value
     assert value["reference"] == f"{repository}@{children['bf16']['digest']}"
     assert run("push", value["reference"]).line == children["bf16"]["digest"]
+
+
+def test_an_index_in_the_store_is_shown(aimage, repository, shelf, tmp_path):
+    child, alone = shelf.manifest("a"), shelf.manifest("b")
+    about = said(shelf.manifest("c"), "unknown/unknown")
+    index = shelf.index(said(child, "linux/arm64", "x\ny"), alone, about)
+    push_index(repository, shelf, tmp_path)
+    run = aimage()
+    run("pull", f"{repository}:v1", "--whole")
+    (run.store / "blobs" / "sha256" / alone["digest"].partition(":")[2]).unlink()
+    shown = run("show", f"{repository}:v1").out.splitlines()
+    rows = [line.split() for line in shown[3:] if line]
+    assert rows[0] == ["VARIANT", "PLATFORM", "SIZE", "DIGEST"]
+    assert rows[1] == ["x", "y", "linux/arm64", "102", "B", child["digest"]]
+    assert rows[2:] == [["-", "-", "not", "here", alone["digest"]]]
+    assert run("show", f"{repository}:v1", "--json").value == {
+        "reference": f"{repository}:v1",
+        **index,
+        "manifests": [
+            child | {"variant": "x\ny", "platform": "linux/arm64", "blobs": 102},
+            alone,
+        ],
+    }
 
 
 def test_a_copy_is_of_the_whole(aimage, repository, shelf, tmp_path):
