@@ -8,6 +8,7 @@ from pathlib import Path
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.check import Check, Problem, Report
+from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import Connection
@@ -35,26 +36,53 @@ def repair(
 ) -> list[tuple[Problem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
+    A damaged blob is moved out of the way of the right one, and back where that does not come; one
+    that nothing needs is removed.
+
     Returns:
         each problem of that kind, and why it could not be mended; None where it was.
     """
     problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
-    for problem in problems:
-        _remove(layout, problem)
+    aside: dict[Problem, Path] = {}
     failed: dict[str, AImageError] = {}
-    for name in sorted({name for problem in problems for name in problem.names}):
-        try:
-            _fetch(layout, name, connection)
-        except AImageError as error:
-            failed[name] = error
-    return [(problem, _outcome(layout, problem, failed)) for problem in problems]
+    try:
+        for problem in problems:
+            if problem.kind == "damaged":
+                aside[problem] = _aside(layout, problem)
+        for name in sorted({name for problem in problems for name in problem.names}):
+            try:
+                _fetch(layout, name, connection)
+            except AImageError as error:
+                failed[name] = error
+    finally:
+        outcome = [(problem, _outcome(layout, problem, failed)) for problem in problems]
+        for problem, why in outcome:
+            if problem in aside:
+                _end(layout, problem, aside[problem], is_mended=why is None)
+    return outcome
 
 
-def _remove(layout: ImageLayout, problem: Problem) -> None:
-    """A damaged blob is in the way of the right one."""
-    if problem.kind == "damaged":
-        digest = Digest.parse(problem.what)
-        Path(layout.root, "blobs", digest.algorithm, digest.encoded).unlink(missing_ok=True)
+def _path(layout: ImageLayout, problem: Problem) -> Path:
+    digest = Digest.parse(problem.what)
+    return Path(layout.root, "blobs", digest.algorithm, digest.encoded)
+
+
+def _aside(layout: ImageLayout, problem: Problem) -> Path:
+    """Move a damaged blob out of the way."""
+    path = _path(layout, problem)
+    aside = layout.root / ".aimage" / f"damaged.{path.name}"
+    with store_errors(layout.root):
+        aside.parent.mkdir(exist_ok=True)
+        path.replace(aside)
+    return aside
+
+
+def _end(layout: ImageLayout, problem: Problem, aside: Path, *, is_mended: bool) -> None:
+    with store_errors(layout.root):
+        if is_mended:
+            aside.unlink(missing_ok=True)
+        else:
+            aside.replace(_path(layout, problem))
 
 
 def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
@@ -73,12 +101,10 @@ def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
 def _outcome(
     layout: ImageLayout, problem: Problem, failed: dict[str, AImageError]
 ) -> AImageError | None:
-    digest = Digest.parse(problem.what)
-    path = Path(layout.root, "blobs", digest.algorithm, digest.encoded)
-    if path.exists():
+    if _path(layout, problem).exists():
         return None
     if not problem.names:
         return None  # nothing needs it, and the damaged file is gone
     return next((failed[name] for name in problem.names if name in failed), None) or NotFoundError(
-        f"{digest} could not be fetched"
+        f"{problem.what} could not be fetched"
     )

@@ -119,7 +119,7 @@ class Events:
     def compose(self, meter: Meter) -> Sequence[str]:
         eta = meter.eta
         fields = {
-            "done": meter.done,
+            "done": meter.shown,
             "total": meter.total,
             "rate": round(meter.rate, 3) if meter.stepwise else round(meter.rate),
             "eta": None if eta is None else round(eta, 1),

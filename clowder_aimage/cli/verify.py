@@ -58,7 +58,8 @@ def _say(report: Report, outcome: dict[Problem, str], *, as_json: bool) -> None:
         needed = f" (needed by {', '.join(problem.names)})" if problem.names else ""
         lines.append(f"{problem.kind}: {problem.message}{needed}")
         if problem in outcome:
-            lines.append(f"  {outcome[problem] or 'mended'}")
+            done = "mended" if problem.names else "removed, for nothing needs it"
+            lines.append(f"  {outcome[problem] or done}")
     result(value, "\n".join(lines), as_json=as_json)
 
 

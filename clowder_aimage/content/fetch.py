@@ -182,20 +182,21 @@ class Fetch:
         """Fetch one part of a blob, and finish the blob if that was the last one."""
         with self._changed:
             part = blob.claim(1 if self._pending else self._width.value)
-            if part is None:  # others took the rest since
-                blob.readers -= 1
-                return
         try:
-            self._read(blob, part, buffer)
-        finally:
-            with self._changed:
-                blob.readers -= 1
+            if part is not None:  # else others took the rest since
+                self._read(blob, part, buffer)
+        except BaseException:
+            self._stop()
+            raise
+        with self._changed:
+            blob.readers -= 1
+            if part is not None:
                 blob.give_back(part)
-                last = not blob.readers and not blob.unclaimed
-                if last:
-                    self._active.remove(blob)
-                    self._opening += 1
-                self._changed.notify_all()
+            last = not blob.readers and not blob.unclaimed
+            if last:
+                self._active.remove(blob)
+                self._opening += 1
+            self._changed.notify_all()
         if last:
             try:
                 self._finish(blob)
@@ -203,7 +204,7 @@ class Fetch:
                 with self._changed:
                     self._opening -= 1
                     self._changed.notify_all()
-        else:
+        elif part is not None:
             blob.ingest.checkpoint()
 
     def _read(self, blob: Blob, part: Part, buffer: memoryview) -> None:
@@ -246,12 +247,14 @@ class Fetch:
             blob.serial |= not ranges
 
     def _finish(self, blob: Blob) -> None:
-        """Have a blob verified; one that is wrong is fetched again where there is another place."""
+        """Have a blob verified; one that is wrong is fetched again, where there is another place
+        to have it from, or where part of it was here before."""
         content = blob.content
         try:
             blob.ingest.commit(content)
         except VerificationError:
-            if not (isinstance(self._source, Doubtful) and self._source.distrust(content)):
+            elsewhere = isinstance(self._source, Doubtful) and self._source.distrust(content)
+            if not elsewhere and not blob.resumed:
                 raise
             self._on_event(Event("progress", content, -content.size))
             with self._changed:

@@ -59,6 +59,7 @@ class Blob:
         self.content = content
         self.ingest = ingest
         self.unclaimed: list[_Span] = ingest.missing()
+        self.resumed = self.unclaimed != [(0, content.size)]  # part of it was here before
         self.parts: list[Part] = []  # what connections are at
         self.readers = 0  # they, and those that are about to take a part
         self.ranges = False  # a first part came as asked for: others may join

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +28,9 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``kind`` is ``missing``, ``damaged``, ``document`` (a manifest that means nothing) or
-    ``foreign`` (a file that no blob is called like); ``names`` are the names that need it."""
+    """``kind`` is ``missing``, ``damaged``, ``unreadable`` (we may not, or the like),
+    ``document`` (a manifest that means nothing) or ``foreign`` (a file that no blob is called
+    like); ``names`` are the names that need it."""
 
     kind: str
     what: str
@@ -151,8 +153,9 @@ class Check:
         except ContentError as error:
             self._problem("damaged", content.digest, error.message, wanted.names)
         except OSError as error:
+            kind = "damaged" if error.errno == errno.EIO else "unreadable"
             message = f"{content.digest} cannot be read: {error.strerror or error}"
-            self._problem("damaged", content.digest, message, wanted.names)
+            self._problem(kind, content.digest, message, wanted.names)
         else:
             with self._lock:
                 self._report.blobs += 1

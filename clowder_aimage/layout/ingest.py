@@ -18,12 +18,14 @@ from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verify import CHUNK_SIZE, check
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.index import sync_directory
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import new_hasher
 
 BLOB_MODE = 0o444  # content never changes under its name
 JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept book of
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
 _Span = tuple[int, int]
 
@@ -196,10 +198,19 @@ class FileIngest:
             spans = list(self._spans)
         with store_errors(self._root):
             os.fsync(self._fd)
-            line = ",".join(f"{start}-{end}" for start, end in spans)
-            with self._journal.open("a", encoding="ascii") as file:
-                file.write(f"\n{line}\n")  # the line before may be torn
+            self._note(",".join(f"{start}-{end}" for start, end in spans))
         self._noted = _total(spans)
+
+    def _note(self, line: str) -> None:
+        """Add a line to the journal, durably."""
+        fd = os.open(self._journal, _JOURNAL_FLAGS, 0o600)
+        try:
+            os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        if not self._noted:  # both files may be new
+            sync_directory(self._journal.parent)
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable, publish. The directory is synchronised by the layout.

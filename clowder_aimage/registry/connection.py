@@ -139,14 +139,15 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
         found = super().proxy_manager_for(proxy, **self._more, **kwargs)
-        found.pool_classes_by_scheme = POOLS
+        if isinstance(found, urllib3.ProxyManager):  # SOCKS has connections of its own
+            found.pool_classes_by_scheme = POOLS
         return found
 
     def close(self) -> None:
         """Close the connections now; urllib3 leaves that to the garbage collector."""
-        pools = self.poolmanager.pools
-        for key in pools.keys():  # noqa: SIM118 - it is no mapping
-            pools[key].close()
+        for manager in (self.poolmanager, *self.proxy_manager.values()):
+            for key in manager.pools.keys():  # noqa: SIM118 - it is no mapping
+                manager.pools[key].close()
         super().close()
 
 
@@ -189,9 +190,13 @@ def _context(connection: Connection, host: str) -> ssl.SSLContext | None:
     if not found.authorities and not found.pairs:
         return None
     context = urllib3.util.ssl_.create_urllib3_context()
+    if connection.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     path = Path()
     try:
-        for path in found.authorities if connection.ca_file is None else ():
+        is_told = connection.insecure or connection.ca_file is not None
+        for path in () if is_told else found.authorities:
             context.load_verify_locations(path)
         for path, key in found.pairs:
             context.load_cert_chain(path, key, password="")  # it never asks for one

@@ -10,6 +10,7 @@ from typing import Protocol
 import requests
 from urllib3.exceptions import HTTPError
 
+from clowder_aimage.content.part import SMALL
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.answer import failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
@@ -41,7 +42,7 @@ class BlobReader(io.RawIOBase):
         self._end = end
         self._size = size
         self._broken = 0
-        self._window_began, self._in_window = time.monotonic(), 0
+        self._waited, self._in_window = 0.0, 0
         self._response: requests.Response | None = None
         self.ignores_range = False
         if offset < end:  # a range past the end is refused, so nothing is asked for nothing
@@ -67,16 +68,17 @@ class BlobReader(io.RawIOBase):
         return 0
 
     def _read(self, view: memoryview) -> int:
+        began = time.monotonic()
         count = self._receive(view)
         if count == 0:
             raise BrokenOffError(f"{self._what} ended after {self._offset} bytes")
         self._in_window += count
-        now = time.monotonic()
-        if now - self._window_began >= _WINDOW:
-            if self._in_window < _SLOWEST * (now - self._window_began):
+        self._waited += time.monotonic() - began  # not what we take ourselves between reads
+        if self._waited >= _WINDOW:
+            if self._in_window < _SLOWEST * self._waited:
                 self._disconnect()  # what came is kept; the next read begins a new connection
                 self._connect(self._offset + count)
-            self._window_began, self._in_window = now, 0
+            self._waited, self._in_window = 0.0, 0
         return count
 
     def _receive(self, view: memoryview) -> int:
@@ -95,11 +97,13 @@ class BlobReader(io.RawIOBase):
         where = self._offset if offset is None else offset
         if where < self._end:
             retrying(lambda: self._open(where))
-        self._window_began, self._in_window = time.monotonic(), 0
+        self._waited, self._in_window = 0.0, 0
 
     def _open(self, offset: int) -> None:
         self._disconnect()
-        whole = offset == 0 and self._end == self._size
+        # a large blob is asked for as a range even where that is all of it: the answer tells
+        # whether other connections may join
+        whole = offset == 0 and self._end == self._size and self._size <= SMALL
         if not whole and not self.ignores_range:
             response = self._get(offset, self._end)
             if response.status_code == 206 and _starts_at(response, offset):

@@ -38,6 +38,10 @@ class Mirrors:
         for session in self._sessions:
             session.close()
 
+    def avoid(self, target: str) -> None:
+        """Ask those that sent ``target`` for nothing more; what came of it may still be right."""
+        self._failed |= self._sent.get(target, set())
+
     def distrust(self, target: str) -> bool:
         """Ask those that sent ``target`` for nothing more; whether there were any."""
         senders = self._sent.pop(target, set())

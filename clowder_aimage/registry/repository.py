@@ -107,7 +107,7 @@ class Repository:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
             if next(asked) > _PATIENCE:  # a mirror that breaks off time and again
-                self._session.distrust(content.digest)
+                self._session.avoid_mirrors(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
         return cast(BinaryIO, BlobReader(get, what, offset, end, content.size))

@@ -92,6 +92,10 @@ class Session:
         """
         return self._mirrors.distrust(str(digest))
 
+    def avoid_mirrors(self, digest: Digest) -> None:
+        """What comes for ``digest`` breaks off: ask the mirrors that send it for nothing more."""
+        self._mirrors.avoid(str(digest))
+
     def url(self, path: str) -> str:
         """The URL of a path below ``/v2/<repository>/``."""
         return f"{self.base}/v2/{self._reference.repository}/{path}"
@@ -103,10 +107,16 @@ class Session:
         reached by https. Content never goes to another host in the clear.
 
         Raises:
-            RegistryError: it would.
+            RegistryError: it would, or it is no address.
         """
-        url = urljoin(base, location)
-        old, new = urlsplit(base), urlsplit(url)
+        try:
+            url = urljoin(base, location)
+            old, new = urlsplit(base), urlsplit(url)
+            origin(url)
+        except ValueError:
+            raise RegistryError(
+                f"{self._registry} names {location[:200]!r} as an address"
+            ) from None
         if old.scheme == "https" and new.scheme != "https":
             if old.hostname != new.hostname:
                 raise RegistryError(
@@ -182,7 +192,7 @@ class Session:
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
             sent["Authorization"] = authorization
-        read = min(self._first_read_timeout, read_timeout)
+        read = min(self._first_read_timeout, read_timeout) if body is None else read_timeout
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
         response: requests.Response = self._wrapped(
             lambda: self._transport.send(method, url, sent, body, timeout=timeout)
@@ -201,11 +211,7 @@ class Session:
         except AImageError:
             raise
         except requests.exceptions.SSLError as error:
-            raise NetworkError(
-                f"cannot trust the certificate of {self._registry}: {_reason(error)}",
-                hint="name your organisation's CA with --ca-file, or use --plain-http for a "
-                "registry without TLS",
-            ) from error
+            raise _tls_error(self._registry, error) from error
         except requests.exceptions.ConnectTimeout as error:
             raise NetworkError(
                 f"{self._registry} does not answer", hint="check the host, the port and the network"
@@ -233,6 +239,19 @@ class Session:
             f"cannot reach {self._registry}: {reason}",
             hint="check the host and the port, and that the registry is running",
         )
+
+
+def _tls_error(registry: str, error: requests.exceptions.SSLError) -> NetworkError:
+    reason = _reason(error)
+    if "certificate" in reason.lower():
+        return NetworkError(
+            f"cannot trust the certificate of {registry}: {reason}",
+            hint="name your organisation's CA with --ca-file",
+        )
+    return NetworkError(
+        f"cannot speak TLS with {registry}: {reason}",
+        hint="use --plain-http for a registry without TLS",
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -32,6 +32,8 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
+from clowder_aimage.registry.answer import finish
+
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 _BLOCK = 1024 * 1024
@@ -92,11 +94,12 @@ class _SendsStreams:
     """A connection of urllib3 that knows StreamBody."""
 
     def send(self, data: Any) -> None:
-        if not isinstance(data, StreamBody):
+        sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
+        if sock is not None:  # until now it was that of connecting; the answer has its own
+            sock.settimeout(SEND_TIMEOUT)
+        if sock is None or not isinstance(data, StreamBody):
             super().send(data)  # type: ignore[misc]
             return
-        sock: socket.socket = self.sock  # type: ignore[attr-defined]
-        sock.settimeout(SEND_TIMEOUT)  # until now it was that of connecting; the answer has its own
         try:
             data.send_to(sock)
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
@@ -146,7 +149,7 @@ class Transport:
         from https to http.
 
         Raises:
-            requests.RequestException, OSError: as requests does.
+            requests.RequestException, OSError: as requests does; InvalidURL also for a redirect.
         """
         history: list[requests.Response] = []
         sent = {**self._headers, **headers}
@@ -156,15 +159,18 @@ class Transport:
             where = answer.headers.get("Location")
             if answer.status_code not in _REDIRECTS or not where or method not in ("GET", "HEAD"):
                 return answer
-            answer.raw.drain_conn()
-            answer.raw.release_conn()
+            finish(answer)
             history = [*history, answer]
             if len(history) > _MOST_REDIRECTS:
                 raise exceptions.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
-            target = urljoin(url, where)
+            try:
+                target = urljoin(url, where)
+                elsewhere = origin(url) != origin(target)
+            except ValueError:
+                raise exceptions.InvalidURL("it redirected to what is no address") from None
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
                 raise exceptions.InvalidSchema("redirected from https to http")
-            if origin(url) != origin(target):
+            if elsewhere:
                 sent.pop("Authorization", None)
             url = target
 
@@ -228,9 +234,10 @@ class _as_requests:
 
 
 def _untrusted(error: SSLError) -> exceptions.RequestException:
-    """What went wrong in TLS; that the connection is over is no matter of trust."""
+    """What went wrong in TLS; that the connection is over, or garbled, is no matter of trust."""
     inner = error.args[0] if error.args else None
-    if isinstance(inner, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+    is_over = isinstance(inner, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    if is_over or "BAD_RECORD_MAC" in str(getattr(inner, "reason", "")):
         return exceptions.ConnectionError(ProtocolError("Connection aborted.", inner))
     return exceptions.SSLError(error)
 

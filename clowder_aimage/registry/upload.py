@@ -17,17 +17,19 @@ import requests
 
 from clowder_aimage.content.store import Body
 from clowder_aimage.content.verify import VerifyingReader, check_size, verify
-from clowder_aimage.errors import RegistryError, VerificationError
+from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.answer import Failure, error_for, failure, finish
 from clowder_aimage.registry.mount import Origins, begin
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
-from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
 
 RESUMABLE = 256 * 1024 * 1024  # what is larger goes by PATCH, which costs the registry a little
 FIRST_CHUNK = 64 * 1024 * 1024  # where one body is too large; a fourth of it where that is, too
 SMALLEST_CHUNK = 1024 * 1024
+_SETTLES = 16 * 1024 * 1024  # bytes a second that a registry stores anew once it has them all
+_FORGOTTEN = "the registry forgets uploads under way; behind a load balancer, all must share one"
 _KIND = {"Content-Type": "application/octet-stream"}
 
 
@@ -60,10 +62,14 @@ class _Upload:
 
     def attempt(self) -> None:
         """Go on where the registry says that it is, else begin."""
-        if not self._resume() and (self._is_there() or not self._begin()):
-            return  # it arrived though we were not told, or was mounted
+        resumed = self._resume()
+        if (not resumed or self.at == self._content.size) and self._is_there():
+            return  # it arrived though we were not told
+        if not resumed and not self._begin():
+            return  # it was mounted
         while (left := self._content.size - self.at) > (self._session.chunk or RESUMABLE):
-            self._patch(max(self._session.chunk, self._least) or left)
+            chunk = self._session.chunk
+            self._patch(max(chunk, self._least) if chunk else left)
         self._put()
 
     def _begin(self) -> bool:
@@ -113,7 +119,7 @@ class _Upload:
 
     def _is_there(self) -> bool:
         """Whether an upload is over because all of it arrived, and only the answer was lost."""
-        if not self._gone:
+        if not self._gone and not self.at:
             return False
         self._gone = False
         url = self._session.url(f"blobs/{self._content.digest}")
@@ -134,7 +140,7 @@ class _Upload:
             finish(answer)
             raise BrokenOffError(f"{self._what} is not where it should be")
         if answer.status_code not in (202, 204):
-            raise failure(answer, self._what)
+            raise self._failure(answer)
         arrived = _arrived(answer)
         self._follow(answer)
         self._reached(arrived if self.at < arrived <= end else end)
@@ -146,7 +152,8 @@ class _Upload:
         if self.at and left:
             headers["Content-Range"] = f"{self.at}-{self._content.size - 1}"
         url = _with_digest(self._location or "", self._content)
-        answer = self._send("PUT", url, headers, self._content.size)
+        wait = READ_TIMEOUT + self._content.size / _SETTLES
+        answer = self._send("PUT", url, headers, self._content.size, wait)
         if answer.status_code == 413 and left > SMALLEST_CHUNK:
             self._too_large(answer, left)
         if answer.status_code == 416:
@@ -156,14 +163,22 @@ class _Upload:
             self._refused(answer)
         finish(answer)
 
-    def _send(self, method: str, url: str, headers: dict[str, str], end: int) -> requests.Response:
+    def _send(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        end: int,
+        wait: float = READ_TIMEOUT,
+    ) -> requests.Response:
         """Send the blob's bytes from where we are to ``end``."""
+        headers = {**_KIND, **headers}
         if self.at == end:
-            return self._session.request(method, url, headers={**_KIND, **headers}, body=b"")
+            return self._session.request(method, url, headers=headers, body=b"", read_timeout=wait)
         with self._opened() as stream:
             last = end == self._content.size
             body = StreamBody(stream, self.at, end - self.at, last=last)
-            return self._session.request(method, url, headers={**_KIND, **headers}, body=body)
+            return self._session.request(method, url, headers=headers, body=body, read_timeout=wait)
 
     def _opened(self) -> BinaryIO:
         stream = self._body(self.at)
@@ -187,8 +202,18 @@ class _Upload:
         finish(answer)
         raise BrokenOffError(f"{self._what} needs smaller pieces")
 
+    def _failure(self, answer: requests.Response) -> AImageError:
+        """The error for an answer that ends an attempt. A registry that has forgotten the upload
+        is asked for a new one."""
+        if answer.status_code not in (404, 410):
+            return failure(answer, self._what)
+        self._location, self._gone = None, True
+        return BrokenOffError(failure(answer, self._what).message, hint=_FORGOTTEN)
+
     def _refused(self, answer: requests.Response) -> None:
         """Raise what a refused blob means: ours is damaged, or it became so on the way."""
+        if answer.status_code in (404, 410):
+            raise self._failure(answer)
         found = Failure.of(answer)
         if found.code == "DIGEST_INVALID":
             self._location = None
