@@ -16,13 +16,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from clowder_aimage.content import part as parts
+from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.event import Event, OnEvent
 from clowder_aimage.content.parallel import StoppedError, in_parallel
-from clowder_aimage.content.part import Blob, Part, is_large
+from clowder_aimage.content.part import LOOK, Blob, Part, is_large
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import ContentStore, Doubtful, IngestBusyError, Source
-from clowder_aimage.content.verify import CHUNK_SIZE, readinto
+from clowder_aimage.content.verify import readinto
 from clowder_aimage.content.width import Width
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
@@ -77,7 +77,7 @@ class Fetch:
 
     def _connection(self) -> None:
         """One connection's life: take work until there is none."""
-        buffer = memoryview(bytearray(CHUNK_SIZE))
+        buffer = new_buffer()
         blob: Blob | None = None
         try:
             while (blob := self._next(blob)) is not None:
@@ -151,7 +151,7 @@ class Fetch:
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
-            self._changed.wait(parts.WORTH_SHARING)  # a part under way may turn out to be slow
+            self._changed.wait(LOOK)  # a part under way may turn out to be slow
 
     def _begin(self, content: Descriptor) -> Blob | None:
         """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
@@ -181,7 +181,8 @@ class Fetch:
     def _take_part(self, blob: Blob, buffer: memoryview) -> None:
         """Fetch one part of a blob, and finish the blob if that was the last one."""
         with self._changed:
-            part = blob.claim(1 if self._pending else self._width.value)
+            alone = self._pending or blob.is_fast
+            part = blob.claim(1 if alone else self._width.value)
         try:
             if part is not None:  # else others took the rest since
                 self._read(blob, part, buffer)
@@ -243,8 +244,7 @@ class Fetch:
         with self._changed:
             if ranges and not blob.ranges:
                 self._changed.notify_all()
-            blob.ranges |= ranges
-            blob.serial |= not ranges
+            blob.came(ranges=ranges)
 
     def _finish(self, blob: Blob) -> None:
         """Have a blob verified; one that is wrong is fetched again, where there is another place

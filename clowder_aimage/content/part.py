@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from clowder_aimage.content.store import Ingest
+from clowder_aimage.content.width import PLENTY
 from clowder_aimage.oci import Descriptor
 
 SMALL = 16 * 1024 * 1024  # a blob up to this size travels over one connection
 SMALLEST_PART = 4 * 1024 * 1024
 LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
 WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
+
+LOOK = 0.1  # seconds that a blob's first connection gets to show how fast it is
 
 _Span = tuple[int, int]
 
@@ -59,6 +63,8 @@ class Blob:
         self.content = content
         self.ingest = ingest
         self.unclaimed: list[_Span] = ingest.missing()
+        self._missing = self.left_unclaimed
+        self._began = math.inf  # when its first byte came
         self.resumed = self.unclaimed != [(0, content.size)]  # part of it was here before
         self.parts: list[Part] = []  # what connections are at
         self.readers = 0  # they, and those that are about to take a part
@@ -66,10 +72,30 @@ class Blob:
         self.serial = False  # its server does not do ranges: one connection, from the front
 
     @property
+    def left_unclaimed(self) -> int:
+        return sum(end - start for start, end in self.unclaimed)
+
+    @property
     def left(self) -> int:
         """The bytes that have not come yet."""
-        waiting = sum(end - start for start, end in self.unclaimed)
-        return waiting + sum(part.left for part in self.parts)
+        return self.left_unclaimed + sum(part.left for part in self.parts)
+
+    def came(self, *, ranges: bool) -> None:
+        """A part begins to come, as a range or from the front of it all."""
+        self._began = min(self._began, time.monotonic())
+        self.ranges |= ranges
+        self.serial |= not ranges
+
+    @property
+    def _age(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether nothing holds its connections back: then the hash is what it takes, and others
+        would only bring parts that must be read again for it."""
+        come = self._missing - self.left
+        return self._age >= LOOK and come >= PLENTY * self._age * max(1, len(self.parts))
 
     @property
     def is_large(self) -> bool:
@@ -84,7 +110,7 @@ class Blob:
         else:
             start, end = self.unclaimed.pop(0)
             if sharing > 1 and not self.serial and self.is_large:
-                waiting = end - start + sum(high - low for low, high in self.unclaimed)
+                waiting = end - start + self.left_unclaimed
                 fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
                 size = min(LARGEST_PART, max(SMALLEST_PART, fair))
                 if end - start > size:
@@ -104,5 +130,7 @@ class Blob:
     @property
     def may_be_joined(self) -> bool:
         if self.readers and (self.serial or not self.ranges):
+            return False
+        if self.readers and (self._age < LOOK or self.is_fast):
             return False
         return bool(self.unclaimed) or any(part.is_worth_sharing for part in self.parts)

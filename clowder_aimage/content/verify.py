@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 from typing import BinaryIO
 
+from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
-
-CHUNK_SIZE = 1024 * 1024
 
 
 class VerifyingReader(io.RawIOBase):
@@ -84,7 +83,7 @@ def check_size(expected: Descriptor, size: int) -> None:
 def verify(source: BinaryIO, expected: Descriptor) -> None:
     """Read ``source`` to its end. Raises VerificationError where it is not ``expected``."""
     with VerifyingReader(source, expected) as reader:
-        buffer = memoryview(bytearray(CHUNK_SIZE))
+        buffer = new_buffer()
         while reader.readinto(buffer):
             pass
 

@@ -6,7 +6,7 @@ START = 3
 _SHARE = 0.5  # further connections must carry at least this much of what those before do
 _WARM = 0.2  # seconds that connections get to begin in before their rate counts
 _WINDOW = 0.4  # seconds that a rate is measured over, at least
-_PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that nothing holds back
+PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that nothing holds back
 _LEAST = 4 * 1024 * 1024  # bytes a connection that a rate is measured over, at least
 
 
@@ -44,7 +44,7 @@ class Width:
         if rate < self._before * wanted:
             self.value, self.settled = self._previous, True
             return
-        if rate > _PLENTY * self.value:
+        if rate > PLENTY * self.value:
             self.settled = True
             return
         self._before, self._previous = rate, self.value

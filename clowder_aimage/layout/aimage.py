@@ -8,8 +8,9 @@ import zlib
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
+from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.store import Body, ContentStore
-from clowder_aimage.content.verify import CHUNK_SIZE, read_all
+from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.parallel import StoppedError, in_parallel
-from clowder_aimage.content.verify import CHUNK_SIZE, check, read_all
+from clowder_aimage.content.verify import check, read_all
 from clowder_aimage.errors import (
     AImageError,
     ContentError,
@@ -163,7 +164,7 @@ class Check:
 
     def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
         hasher, size = content.digest.hasher(), 0
-        buffer = memoryview(bytearray(CHUNK_SIZE))
+        buffer = new_buffer()
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 if self._stopped.is_set():

@@ -14,9 +14,11 @@ import secrets
 import threading
 from pathlib import Path
 
+from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.store import IngestBusyError
-from clowder_aimage.content.verify import CHUNK_SIZE, check
+from clowder_aimage.content.verify import check
 from clowder_aimage.errors import AImageError, VerificationError
+from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import sync_directory
 from clowder_aimage.oci import Descriptor
@@ -55,6 +57,7 @@ class FileIngest:
         self._syncing = threading.Lock()
         name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
         self._path = os.path.join(root, _DIRECTORY, name)  # thousands of blobs: paths are slow
+        self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
             self._fd = self._open(wait)
@@ -139,7 +142,7 @@ class FileIngest:
         """Write ``data`` at ``offset``. Raises NoSpaceError or StoreError."""
         view = memoryview(data)
         with store_errors(self._root):
-            written = 0
+            written = self._write_past_cache(offset, view) if offset == self._hashed else 0
             while written < len(view):
                 written += os.pwrite(self._fd, view[written:], offset + written)
         with self._lock:
@@ -148,14 +151,33 @@ class FileIngest:
             self._spans = _merge(self._spans, offset, end)
         self._hash(offset, view)
 
+    def _write_past_cache(self, offset: int, view: memoryview) -> int:
+        """Write what is next to be hashed, and hash it meanwhile; how much was written."""
+        writing = self._direct.begin(offset, view)
+        if writing is None:
+            return 0
+        if self._hashing.acquire(blocking=False):
+            try:
+                self._hash_view(offset, view)
+            finally:
+                self._hashing.release()
+        try:
+            return writing.result()
+        except OSError:
+            self._rewritten = True  # the hash is ahead of the file
+            raise
+
+    def _hash_view(self, offset: int, view: memoryview) -> None:
+        if offset == self._hashed:
+            self._hasher.update(view)
+            self._hashed += len(view)
+
     def _hash(self, offset: int, view: memoryview) -> None:
         """Bring the hash forward as far as bytes have come, unless another writer is at it."""
         behind = True
         while behind and self._hashing.acquire(blocking=False):
             try:
-                if offset == self._hashed:
-                    self._hasher.update(view)
-                    self._hashed += len(view)
+                self._hash_view(offset, view)
                 self._catch_up()
             finally:
                 self._hashing.release()
@@ -165,7 +187,7 @@ class FileIngest:
         """Hash from the file what lies between the hash and the first byte that is missing."""
         scratch: memoryview | None = None
         while (left := self._front() - self._hashed) > 0:
-            scratch = scratch or memoryview(bytearray(CHUNK_SIZE))
+            scratch = scratch or new_buffer()
             with store_errors(self._root):
                 count = os.preadv(self._fd, [scratch[:left]], self._hashed)
             if not count:
@@ -290,6 +312,7 @@ class FileIngest:
 
     def _close(self) -> None:
         """Close the file, once: its number may be another file's by now."""
+        self._direct.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.store import Body
-from clowder_aimage.content.verify import CHUNK_SIZE, read_all, readinto
+from clowder_aimage.content.verify import read_all, readinto
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import edit_index, read_index, sync_directory
@@ -127,7 +128,7 @@ class ImageLayout:
             return
         try:
             ingest.restart()
-            buffer, offset = memoryview(bytearray(min(CHUNK_SIZE, content.size + 1))), 0
+            buffer, offset = new_buffer(min(CHUNK_SIZE, content.size + 1)), 0
             with body() as source:
                 while (count := readinto(source, buffer)) and offset <= content.size:
                     ingest.write_at(offset, buffer[:count])

@@ -1,0 +1,73 @@
+"""When a blob is worth another connection."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.content import part
+from clowder_aimage.content.part import LOOK, Blob
+from clowder_aimage.content.width import PLENTY
+from clowder_aimage.oci import Descriptor, Digest
+
+SIZE = 8 * 1024**3
+
+
+class Ingest:
+    def missing(self):
+        return [(0, SIZE)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(part.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def blob(clock):
+    made = Blob(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest())
+    made.readers = 1
+    return made
+
+
+def test_nobody_joins_before_it_shows_how_fast_it_is(blob, clock):
+    taken = blob.claim(3)
+    clock[0] += 5  # the registry took its time
+    assert not blob.may_be_joined
+    blob.came(ranges=True)
+    assert not blob.may_be_joined
+    clock[0] += LOOK
+    taken.at += int(PLENTY * LOOK / 2)
+    assert blob.may_be_joined
+
+
+def test_a_connection_that_nothing_holds_back_stays_alone(blob, clock):
+    taken = blob.claim(3)
+    blob.came(ranges=True)
+    clock[0] += 1
+    taken.at += int(1.1 * PLENTY)
+    assert blob.is_fast
+    assert not blob.may_be_joined
+    clock[0] += 1  # and then it is held back
+    assert not blob.is_fast
+    assert blob.may_be_joined
+
+
+def test_two_that_share_a_fast_link_are_not_joined_by_a_third(blob, clock):
+    first, second = blob.claim(3), blob.claim(3)
+    blob.readers = 2
+    blob.came(ranges=True)
+    clock[0] += 1
+    first.at += PLENTY
+    second.at += PLENTY // 2
+    assert blob.may_be_joined
+    second.at += PLENTY
+    assert not blob.may_be_joined
+
+
+def test_one_without_ranges_is_never_joined(blob, clock):
+    blob.claim(3)
+    blob.came(ranges=False)
+    clock[0] += 60
+    assert not blob.may_be_joined

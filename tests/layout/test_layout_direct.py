@@ -1,0 +1,186 @@
+"""Writing past the page cache: the same bytes, by another way, and back where that is closed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+
+import pytest
+
+from clowder_aimage.content.buffer import PAGE, new_buffer
+from clowder_aimage.errors import NoSpaceError
+from clowder_aimage.layout import ImageLayout, direct
+from clowder_aimage.layout.direct import DirectFile
+from clowder_aimage.oci import Descriptor, Digest
+
+MIB = 1024 * 1024
+SIZE = 3 * MIB + 12345
+
+
+@pytest.fixture
+def data():
+    return os.urandom(SIZE)
+
+
+@pytest.fixture
+def expected(data):
+    digest = Digest("sha256", hashlib.sha256(data).hexdigest())
+    return Descriptor("application/octet-stream", digest, len(data))
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """What went past the cache: (offset, count)."""
+    seen = []
+    real = DirectFile._write
+
+    def write(self, view, offset):
+        count = real(self, view, offset)
+        seen.append((offset, count))
+        return count
+
+    monkeypatch.setattr(DirectFile, "_write", write)
+    return seen
+
+
+def can_write_directly(directory):
+    try:
+        os.close(os.open(directory / "probe", direct._FLAGS | os.O_CREAT | os.O_DIRECT))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def take_in(layout, expected, data, order=None):
+    ingest = layout.ingest(expected.digest.encoded, expected)
+    buffer = new_buffer()
+    for offset in order or range(0, len(data), MIB):
+        piece = data[offset : offset + MIB]
+        buffer[: len(piece)] = piece
+        ingest.write_at(offset, buffer[: len(piece)])
+    return ingest
+
+
+def test_what_is_in_order_goes_past_the_cache(layout, expected, data, written, tmp_path):
+    if not can_write_directly(tmp_path):
+        pytest.skip("this file system has no other way than through the cache")
+    take_in(layout, expected, data).commit(expected)
+    assert sorted(written) == [(at * MIB, MIB) for at in range(3)]  # the end is too short
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_what_must_be_read_again_for_the_hash_stays_in_it(layout, expected, data, written):
+    take_in(layout, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
+    assert {offset for offset, _ in written} <= {0}
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_neither_are_other_buffers_and_offsets(layout, expected, data, written):
+    ingest = layout.ingest(expected.digest.encoded, expected)
+    buffer = new_buffer()
+    ingest.write_at(0, data[:MIB])  # bytes: nobody knows where they begin
+    piece = data[MIB : 2 * MIB - 1]
+    buffer[1:MIB] = piece
+    ingest.write_at(MIB, buffer[1:MIB])
+    buffer[:MIB] = data[2 * MIB - 1 : 3 * MIB - 1]
+    ingest.write_at(2 * MIB - 1, buffer)
+    ingest.write_at(3 * MIB - 1, data[3 * MIB - 1 :])
+    ingest.commit(expected)
+    assert not written
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_a_file_system_that_does_not_know_it(layout, expected, data, written, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    take_in(layout, expected, data).commit(expected)
+    assert not written
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_a_disk_that_wants_other_blocks(layout, expected, data, monkeypatch, tmp_path):
+    asked = []
+    real = os.pwrite
+
+    def refuse(fd, view, offset):
+        if threading.current_thread().name.startswith("aimage-write"):
+            asked.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    take_in(layout, expected, data).commit(expected)
+    assert asked == ([0] if can_write_directly(tmp_path) else [])  # and never again
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_a_disk_that_fills_up_meanwhile(layout, expected, data, monkeypatch):
+    """The hash was ahead of the file: what is written in its place later is hashed anew."""
+    full = True
+    real = os.pwrite
+
+    def write(fd, view, offset):
+        if full and offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    ingest = layout.ingest(expected.digest.encoded, expected)
+    buffer = new_buffer()
+    buffer[:] = data[:MIB]
+    ingest.write_at(0, buffer)
+    buffer[:] = b"?" * MIB
+    with pytest.raises(NoSpaceError):
+        ingest.write_at(MIB, buffer)
+    full = False
+    for offset in range(MIB, SIZE, MIB):
+        piece = data[offset : offset + MIB]
+        buffer[: len(piece)] = piece
+        ingest.write_at(offset, buffer[: len(piece)])
+    ingest.commit(expected)
+    assert layout.path(expected).read_bytes() == data
+
+
+def test_it_is_not_closed_while_a_write_is_under_way(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.touch()
+    begun, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def write(self, view, offset):
+        begun.set()
+        go.wait(10)
+        assert not closed.is_set()
+        return len(view)
+
+    monkeypatch.setattr(DirectFile, "_write", write)
+    monkeypatch.setattr(direct, "_DIRECT", 0)
+    file = DirectFile(str(path))
+    file._is_usable = True
+    writing = file.begin(0, new_buffer(16 * PAGE))
+    assert begun.wait(10)
+
+    def close():
+        file.close()
+        closed.set()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    assert not closed.wait(0.05)
+    go.set()
+    assert writing.result(10) == 16 * PAGE
+    thread.join(10)
+    assert closed.is_set()
+    assert file.begin(0, new_buffer(16 * PAGE)) is None
