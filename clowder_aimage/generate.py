@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.content import ContentStore, OnEvent
+from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.event import ignore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import NotFoundError
@@ -46,29 +46,38 @@ def fetch(
     store: ContentStore,
     reference: Reference,
     connection: Connection,
+    lease: Lease,
     *,
     on_event: OnEvent = ignore,
 ) -> Stored:
-    """The AImage, from the store or else from the registry in its name.
+    """The AImage, from the store or else from the registry in its name; ``lease`` keeps it.
 
     Raises:
         NotFoundError: it is not in the store, and its name has no registry host or it is not
             there either; and whatever ``pull`` raises.
     """
     try:
-        stored = _complete(store, reference)
+        stored = _complete(store, reference, lease)
     except NotFoundError:
         if reference.registry is None:
             raise
         descriptor = pull(reference, store, connection, on_event=on_event)
-        stored = _complete(store, stored_name(reference, descriptor))
+        stored = _complete(store, stored_name(reference, descriptor), lease)
     inflate(store, stored)
+    store.use(stored.descriptor)
     return stored
 
 
-def _complete(store: ContentStore, reference: Reference) -> Stored:
+def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
     """The AImage, if all its blobs are in the store. Raises NotFoundError."""
     stored = read_aimage(store, reference)
+    lease.add(
+        stored.descriptor.digest,
+        *(blob.digest for blob in stored.manifest.children),
+        *(
+            layer.descriptor.digest for layer in stored.aimage.layers
+        ),  # what compressed ones unpack to
+    )
     validate("aimage-config", stored.aimage.properties)
     missing = sum(not store.exists(blob) for blob in stored.manifest.children)
     if missing:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from clowder_aimage.content import ContentStore, OnEvent, Overlay, Source, copy
+from clowder_aimage.content import (
+    ContentStore,
+    Lease,
+    OnEvent,
+    Overlay,
+    Source,
+    copy,
+    plan_copy,
+)
 from clowder_aimage.content.event import ignore
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import DIALECTS, Dialect
@@ -71,15 +79,14 @@ def push(
         )
     host = reference.registry or ""
     memory = ladder or Ladder(None)
-    with Repository(
-        reference, connection, Origins(Holders(store, reference), on_event)
-    ) as repository:
+    origins = Origins(Holders(store, reference), on_event)
+    with store.lease() as lease, Repository(reference, connection, origins) as repository:
 
         def send(source: Source) -> Descriptor:
             jobs = connection.jobs(host)
             return copy(source, reference, repository, concurrency=jobs, on_event=on_event)
 
-        stored = _read(store, reference, dialect)
+        stored = _read(store, reference, dialect, lease)
         if stored is None:
             return send(store)
         names = [dialect or stored.dialect.name]
@@ -97,14 +104,19 @@ def push(
         return sent
 
 
-def _read(store: ContentStore, reference: Reference, dialect: str | None) -> Stored | None:
-    """What is to be sent; None for what is no AImage and goes as it is.
+def _read(
+    store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
+) -> Stored | None:
+    """What is to be sent, leased; None for what is no AImage and goes as it is.
 
     Raises:
         ModelError: no registry would take its manifest, or that of a child of it.
         FormatError: it is no AImage, and is to be rewritten in a dialect.
     """
-    _check_sizes(store, store.resolve(reference), reference)
+    root = store.resolve(reference)
+    _check_sizes(store, root, reference)
+    lease.add(*plan_copy(store, reference).digests)
+    store.use(root)
     try:
         stored = read_aimage(store, reference)
     except FormatError:

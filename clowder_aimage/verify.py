@@ -27,7 +27,7 @@ def verify(
     if references:
         roots = [(str(reference), layout.resolve(reference)) for reference in references]
     else:
-        roots = list(layout.tags())
+        roots = [(name or str(root.digest), root) for name, root in layout.entries()]
     return Check(layout, roots, on_plan=on_plan, on_read=on_read).run(loose=not references)
 
 
@@ -101,7 +101,7 @@ def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
 def _outcome(
     layout: ImageLayout, problem: Problem, failed: dict[str, AImageError]
 ) -> AImageError | None:
-    if _path(layout, problem).exists():
+    if _path(layout, problem).is_file():
         return None
     if not problem.names:
         return None  # nothing needs it, and the damaged file is gone

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from clowder_aimage.oci import Digest
 
+_BLOCK = 64 * 1024
+
 
 @dataclass
 class Seen:
@@ -21,6 +23,7 @@ class Seen:
     path: str
     headers: dict[str, str]
     body: bytes
+    client: tuple[str, int] = ("", 0)  # the connection that it came over
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Answer:
     body: bytes = b""
     cut: int | None = None  # send only so many bytes of the body, then close
     hang: bool = False  # after ``cut`` bytes, keep the connection open and silent
+    flood: int = 0  # after the body, so many bytes more, as far as they are taken; then close
 
 
 Script = Callable[[Seen], Answer]
@@ -43,6 +47,7 @@ class ScriptedRegistry:
     def __init__(self, script: Script) -> None:
         self.seen: list[Seen] = []
         self.released = threading.Event()
+        self.flooded = 0  # bytes of floods that were sent
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,7 +56,11 @@ class ScriptedRegistry:
             def do_GET(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 seen = Seen(
-                    self.command, self.path, dict(self.headers.items()), self.rfile.read(length)
+                    self.command,
+                    self.path,
+                    dict(self.headers.items()),
+                    self.rfile.read(length),
+                    self.client_address,
                 )
                 registry.seen.append(seen)
                 self._send(script(seen))
@@ -70,9 +79,12 @@ class ScriptedRegistry:
                 with contextlib.suppress(OSError):
                     self.wfile.write(answer.body[: answer.cut])
                     self.wfile.flush()
+                    for _ in range(0, answer.flood, _BLOCK):
+                        self.wfile.write(bytes(_BLOCK))
+                        registry.flooded += _BLOCK
                 if answer.hang:
                     registry.released.wait(60)
-                if answer.cut is not None:
+                if answer.cut is not None or answer.flood:
                     self.close_connection = True
 
             def log_message(self, *_: object) -> None:

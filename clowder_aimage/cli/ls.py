@@ -8,11 +8,9 @@ import click
 
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import result, size, table
-from clowder_aimage.dialect import detect
-from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_manifest
-from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.layout.listing import summary
+from clowder_aimage.oci import Descriptor
 
 
 @click.command(short_help="List the AImages in the store.")
@@ -31,21 +29,11 @@ def ls() -> None:
 
 
 def _row(layout: ImageLayout, name: str, descriptor: Descriptor) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    return {
         "reference": name,
         "digest": str(descriptor.digest),
-        "size": None,
-        "kind": "?",
+        **summary(layout.root, layout, descriptor),
     }
-    if descriptor.media_type in mediatype.INDEXES:
-        return row | {"kind": "index"}
-    try:
-        manifest = read_manifest(layout, descriptor)
-        row["size"] = sum(blob.size for blob in manifest.children)
-        row["kind"] = detect(manifest).name
-    except AImageError:
-        pass  # 'aimage show' says what is wrong with it; the others are listed all the same
-    return row
 
 
 def _size(row: dict[str, Any]) -> str:

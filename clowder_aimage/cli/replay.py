@@ -37,7 +37,8 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
     reference = _reference(picture, facts)
     reach = connection(plain_http, insecure, ca_file)
     with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
+        lease = click.get_current_context().with_resource(chosen.layout.lease())
+        stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
     dtype = facts.get("dtype")
     model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))
     request = _request(picture, facts)

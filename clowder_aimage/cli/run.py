@@ -74,7 +74,8 @@ def run(
     _check_output(output)
     reach = connection(plain_http, insecure, ca_file)
     with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        stored = generate.fetch(chosen.layout, reference, reach, on_event=progress.on_event)
+        lease = click.get_current_context().with_resource(chosen.layout.lease())
+        stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
     drawn = wishes["seed"] is None
     if drawn:
         wishes["seed"] = secrets.randbits(32)

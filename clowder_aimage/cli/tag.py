@@ -20,7 +20,9 @@ def tag(src: str, dst: str) -> None:
     source, target = Reference.parse(src), Reference.parse(dst)
     if target.digest is not None:
         raise UsageError(f"{dst} names a digest: a tag is needed", hint="leave the @... away")
-    descriptor = chosen.layout.resolve(source)
-    chosen.layout.tag(descriptor, target)
+    chosen.layout.resolve(source)  # before a store is made just to look into it
+    with chosen.layout.keep():
+        descriptor = chosen.layout.resolve(source)
+        chosen.layout.tag(descriptor, target)
     value = {"reference": str(target), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

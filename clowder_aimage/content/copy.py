@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from collections.abc import Sequence
@@ -46,19 +47,23 @@ def copy(
     """
     plan = plan_copy(source, reference)
     on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
-    if isinstance(target, ContentStore):
-        missing = plan.missing(target)
-        check_space(missing, target)
-        for blob in set(plan.blobs).difference(missing):
-            on_event(Event("skip", blob, blob.size))
-        Fetch(source, target, missing, connections=concurrency, on_event=on_event, rate=rate).run()
-    else:
-        _push_blobs(source, target, plan.blobs, concurrency, on_event)
-    *below, (root, document) = plan.documents
-    for descriptor, child in below:
-        if not target.exists(descriptor):
-            target.push(descriptor, bytes_body(child.raw))
-    target.push(root, bytes_body(document.raw), target_reference or reference)
+    with contextlib.ExitStack() as leases:
+        if isinstance(target, ContentStore):
+            leases.enter_context(target.lease(*plan.digests))
+            missing = plan.missing(target)
+            check_space(missing, target)
+            for blob in set(plan.blobs).difference(missing):
+                on_event(Event("skip", blob, blob.size))
+            Fetch(
+                source, target, missing, connections=concurrency, on_event=on_event, rate=rate
+            ).run()
+        else:
+            _push_blobs(source, target, plan.blobs, concurrency, on_event)
+        *below, (root, document) = plan.documents
+        for descriptor, child in below:
+            if not target.exists(descriptor):
+                target.push(descriptor, bytes_body(child.raw))
+        target.push(root, bytes_body(document.raw), target_reference or reference)
     return root
 
 

@@ -25,7 +25,7 @@ from clowder_aimage.content.store import ContentStore, Doubtful, IngestBusyError
 from clowder_aimage.content.verify import readinto
 from clowder_aimage.content.width import Width
 from clowder_aimage.errors import VerificationError
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.oci import Descriptor, Digest
 
 NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is made to last
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
@@ -52,6 +52,7 @@ class Fetch:
         self._pending = deque(blobs)
         # what another process is fetching, and when to look at it again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
+        self._seen: dict[Digest, int] = {}  # how far that process is with it
         self._active: list[Blob] = []
         self._opening = 0
         self._changed = threading.Condition()
@@ -158,6 +159,7 @@ class Fetch:
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError:
+            self._watch(content)
             with self._changed:
                 self._elsewhere.append((time.monotonic() + _POLL, content))
             return None
@@ -165,6 +167,8 @@ class Fetch:
             ingest.abort()
             self._on_event(Event("skip", content, content.size))
             return None
+        if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
+            self._on_event(Event("progress", content, -seen))
         blob = Blob(content, ingest)
         self._on_event(Event("start", content, content.size))
         if content.size - blob.left:
@@ -177,6 +181,16 @@ class Fetch:
             self._active.append(blob)
             self._changed.notify_all()
         return blob
+
+    def _watch(self, content: Descriptor) -> None:
+        """Tell how far another process is with a blob. Only one thread at a time has it."""
+        if content.digest not in self._seen:
+            self._seen[content.digest] = 0
+            self._on_event(Event("start", content, content.size))
+        come = content.size - self._target.lacking(content)
+        if (count := come - self._seen[content.digest]) > 0:
+            self._seen[content.digest] = come
+            self._on_event(Event("progress", content, count))
 
     def _take_part(self, blob: Blob, buffer: memoryview) -> None:
         """Fetch one part of a blob, and finish the blob if that was the last one."""

@@ -20,6 +20,12 @@ class MemoryStore:
         self._tags: dict[Reference, Descriptor] = {}
         self._lock = threading.Lock()
 
+    def lease(self, *digests: Digest) -> MemoryLease:
+        return MemoryLease()
+
+    def use(self, content: Descriptor) -> None:
+        pass
+
     def resolve(self, reference: Reference, /) -> Descriptor:
         with self._lock:
             for name, content in self._tags.items():
@@ -50,6 +56,19 @@ class MemoryStore:
             raise NotFoundError(f"no {content.digest} in memory to tag as {reference}")
         with self._lock:
             self._tags[reference] = content
+
+
+class MemoryLease:
+    """Nobody takes anything out of memory."""
+
+    def add(self, *digests: Digest) -> None:
+        pass
+
+    def __enter__(self) -> MemoryLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class Overlay:

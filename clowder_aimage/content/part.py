@@ -65,7 +65,7 @@ class Blob:
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed
         self._began = math.inf  # when its first byte came
-        self.resumed = self.unclaimed != [(0, content.size)]  # part of it was here before
+        self.resumed = self._missing != content.size  # part of it was here before
         self.parts: list[Part] = []  # what connections are at
         self.readers = 0  # they, and those that are about to take a part
         self.ranges = False  # a first part came as asked for: others may join

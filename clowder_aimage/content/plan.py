@@ -39,6 +39,11 @@ class CopyPlan:
         """The bytes of all blobs."""
         return sum(blob.size for blob in self.blobs)
 
+    @property
+    def digests(self) -> set[Digest]:
+        """Of all that it is made of."""
+        return {content.digest for content, _ in self.documents} | {b.digest for b in self.blobs}
+
     def missing(self, target: ContentStore) -> list[Descriptor]:
         """The blobs that ``target`` lacks, in whole or in part."""
         return [blob for blob in self.blobs if not target.exists(blob)]

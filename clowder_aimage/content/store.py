@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from clowder_aimage.errors import AccessError
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 class Body(Protocol):
@@ -110,6 +111,23 @@ class Ingest(Protocol):
         ...
 
 
+class Lease(Protocol):
+    """Content that nobody may take away while the lease is held."""
+
+    def add(self, *digests: Digest) -> None:
+        """Keep these too; ask only then whether they are there. Raises AccessError."""
+        ...
+
+    def __enter__(self) -> Lease: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
 @runtime_checkable
 class ContentStore(Target, Protocol):
     """Content kept on this machine, where other programs can map it."""
@@ -124,6 +142,14 @@ class ContentStore(Target, Protocol):
 
     def untag(self, reference: Reference, /) -> None:
         """Forget a name. Raises NotFoundError."""
+        ...
+
+    def lease(self, *digests: Digest) -> Lease:
+        """Keep these, there or not, until the lease ends. Raises AccessError."""
+        ...
+
+    def use(self, content: Descriptor) -> None:
+        """Note that a manifest is used now."""
         ...
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:

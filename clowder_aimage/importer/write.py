@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from clowder_aimage.content import Body, ContentStore
+from clowder_aimage.content import Body, ContentStore, Lease
 from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import ModelError, VerificationError
@@ -35,9 +35,9 @@ OnWritten = Callable[[Written], None]
 
 
 def write_layers(
-    plan: Plan, store: ContentStore, *, jobs: int, on_written: OnWritten
+    plan: Plan, store: ContentStore, lease: Lease, *, jobs: int, on_written: OnWritten
 ) -> list[Written]:
-    """Store the plan's blobs, ``jobs`` at a time.
+    """Store the plan's blobs, ``jobs`` at a time, and keep them by ``lease``.
 
     Each is hashed first: what the store has already is read once and not written.
 
@@ -51,6 +51,7 @@ def write_layers(
 
     def one(planned: PlannedLayer) -> None:
         layer = planned.layer(_digest(planned, stopped))
+        lease.add(layer.descriptor.digest)
         was_there = store.exists(layer.descriptor)
         if not was_there:
             try:

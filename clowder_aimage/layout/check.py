@@ -14,12 +14,13 @@ from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.content.verify import check, read_all
 from clowder_aimage.errors import (
+    AccessError,
     AImageError,
     ContentError,
     FormatError,
-    NotFoundError,
     VerificationError,
 )
+from clowder_aimage.layout.ingest import blob_path
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
 
@@ -111,7 +112,7 @@ class Check:
         try:
             raw = read_all(self._layout.open(descriptor), descriptor)
             document = parse_document(raw, descriptor.media_type)
-        except (NotFoundError, VerificationError):
+        except (AccessError, VerificationError):
             return  # found when it is hashed
         except FormatError as error:
             self._problem("document", descriptor.digest, error.message, [name])
@@ -146,9 +147,9 @@ class Check:
     def _blob(self, wanted: _Wanted) -> None:
         content = wanted.content
         try:
-            encoded, size = self._hash(self._layout.path(content), content)
+            encoded, size = self._hash(Path(blob_path(self._layout.root, content)), content)
             check(content, size, encoded)
-        except NotFoundError:
+        except FileNotFoundError:
             message = f"{content.digest} is not there ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
         except ContentError as error:

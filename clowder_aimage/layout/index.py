@@ -1,40 +1,80 @@
-"""index.json: read whole, merged and replaced under a lock between processes."""
+"""index.json: read whole, merged and replaced under a lock between processes.
+
+Other tools know no lock: they may read it before our write and write it after. So every name that
+we give is written down beside the index first (``.aimage/names``). A name that is not in the index
+then is read as if it were, and the next command that writes puts it back.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import copy
 import json
 import os
-import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import StoreError
+from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.oci import mediatype
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory
+from clowder_aimage.layout.record import Records, file_name, write_file
+from clowder_aimage.oci import Digest, Reference, mediatype
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 MAX_INDEX_SIZE = 64 * 1024 * 1024
+_NAMES = (  # the best first: what containerd exports has the tag alone as ref.name
+    mediatype.CONTAINERD_NAME,
+    mediatype.CONTAINERD_NAME_MISSPELT,
+    mediatype.REF_NAME,
+)
+_PATIENCE = 20  # looks at an index that another tool is in the middle of writing
+_LOOK = 0.02  # seconds between them
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """The parsed index.json, or an empty one where there is no store yet.
+    """The parsed index.json with our names in it, or an empty one where there is no store yet.
 
     Raises:
         StoreError: it is not an index, or absurdly large.
     """
+    return _restored(root, _read(root)[0])
+
+
+def _read(root: Path) -> tuple[dict[str, Any], Any]:
+    """What is in the file, and a mark that changes when the file does."""
     path = root / "index.json"
-    with store_errors(root):
+    for left in reversed(range(_PATIENCE)):
+        with store_errors(root):
+            try:
+                with path.open("rb") as file:
+                    mark = _mark(os.fstat(file.fileno()))
+                    raw = file.read(MAX_INDEX_SIZE + 1)
+            except FileNotFoundError:
+                if root.exists() and not root.is_dir():
+                    raise NotADirectoryError(20, "Not a directory", str(root)) from None
+                return {
+                    "schemaVersion": 2,
+                    "mediaType": mediatype.OCI_INDEX,
+                    "manifests": [],
+                }, None
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_INDEX_SIZE + 1)
-        except FileNotFoundError:
-            if root.exists() and not root.is_dir():
-                raise NotADirectoryError(20, "Not a directory", str(root)) from None
-            return {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
-    return _parse(raw, path)
+            return _parse(raw, path), mark
+        except StoreError:
+            if not left or len(raw) > MAX_INDEX_SIZE or _is_old(mark):
+                raise
+        time.sleep(_LOOK)
+    raise AssertionError
+
+
+def _mark(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_old(mark: tuple[int, int, int]) -> bool:
+    """Whether nobody can be in the middle of writing it."""
+    return not -5e9 < time.time_ns() - mark[2] < 5e9
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -55,56 +95,102 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """``value`` with the names that we gave and another tool has dropped."""
+    records = Records(root, "names")
+    ours = records.names()
+    for entry in value["manifests"] if ours else ():
+        if isinstance(entry, dict):
+            ours.discard(file_name(entry_name(entry.get("annotations"))))
+    for name in sorted(ours):
+        record = records.read(name)
+        if record is not None and _is_here(root, record.get("entry")):
+            value["manifests"].append(record["entry"])
+    return value
+
+
+def _is_here(root: Path, entry: Any) -> bool:
+    """Whether the manifest of an entry is in the store; without it the name means nothing."""
+    try:
+        digest = Digest.parse(entry["digest"])
+        path = os.path.join(root, "blobs", digest.algorithm, digest.encoded)
+        return bool(os.stat(path).st_size == entry["size"])
+    except (FormatError, UsageError, KeyError, TypeError, OSError):
+        return False
+
+
+def entry_name(annotations: Any) -> str:
+    """What an entry is called; empty where nobody named it."""
+    if not isinstance(annotations, dict):
+        return ""
+    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
+
+
+def same_name(name: str, reference: Reference) -> bool:
+    """Whether a foreign entry's name means ``reference`` (``model`` is ``model:latest``)."""
+    try:
+        return bool(name) and Reference.parse(name) == reference
+    except UsageError:
+        return False
+
+
+def is_named(entry: Any, name: str) -> bool:
+    """Whether an entry is called ``name``, as we or as another tool would write it."""
+    if not isinstance(entry, dict):
+        return False
+    found = entry_name(entry.get("annotations"))
+    return found == name or same_name(found, Reference.parse(name))
+
+
 @contextlib.contextmanager
 def edit_index(root: Path) -> Iterator[dict[str, Any]]:
     """The index to change in place; it replaces the old one when the block ends well.
 
-    Fields and entries that we do not know stay as they were.
+    Fields and entries that we do not know stay as they were. What another tool writes while the
+    block runs is merged in.
     """
-    with _lock(root):
-        value = read_index(root)
-        before = json.dumps(value)
-        yield value
-        if json.dumps(value) != before or not (root / "index.json").exists():
-            replace_file(root, "index.json", json.dumps(value, indent=1).encode() + b"\n")
-
-
-@contextlib.contextmanager
-def _lock(root: Path) -> Iterator[None]:
-    """Hold the store's writer lock; it goes with the process, however that ends."""
-    with store_errors(root):
-        (root / ".aimage").mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(root / ".aimage" / "lock", flags, 0o660)
-    try:
-        with store_errors(root):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+    with held(root, "lock"):
         if not (root / "oci-layout").exists():
-            replace_file(root, "oci-layout", LAYOUT_FILE)
-        yield
-    finally:
-        os.close(fd)
+            _replace(root, "oci-layout", LAYOUT_FILE)
+        value, mark = _read(root)
+        before = copy.deepcopy(value)
+        value = _restored(root, value)
+        yield value
+        while value != before or mark is None:
+            now, seen = _read(root)
+            if seen == mark:
+                data = json.dumps(value, indent=1).encode() + b"\n"
+                if _mark_of(root) == mark:  # another tool's write would be lost now
+                    _replace(root, "index.json", data)
+                    return
+            else:
+                _merge(value["manifests"], before["manifests"], now["manifests"])
+                before, mark = now, seen
 
 
-def replace_file(root: Path, name: str, data: bytes) -> None:
-    """Replace a file of the store so that every reader sees the old or the new one, whole."""
-    temporary = root / ".aimage" / f"{name}.{secrets.token_hex(8)}"
+def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
+    """Take over what another tool added or named anew since we read ``known``."""
+    for entry in theirs:
+        if entry in known:
+            continue
+        name = entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+        same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
+        if not same:
+            ours.append(entry)
+        elif ours[same[0]] in known:  # else we name it anew, too
+            ours[same[0]] = entry
+
+
+def _mark_of(root: Path) -> Any:
     with store_errors(root):
         try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(root / name)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(root)
+            return _mark(os.stat(root / "index.json"))
+        except FileNotFoundError:
+            return None
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames into a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _replace(root: Path, name: str, data: bytes) -> None:
+    """Replace a file of the store, durably, by one that was written beside it."""
+    with store_errors(root):
+        room = make_directory(root, PRIVATE)
+        write_file(os.path.join(root, name), data, room=str(room))

@@ -20,7 +20,7 @@ from clowder_aimage.content.verify import check
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.index import sync_directory
+from clowder_aimage.layout.record import sync_directory
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import new_hasher
 
@@ -228,7 +228,7 @@ class FileIngest:
         fd = os.open(self._journal, _JOURNAL_FLAGS, 0o600)
         try:
             os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
-            os.fdatasync(fd)
+            getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
         finally:
             os.close(fd)
         if not self._noted:  # both files may be new

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -13,10 +14,20 @@ from typing import Any, BinaryIO, cast
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.store import Body
 from clowder_aimage.content.verify import read_all, readinto
-from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.index import edit_index, read_index, sync_directory
+from clowder_aimage.layout.index import (
+    edit_index,
+    entry_name,
+    is_named,
+    read_index,
+    same_name,
+)
 from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested
+from clowder_aimage.layout.lease import COLLECTION, FileLease
+from clowder_aimage.layout.listing import remember
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, open_shared
+from clowder_aimage.layout.record import Records, sync_directory
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -26,11 +37,7 @@ from clowder_aimage.oci import (
     parse_document,
 )
 
-_NAMES = (  # the best first: what containerd exports has the tag alone as ref.name
-    mediatype.CONTAINERD_NAME,
-    mediatype.CONTAINERD_NAME_MISSPELT,
-    mediatype.REF_NAME,
-)
+_TOUCHED = 60.0  # seconds in which a second use is no news
 
 
 class ImageLayout:
@@ -42,6 +49,7 @@ class ImageLayout:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._names = Records(root, "names")
 
     # -- reading
 
@@ -51,11 +59,11 @@ class ImageLayout:
         Raises:
             NotFoundError: there is none.
         """
-        for name, descriptor in self._entries():
+        for name, descriptor in self.entries():
             if reference.digest is not None:
                 if descriptor.digest == reference.digest:
                     return descriptor
-            elif name == str(reference) or _same(name, reference):
+            elif name == str(reference) or same_name(name, reference):
                 return descriptor
         raise NotFoundError(
             f"no {reference} in the store {self.root}",
@@ -69,8 +77,11 @@ class ImageLayout:
             except FileNotFoundError:
                 return False
 
+    def _path(self, content: Descriptor) -> str:
+        return blob_path(self.root, content)
+
     def path(self, content: Descriptor, /) -> Path:
-        path = Path(blob_path(self.root, content))
+        path = Path(self._path(content))
         if not path.is_file():
             raise NotFoundError(
                 f"{content.digest} is not in the store {self.root}",
@@ -89,13 +100,55 @@ class ImageLayout:
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
         """The names in index.json, as they stand there, and what they name."""
-        return ((name, descriptor) for name, descriptor in self._entries() if name)
+        return ((name, descriptor) for name, descriptor in self.entries() if name)
 
-    def _entries(self) -> Iterator[tuple[str, Descriptor]]:
+    def entries(self) -> Iterator[tuple[str, Descriptor]]:
+        """All that index.json lists; what nobody named has an empty name."""
         for entry in read_index(self.root)["manifests"]:
             with contextlib.suppress(FormatError):  # a foreign entry that we cannot read
                 descriptor = Descriptor.from_json(entry, "index.json")
-                yield _name(descriptor.annotations), descriptor
+                yield entry_name(descriptor.annotations), descriptor
+
+    # -- keeping
+
+    def lease(self, *digests: Digest) -> FileLease:
+        """Keep these from being collected until the lease is closed, or this process ends.
+
+        Ask whether they are there only once it is held. Raises StoreError.
+        """
+        return FileLease(self.root, digests)
+
+    @contextlib.contextmanager
+    def keep(self) -> Iterator[None]:
+        """Let nothing be collected meanwhile: for what takes a moment. Raises StoreError."""
+        with held(self.root, COLLECTION, shared=True):
+            yield
+
+    def use(self, content: Descriptor) -> None:
+        """Note that a manifest is used now; where we may not write, nobody will know."""
+        path = os.path.join(self.root, PRIVATE, "used", content.digest.encoded)
+        try:
+            if time.time() - os.stat(path).st_mtime > _TOUCHED:
+                os.utime(path)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError, AImageError):
+                make_directory(self.root, PRIVATE, "used")
+                os.close(open_shared(path))
+        except OSError:
+            pass
+
+    def used(self, content: Descriptor) -> float:
+        """When a manifest was last used, or came here; seconds since the epoch."""
+        encoded = content.digest.encoded
+        for path in (os.path.join(self.root, PRIVATE, "used", encoded), self._path(content)):
+            with contextlib.suppress(OSError):
+                return os.stat(path).st_mtime
+        return 0.0
+
+    @property
+    def pins(self) -> Records:
+        """The names that no collection takes."""
+        return Records(self.root, "pins")
 
     # -- writing
 
@@ -149,10 +202,21 @@ class ImageLayout:
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
         if isinstance(document, Manifest) and document.artifact_type:
             entry["artifactType"] = document.artifact_type
-        name = _index_name(reference)
+        name = index_name(reference)
         entry["annotations"] = {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}
-        with edit_index(self.root) as index:
-            _replace(index["manifests"], entry, name)
+        before = self._names.get(name)
+        try:
+            with edit_index(self.root) as index:
+                entry = _replace(index["manifests"], entry, name)
+                self._names.put(name, {"entry": entry}, durable=True)
+        except BaseException:
+            with contextlib.suppress(AImageError):  # what was wrong is worth more
+                self._names.restore(name, before)
+            raise
+        self.use(content)
+        if isinstance(document, Manifest):
+            with contextlib.suppress(FormatError):  # of no kind that we know
+                remember(self.root, content, document)
 
     def _sync_blobs(self, digests: set[Digest]) -> None:
         directories = {self.root / "blobs" / digest.algorithm for digest in digests}
@@ -161,56 +225,47 @@ class ImageLayout:
                 if directory.is_dir():
                     sync_directory(directory)
 
-    def untag(self, reference: Reference, /) -> None:
-        """Forget a name; the blobs stay until they are collected. Raises NotFoundError."""
-        wanted = _index_name(reference)
+    def untag(self, reference: Reference, digest: Digest | None = None, /) -> None:
+        """Forget a name, with ``digest`` only if that is what it names; the blobs stay until they
+        are collected. Raises NotFoundError."""
+        wanted = index_name(reference)
         missing = NotFoundError(
             f"no {reference} in the store {self.root}", hint="'aimage ls' lists what is there"
         )
-        if not any(_is_named(entry, wanted) for entry in read_index(self.root)["manifests"]):
+        if not any(is_named(entry, wanted) for entry in read_index(self.root)["manifests"]):
             raise missing  # before a store is made just to look into it
         with edit_index(self.root) as index:
-            kept = [entry for entry in index["manifests"] if not _is_named(entry, wanted)]
-            if len(kept) == len(index["manifests"]):
+            gone = [
+                entry
+                for entry in index["manifests"]
+                if is_named(entry, wanted) and (digest is None or entry["digest"] == str(digest))
+            ]
+            if not gone:
                 raise missing
-            index["manifests"] = kept
+            for name in {wanted, *(entry_name(entry["annotations"]) for entry in gone)}:
+                self._names.remove(name)  # first: else it would come back
+            index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
 
 
-def _name(annotations: Any) -> str:
-    if not isinstance(annotations, dict):
-        return ""
-    return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
-
-
-def _index_name(reference: Reference) -> str:
+def index_name(reference: Reference) -> str:
     """How index.json calls it: a tag wins over the digest, which the entry holds anyway."""
     if reference.tag and reference.digest:
         return str(Reference(reference.registry, reference.repository, reference.tag))
     return str(reference)
 
 
-def _same(name: str, reference: Reference) -> bool:
-    """Whether a foreign entry's name means ``reference`` (``model`` is ``model:latest``)."""
-    try:
-        return bool(name) and Reference.parse(name) == reference
-    except UsageError:
-        return False
+def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """Put ``entry`` where the entry of that name stands, keeping what others wrote on it.
 
-
-def _is_named(entry: Any, name: str) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    found = _name(entry.get("annotations"))
-    return found == name or _same(found, Reference.parse(name))
-
-
-def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> None:
-    """Put ``entry`` where the entry of that name stands, keeping what others wrote on it."""
+    Returns:
+        what stands there now.
+    """
     for i, old in enumerate(entries):
-        if _is_named(old, name):
+        if is_named(old, name):
             if old.get("digest") == entry["digest"]:
                 entry["annotations"] = old["annotations"] | entry["annotations"]
                 entry = old | entry
             entries[i] = entry
-            return
+            return entry
     entries.append(entry)
+    return entry

@@ -243,6 +243,11 @@ class Session:
 
 def _tls_error(registry: str, error: requests.exceptions.SSLError) -> NetworkError:
     reason = _reason(error)
+    if "certificate required" in reason.lower():
+        return NetworkError(
+            f"{registry} asks for a client certificate: {reason}",
+            hint=f"put it and its key into certs.d/{registry}/ as client.cert and client.key",
+        )
     if "certificate" in reason.lower():
         return NetworkError(
             f"cannot trust the certificate of {registry}: {reason}",

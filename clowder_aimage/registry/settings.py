@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage import schema
+from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import FormatError, UsageError
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,9 @@ def parse_rate(text: str) -> int:
     Raises:
         ValueError: it is no rate, or none that anything would move at.
     """
-    plain = text.lower().removesuffix("/s").removesuffix("b")
-    number = plain.rstrip("kmgi")
     try:
-        count = int(float(number) * _UNITS[plain[len(number) :]])
-    except (ValueError, KeyError, OverflowError):
+        count = parse_size(text.lower().removesuffix("/s"))
+    except ValueError:
         count = 0
     if count < 1:
         raise ValueError(f"{text!r} is not a rate such as 500k, 20M or 1.5GiB")

@@ -90,10 +90,10 @@ class _Upload:
 
     def _follow(self, answer: requests.Response) -> None:
         """Be done with an answer, and go on where it says."""
+        finish(answer)
         location = answer.headers.get("Location")
         if location:
             self._location = self._session.join(location, answer.url)
-        finish(answer)
 
     def _resume(self) -> bool:
         """Ask how much has arrived (end-13); False where there is nothing to go on with."""

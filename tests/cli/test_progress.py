@@ -192,6 +192,22 @@ def test_a_retry_does_not_move_the_total_back():
         assert "7 MB of   10 MB" in watched.after(1)[0]
 
 
+def test_a_retry_does_not_move_the_events_back():
+    """Programs draw bars of them, too; what must be done again is an event of its own."""
+    watched = Watched(Events)
+    content = blob(1, 10_000_000)
+    with watched.progress as progress:
+        progress.on_event(plan(content))
+        watched.tell("start", content, content.size)
+        for count in (6_000_000, -6_000_000, 5_000_000, 2_000_000):
+            watched.tell("progress", content, count)
+            watched.clock.now += 1
+            progress.refresh()
+    done = [event["done"] for event in watched.events if event["event"] == "progress"]
+    assert done == [6_000_000, 6_000_000, 6_000_000, 7_000_000]
+    assert [event["lost"] for event in watched.events if event["event"] == "retry"] == [6_000_000]
+
+
 def test_what_an_earlier_run_left_is_no_speed():
     watched = Watched(Bars)
     content = blob(1, 10_000_000_000)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
+
+from clowder_aimage import verify
+from clowder_aimage.cli.main import cli
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.registry import Connection
+
+GONE = "127.0.0.1:1"  # nothing listens there
 
 
 @pytest.fixture
@@ -109,8 +118,159 @@ def test_a_damaged_blob_that_nothing_needs_is_removed(stored):
     stray = "ab" * 32
     path_of(stored, stray).write_bytes(b"something else")
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", "sha256:" + "ab" * 6)]
-    stored("verify", "--repair")
+    out = stored("verify", "--repair").out
+    assert "removed" in out
+    assert "mended" not in out
     assert not path_of(stored, stray).exists()
+    assert set_aside(stored.store) == []
+
+
+# -- what cannot be mended
+
+
+def set_aside(store):
+    """Damaged blobs that were moved away and not back."""
+    return list((store / ".aimage").glob("damaged.*"))
+
+
+@pytest.mark.parametrize("what", ["layer", "config", "manifest"])
+@pytest.mark.parametrize("name", [f"{GONE}/team/x:v1", "x"], ids=["gone", "none"])
+def test_a_damaged_blob_stays_where_no_registry_has_it(name, what, aimage, tiny):
+    here = aimage()
+    here("create", name, tiny)
+    here.name = name
+    manifest = json.loads(path_of(here, digest(here)).read_bytes())
+    encoded = {
+        "layer": blobs(here)[5],
+        "config": manifest["config"]["digest"].removeprefix("sha256:"),
+        "manifest": digest(here),
+    }[what]
+    path = path_of(here, encoded)
+    flip(path)
+    before = path.read_bytes()
+    done = here("--json", "verify", "--repair", code=5)
+    assert ("damaged", f"sha256:{encoded[:12]}") in kinds(done)
+    assert [p["mended"] for p in done.value["problems"] if p["kind"] == "damaged"] == [False]
+    assert path.read_bytes() == before
+    assert set_aside(here.store) == []
+
+
+def test_one_that_can_be_mended_and_one_that_cannot(stored, tiny):
+    """The registry has lost one of two blobs."""
+    other = f"{GONE}/team/other:v1"
+    stored("create", other, tiny, "--license", "mit")
+    mine = json.loads(path_of(stored, digest(stored)).read_bytes())["config"]["digest"]
+    theirs = stored("--json", "show", other).value["digest"].removeprefix("sha256:")
+    encoded = mine.removeprefix("sha256:")
+    for damaged in (encoded, theirs):
+        flip(path_of(stored, damaged))
+    before = path_of(stored, theirs).read_bytes()
+    done = stored("--json", "verify", "--repair", code=5)
+    assert {p["what"][7:]: p["mended"] for p in done.value["problems"]} == {
+        encoded: True,
+        theirs: False,
+    }
+    assert path_of(stored, theirs).read_bytes() == before
+    assert kinds(stored("--json", "verify", code=5)) == [("damaged", f"sha256:{theirs[:12]}")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(error, aimage, tiny, monkeypatch):
+    here = aimage()
+    here("create", "x", tiny)
+    here.name = "x"
+    path = path_of(here, blobs(here)[5])
+    flip(path)
+    before = path.read_bytes()
+    layout = ImageLayout(here.store)
+    report = verify.verify(layout)
+
+    def fetch(*_):
+        assert not path.exists()  # it would be in the way
+        raise error
+
+    monkeypatch.setattr(verify, "_fetch", fetch)
+    with pytest.raises(error):
+        verify.repair(layout, report, Connection(docker_config=here.home))
+    assert path.read_bytes() == before
+    assert set_aside(here.store) == []
+
+
+@pytest.fixture
+def refused(aimage, tiny, monkeypatch):
+    """A store with a blob that is as it should be, and cannot be opened: ``refused(errno)``."""
+    here = aimage()
+    here("create", "x", tiny)
+    here.name = "x"
+
+    def refuse(code, what="layer"):
+        path = path_of(here, blobs(here)[5] if what == "layer" else digest(here))
+        real = Path.open
+
+        def opened(self, *arguments, **options):
+            if self == path:
+                raise OSError(code, os.strerror(code))
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+        return here.store, path
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.EACCES, "unreadable"),
+        (errno.EPERM, "unreadable"),
+        (errno.EMFILE, "unreadable"),
+        (errno.EIO, "damaged"),
+    ],
+    ids=["permission", "policy", "descriptors", "disk"],
+)
+def test_what_cannot_be_read_is_not_called_damaged(code, kind, refused):
+    """Unless it is the disk that says so."""
+    store, path = refused(code)
+    (problem,) = verify.verify(ImageLayout(store)).problems
+    assert (problem.kind, problem.what) == (kind, f"sha256:{path.name}")
+    assert os.strerror(code) in problem.message
+
+
+def test_a_manifest_that_may_not_be_read(refused):
+    store, path = refused(errno.EACCES, "manifest")
+    problems = verify.verify(ImageLayout(store)).problems
+    assert ("unreadable", f"sha256:{path.name}") in [(one.kind, one.what) for one in problems]
+
+
+@pytest.mark.parametrize("repair", [[], ["--repair"]], ids=["look", "repair"])
+def test_what_may_not_be_read_is_a_problem_and_is_left(repair, refused, capsys):
+    store, path = refused(errno.EACCES)
+    before = path.stat()
+    arguments = ["--store", str(store), "--json", "verify", *repair]
+    assert cli.main(arguments, standalone_mode=False) == 5
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["kind"] == "unreadable"
+    assert "mended" not in problem
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert set_aside(store) == []
+
+
+def test_a_directory_in_the_place_of_a_blob_is_left(aimage, tiny):
+    """And nobody says that it was mended."""
+    here = aimage()
+    here("create", "x", tiny)
+    here.name = "x"
+    path = path_of(here, blobs(here)[5])
+    path.unlink()
+    path.mkdir()
+    (path / "file").touch()
+    here("verify", code=5)
+    here("verify", "--repair", code=5)
+    assert (path / "file").exists()
+    assert set_aside(here.store) == []
+
+
+# -- what is no blob
 
 
 def test_what_is_no_blob_is_noted_and_left(stored):

@@ -14,7 +14,7 @@ import pytest
 
 from clowder_aimage.content import part as parts
 from clowder_aimage.content.fetch import NOTED, Fetch
-from clowder_aimage.content.part import SMALLEST_PART
+from clowder_aimage.content.part import SMALL, SMALLEST_PART
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -71,7 +71,8 @@ class Reader(io.RawIOBase):
     def __init__(self, source, content, offset, end, first):
         self.source, self.content, self.offset, self.end = source, content, offset, end
         self.first = first
-        self.ignores_range = not source.ranges and (offset, end) != (0, content.size)
+        is_part = (offset, end) != (0, content.size) or content.size > SMALL
+        self.ignores_range = not source.ranges and is_part  # as registry/download.py tells it
         if self.ignores_range:  # it had to pass over what comes before
             source.bytes[content.digest] += offset
 
@@ -341,6 +342,106 @@ def test_wrong_bytes_are_thrown_away(layout):
     assert layout.exists(CONTENT)
 
 
+def test_wrong_bytes_are_not_asked_for_twice(layout):
+    """There is no other place to have them from."""
+    source = Counted(BIG)
+    source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
+    with pytest.raises(VerificationError, match="hashes to"):
+        fetch(source, layout, CONTENT)
+    assert source.bytes[CONTENT.digest] == CONTENT.size
+
+
+def resumed(layout, data):
+    """What an earlier fetch of the large blob left."""
+    ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    ingest.write_at(0, data)
+    ingest.suspend()
+    assert left_over(layout)
+
+
+def test_a_damaged_partial_is_fetched_again_at_once(layout):
+    resumed(layout, b"?" * (25 * MIB))
+    source = Counted(BIG)
+    watch = fetch(source, layout, CONTENT)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert source.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB + CONTENT.size
+    assert watch.done == CONTENT.size
+    assert left_over(layout) == []
+
+
+def test_a_partial_that_is_damaged_in_full_is_fetched_again(layout):
+    resumed(layout, b"?" * CONTENT.size)
+    source = Counted(BIG)
+    fetch(source, layout, CONTENT)
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert source.bytes[CONTENT.digest] == CONTENT.size
+
+
+def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(layout):
+    resumed(layout, b"?" * (25 * MIB))
+    source = Counted(BIG)
+    source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
+    with pytest.raises(VerificationError, match="hashes to"):
+        fetch(source, layout, CONTENT)
+    assert source.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB + CONTENT.size
+    assert left_over(layout) == []
+
+
+def test_no_bytes_that_are_wrong_end_a_fetch(layout):
+    """A manifest may call anything empty."""
+    content = Descriptor(BLOB, Digest.of(b"something"), 0)
+    engine = Fetch(Counted(), layout, [content], connections=2, on_event=Watch())
+    with pytest.raises(VerificationError, match="hashes to"):
+        ended(engine)
+
+
+def ended(engine):
+    """Run an engine to its end; an AssertionError when there is none."""
+    errors = []
+
+    def run():
+        try:
+            engine.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    hangs = thread.is_alive()
+    if hangs:
+        engine._stop()
+        thread.join(20)
+    assert not hangs, "it did not end"
+    for error in errors:
+        raise error
+
+
+def test_one_that_joins_too_late_finishes_the_blob(layout):
+    """There was something left when it came, and nothing when it took its part: those that had
+    it all are gone by then."""
+    late = threading.Event()
+
+    class Late(Fetch):
+        def _take_part(self, blob, buffer):
+            with self._changed:
+                if blob.readers == 2 and not late.is_set():
+                    late.set()
+                    gone = lambda: blob.readers == 1 and not blob.unclaimed  # noqa: E731
+                    assert self._changed.wait_for(gone, 10), "it is not alone"
+            super()._take_part(blob, buffer)
+
+    def fail(_, offset):
+        assert not offset or late.wait(10), "nobody joined"
+
+    source, watch = Counted(BIG), Watch()
+    source.fail = fail
+    ended(Late(source, layout, [CONTENT], connections=2, on_event=watch))
+    assert layout.path(CONTENT).read_bytes() == BIG
+    assert watch.sums["done"] == CONTENT.size
+    assert left_over(layout) == []
+
+
 def test_a_source_that_ends_early(layout):
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-5]
@@ -376,7 +477,7 @@ def test_a_failure_is_told_though_the_journal_cannot_be_written(layout, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = Counted(BIG, other, together=2)
-    source.fail = Failing(4 * MIB, NetworkError("gone"))
+    source.fail = Failing(3 * MIB, NetworkError("gone"))  # before a first part is whole
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(NetworkError, match="gone"):

@@ -100,12 +100,13 @@ def ended(process, code):
 
 
 def test_every_byte_is_sent_once_and_capped_connections_are_joined_by_more(aimage, artifact, proxy):
-    """Where each connection is slow, all of the budget is at the one blob in the end."""
+    """Where each connection is slow, all of the budget is at the one blob in the end. One whose
+    second half is taken over may have a little of that on its way."""
     proxy.pace = 20 * MIB
     here = aimage()
     here("pull", f"{proxy.host}/{artifact.path}", "--jobs", 4)
     check(store(here), artifact)
-    assert proxy.sent(artifact.digest) == SIZE
+    assert 0 <= proxy.sent(artifact.digest) - SIZE <= BUFFERS
     assert proxy.busiest == 4
     assert len([count for count in proxy.by_connection().values() if count > MIB]) == 4
 
@@ -178,14 +179,14 @@ def test_a_whole_partial_is_checked_and_not_asked_for(aimage, artifact, proxy):
 
 
 def test_a_damaged_partial_is_thrown_away(aimage, artifact, proxy):
+    """And all of it is fetched again, by the same pull."""
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
     ingest.write_at(0, b"?" * (50 * MIB))
     ingest.suspend()
-    assert "hashes to" in here("pull", name, code=5).err
-    assert proxy.sent(artifact.digest) == SIZE - 50 * MIB
     here("pull", name)
     check(store(here), artifact)
+    assert 0 <= proxy.sent(artifact.digest) - (SIZE - 50 * MIB + SIZE) <= BUFFERS
 
 
 # -- two at once
@@ -291,6 +292,18 @@ def test_wrong_bytes_from_the_registry(artifact, registry, proxy, pull_here):
     finally:
         place.write_bytes(BIG)
     pull_here()
+
+
+def test_wrong_bytes_from_the_registry_are_not_asked_for_twice(aimage, artifact, registry, proxy):
+    place = registry.blob(artifact.digest)
+    place.write_bytes(BIG[:-1] + b"?")
+    here = aimage()
+    try:
+        assert "hashes to" in here("pull", f"{proxy.host}/{artifact.path}", code=5).err
+    finally:
+        place.write_bytes(BIG)
+    assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
+    assert list((here.store / ".aimage" / "ingest").iterdir()) == []
 
 
 def test_a_limited_pull_takes_its_time(aimage, artifact, proxy):

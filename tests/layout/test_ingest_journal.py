@@ -81,21 +81,59 @@ def test_what_is_suspended_goes_on(layout):
     complete(layout, ingest)
 
 
-def test_data_is_durable_before_its_entry(layout, monkeypatch):
+@pytest.fixture
+def synchronised(monkeypatch):
+    """The inodes that were made durable, in order, and what the journal said then."""
+    done = []
+
+    def begin(layout):
+        _, journal = files(layout)
+
+        def note(fd):
+            said = journal.read_text() if journal.exists() else None
+            done.append((os.fstat(fd).st_ino, said))
+
+        for name in ("fsync", "fdatasync"):  # macOS has one of them
+            monkeypatch.setattr(os, name, note, raising=False)
+        return done
+
+    return begin
+
+
+def test_data_is_durable_before_its_entry_and_that_before_their_names(layout, synchronised):
+    """No crash leaves an entry without its data; nor are both lost with the directory."""
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
-    _, journal = files(layout)
-    synchronised = []
-
-    def fsync(fd):
-        assert not journal.exists()
-        synchronised.append(os.fstat(fd).st_ino)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    done = synchronised(layout)
     ingest.checkpoint()
-    assert synchronised == [files(layout)[0].stat().st_ino]
-    assert journal.exists()
+    partial, journal = (path.stat().st_ino for path in files(layout))
+    directory = files(layout)[0].parent.stat().st_ino
+    entry = f"\n0-{5 * MIB}\n"
+    assert done == [(partial, None), (journal, entry), (directory, entry)]
     ingest.abort()
+
+
+def test_the_directory_is_made_durable_once(layout, synchronised):
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    ingest.checkpoint()
+    write(ingest, 5 * MIB, 8 * MIB)
+    done = synchronised(layout)
+    ingest.checkpoint()
+    partial, journal = (path.stat().st_ino for path in files(layout))
+    first, second = f"\n0-{5 * MIB}\n", f"\n0-{8 * MIB}\n"
+    assert done == [(partial, first), (journal, first + second)]
+    ingest.abort()
+
+
+def test_a_system_that_cannot_synchronise_data_alone(layout, monkeypatch):
+    """macOS has no fdatasync."""
+    monkeypatch.delattr(os, "fdatasync", raising=False)
+    ingest = begin(layout)
+    write(ingest, 0, 5 * MIB)
+    ingest.checkpoint()
+    killed(ingest)
+    assert begin(layout).missing() == [(5 * MIB, len(DATA))]
 
 
 def test_no_entry_is_made_for_data_that_could_not_be_synchronised(layout, monkeypatch):

@@ -33,8 +33,10 @@ def files(root):
 
 
 def left_over(root):
-    """What lies in our own corner, except the lock."""
-    return {p.name for p in (root / ".aimage").rglob("*") if p.is_file()} - {"lock"}
+    """What lies in our own corner, except locks and what is known of names and manifests."""
+    known = {"names", "used", "listing"}
+    files = [p for p in (root / ".aimage").rglob("*") if p.is_file()]
+    return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock"}
 
 
 def index_of(layout):

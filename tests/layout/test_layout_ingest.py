@@ -198,7 +198,9 @@ def test_no_space_for_the_index_alone(layout, monkeypatch):
         with pytest.raises(NoSpaceError):
             layout.tag(made.descriptor, Reference.parse("b:v1"))
     assert (layout.root / "index.json").read_bytes() == index
-    assert {p.name for p in (layout.root / ".aimage").iterdir()} == {"ingest", "lock"}
+    files = {p.name for p in (layout.root / ".aimage").rglob("*") if p.is_file()}
+    assert not [name for name in files if "." in name]
+    assert [name for name, _ in layout.tags()] == ["a:v1"]
 
 
 def test_a_disk_that_is_really_full(tmp_path):
@@ -228,6 +230,7 @@ def test_the_order_in_which_things_become_durable(layout, monkeypatch):
     put_artifact(layout, "z")
     config = put(layout, b"{}")
     made = manifest(config, [])
+    (before,) = (layout.root / ".aimage" / "names").iterdir()
     log: list[tuple[str, int]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -243,14 +246,21 @@ def test_the_order_in_which_things_become_durable(layout, monkeypatch):
     monkeypatch.setattr(os, "replace", watched_replace)
     layout.push(made.descriptor, bytes_body(made.raw), Reference.parse("a"))
     root = layout.root
+    listed = {path.stat().st_ino for path in (root / ".aimage" / "listing").glob("*")}
     blob_inode = layout.path(made.descriptor).stat().st_ino
     index_inode = (root / "index.json").stat().st_ino
     directory = (root / "blobs" / "sha256").stat().st_ino
+    (name,) = (path for path in (root / ".aimage" / "names").iterdir() if path != before)
+    names = name.parent.stat().st_ino
+    log = [one for one in log if one[1] not in listed]
     assert log == [
         ("fsync", blob_inode),
         ("rename", blob_inode),
         ("fsync", directory),
         ("fsync", (root / "blobs").stat().st_ino),
+        ("fsync", name.stat().st_ino),
+        ("rename", name.stat().st_ino),
+        ("fsync", names),
         ("fsync", index_inode),
         ("rename", index_inode),
         ("fsync", root.stat().st_ino),

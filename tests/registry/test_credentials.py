@@ -294,3 +294,15 @@ def test_where_an_upload_may_go(base, location, url, tmp_path):
                 session.join(location, base)
         else:
             assert session.join(location, base) == url
+
+
+@pytest.mark.parametrize(
+    "location", ["http://[::1", "//[", "http://h:99999999/", "http://h:x/up", "//h:-1/up"]
+)
+@pytest.mark.parametrize("base", ["https://a/v2/", "http://a/v2/"])
+def test_an_upload_location_that_is_no_address(base, location, tmp_path):
+    with (
+        Session(Reference.parse("a.example.com/x"), Connection(docker_config=tmp_path)) as session,
+        pytest.raises(RegistryError, match="as an address"),
+    ):
+        session.join(location, base)

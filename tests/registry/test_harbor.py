@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
-from clowder_aimage.registry import Connection, Repository, login
+from clowder_aimage.registry import Connection, Repository, login, retry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 ROBOT = "robot$team+node-7"
@@ -37,7 +37,7 @@ MANIFEST, _ = artifact(b"{}", b"weights")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def says(status, code, message):

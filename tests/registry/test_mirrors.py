@@ -7,12 +7,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import requests
 
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry.mirror import Mirrors
 from clowder_aimage.registry.settings import HostSettings, read_settings
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
@@ -144,7 +146,7 @@ def test_a_blob_that_is_wrong_everywhere(tmp_path):
 
 
 def test_a_mirror_that_breaks_off_time_and_again(tmp_path, upstream, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
     whole = serving(MANIFEST, BLOBS)
 
     def cut(seen):
@@ -154,6 +156,78 @@ def test_a_mirror_that_breaks_off_time_and_again(tmp_path, upstream, monkeypatch
     with ScriptedRegistry(cut).running() as mirror:
         content, _ = pull(upstream, connect(tmp_path, upstream, mirror.host))
     assert content.digest == DIGEST
+
+
+def test_a_mirror_that_breaks_off_and_lies(tmp_path, monkeypatch):
+    """The registry's own bytes end what a mirror began; it is remembered who that was."""
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    large = bytes(range(256)) * 400
+    manifest, blobs = artifact(b"{}", large)
+    digest = str(Digest.of(large))
+    right, wrong = serving(manifest, blobs), serving(manifest, {digest: b"?" * len(large)})
+
+    def lying(seen):
+        return replace(wrong(seen), cut=1000) if seen.path.endswith(digest) else right(seen)
+
+    with (
+        ScriptedRegistry(right).running() as upstream,
+        ScriptedRegistry(lying).running() as mirror,
+    ):
+        connection = connect(tmp_path, upstream, mirror.host)
+        _, store = pull(upstream, connection, f"@{Digest.of(manifest)}")
+        assert store.path(Descriptor.of("", large)).read_bytes() == large
+        sent = [seen.headers.get("Range") for seen in upstream.seen if seen.path.endswith(digest)]
+    assert sent == [f"bytes=3000-{len(large) - 1}", None]  # the rest, and then all of it
+
+
+class Answering:
+    """A mirror's session that has everything."""
+
+    def __init__(self):
+        self.asked = []
+
+    def url(self, path):
+        return path
+
+    def request(self, _, url, **__):
+        self.asked.append(url)
+        response = requests.Response()
+        response.status_code = 200
+        return response
+
+
+@pytest.fixture
+def answering():
+    session = Answering()
+    return session, Mirrors([session], trust_tags=False)
+
+
+BLOB = f"blobs/{DIGEST}"
+
+
+def test_a_mirror_that_is_avoided_is_asked_for_nothing(answering):
+    session, mirrors = answering
+    assert mirrors.request("GET", BLOB, None, 1) is not None
+    mirrors.avoid(str(DIGEST))
+    assert mirrors.request("GET", BLOB, None, 1) is None
+    assert mirrors.request("GET", f"blobs/{Digest.of(b'other')}", None, 1) is None
+    assert session.asked == [BLOB]
+
+
+def test_what_an_avoided_mirror_sent_is_still_known_as_its_own(answering):
+    _, mirrors = answering
+    mirrors.request("GET", BLOB, None, 1)
+    mirrors.avoid(str(DIGEST))
+    assert mirrors.distrust(str(DIGEST))
+    assert not mirrors.distrust(str(DIGEST))  # told once: all that follows is the registry's
+
+
+def test_what_no_mirror_sent_is_no_mirror_s_fault(answering):
+    session, mirrors = answering
+    mirrors.avoid(str(DIGEST))
+    assert not mirrors.distrust(str(DIGEST))
+    assert mirrors.request("GET", BLOB, None, 1) is not None
+    assert session.asked == [BLOB]
 
 
 def test_what_is_absent_everywhere(tmp_path):

@@ -12,7 +12,7 @@ from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Holders, Origins, Repository
+from clowder_aimage.registry import Connection, Holders, Origins, Repository, retry
 from clowder_aimage.registry.mount import CANDIDATES, holders, neighbours
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
@@ -21,7 +21,7 @@ BLOB = Descriptor.of("application/octet-stream", b"a blob")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 class Taking:

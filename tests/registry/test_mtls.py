@@ -108,6 +108,40 @@ def test_a_ca_file_wins_and_the_client_certificate_is_still_shown(authority, cli
         pull(registry.host, tmp_path, ca_file=right)
 
 
+@pytest.mark.parametrize("trusted", [None, "right", "wrong", "nonsense"])
+def test_insecure_trusts_anyone_and_the_client_certificate_is_still_shown(
+    trusted, authority, clients, tmp_path
+):
+    """Whatever authority certs.d names: nobody is asked."""
+    told = {"right": authority, "wrong": trustme.CA()}.get(trusted)
+    with secured(authority, clients).running() as registry:
+        where = place(tmp_path / "certs.d", registry.host, told, clients)
+        if trusted == "nonsense":
+            (where / "ca.crt").write_text("nonsense")
+        pull(registry.host, tmp_path, insecure=True)
+
+
+def test_insecure_with_an_authority_alone(authority, tmp_path):
+    with secured(authority).running() as registry:
+        place(tmp_path / "certs.d", registry.host, trustme.CA())
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(registry.host, tmp_path)
+        pull(registry.host, tmp_path, insecure=True)
+
+
+def test_insecure_does_not_mind_another_host_s_certificate(authority, clients, tmp_path):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("elsewhere.example.com").configure_cert(context)
+    registry = ScriptedRegistry(serving(MANIFEST, BLOBS))
+    registry.wrap(context)
+    with registry.running():
+        host = f"{HOST}:{registry.host.rpartition(':')[2]}"
+        place(tmp_path / "certs.d", host, authority, clients)
+        with pytest.raises(NetworkError, match="cannot trust"):
+            pull(host, tmp_path)
+        pull(host, tmp_path, insecure=True)
+
+
 def test_another_origin_is_shown_no_client_certificate(authority, clients, tmp_path):
     """Blobs come from another port; it asks for a certificate, and trusts the one we have."""
     shown = []

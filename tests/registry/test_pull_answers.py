@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from dataclasses import replace
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, copy
+from clowder_aimage.content import MemoryStore, copy, part
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -16,8 +18,9 @@ from clowder_aimage.errors import (
     RegistryError,
     VerificationError,
 )
-from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import Connection, Repository, download, retry
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
@@ -29,7 +32,7 @@ KIND = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Retries wait; these tests need not."""
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def pull(script, tmp_path, reference="{host}/team/x:v1"):
@@ -117,6 +120,139 @@ def test_a_range_that_is_not_the_one_asked_for_is_never_believed(bad, tmp_path):
 
     store, *_ = pull(changed(change), tmp_path)
     assert store._blobs[Digest.of(BLOB)] == BLOB
+
+
+@pytest.mark.parametrize(
+    ("small", "span"),
+    [(len(BLOB), None), (len(BLOB) - 1, f"bytes=0-{len(BLOB) - 1}")],
+    ids=["small", "large"],
+)
+def test_what_others_may_join_is_asked_for_as_a_range(small, span, tmp_path, monkeypatch):
+    """Also where that is all of it: the answer tells what this server does about ranges."""
+    monkeypatch.setattr(download, "SMALL", small)
+    _, _, registry = pull(serving(MANIFEST, BLOBS), tmp_path)
+    assert [seen.headers.get("Range") for seen in registry.seen if is_blob(seen)] == [span]
+
+
+def without_ranges(manifest, blobs):
+    """A script that answers as if nobody had asked for a part."""
+    right = serving(manifest, blobs)
+    return lambda seen: right(replace(seen, headers={}))
+
+
+def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "SMALL", len(BLOB) - 1)
+    with ScriptedRegistry(without_ranges(MANIFEST, BLOBS)).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        with (
+            Repository(name, Connection(docker_config=tmp_path)) as repository,
+            repository.open(Descriptor.of("", BLOB)) as reader,
+        ):
+            assert reader.ignores_range
+            assert reader.read() == BLOB
+        assert len(registry.seen) == 1
+
+
+def test_a_server_without_ranges_is_joined_by_nobody(tmp_path, monkeypatch):
+    """A slow connection has all of a large blob before it, and another has nothing to do."""
+    monkeypatch.setattr(part, "WORTH_SHARING", 0.01)
+    large = BLOB * 20
+    manifest, blobs = artifact(b"{}", large, *(str(i).encode() for i in range(30)))
+    digest, right = Digest.of(large), without_ranges(manifest, blobs)
+    left, lock, asked = set(blobs) - {str(digest)}, threading.Lock(), []
+    idle, joined = threading.Event(), threading.Event()
+
+    def script(seen):
+        if seen.path.endswith(str(digest)):
+            asked.append(seen)
+            if len(asked) > 1:
+                joined.set()
+        return right(seen)
+
+    def on_event(event):
+        if event.kind == "done":
+            with lock:
+                left.discard(str(event.content.digest))
+                if not left:
+                    idle.set()
+        elif event.kind == "progress" and event.content.digest == digest and not idle.is_set():
+            assert idle.wait(20)
+            joined.wait(0.5)
+
+    with ScriptedRegistry(script).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        layout = ImageLayout(tmp_path / "store")
+        with Repository(name, Connection(docker_config=tmp_path)) as repository:
+            copy(repository, name, layout, concurrency=2, on_event=on_event)
+    assert layout.exists(Descriptor.of("", large))
+    assert len(asked) == 1
+
+
+# -- redirects
+
+
+def redirecting(answer):
+    """Every blob is elsewhere: where ``answer`` says."""
+    right = serving(MANIFEST, BLOBS)
+
+    def script(seen):
+        if "/blobs/" in seen.path:
+            return answer
+        return right(replace(seen, path=seen.path.replace("/there/", "/blobs/")))
+
+    return script
+
+
+def test_the_body_of_a_redirect_is_not_read_to_its_end(tmp_path):
+    """A few words are; it may have no end at all."""
+    headers = {"Location": f"/there/{NAME}", "Content-Length": str(1 << 40)}
+    script = redirecting(Answer(307, headers, b"gone", flood=64 << 20))
+    with ScriptedRegistry(script).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        with (
+            Repository(name, Connection(docker_config=tmp_path)) as repository,
+            repository.open(Descriptor.of("", BLOB)) as reader,
+        ):
+            assert reader.read() == BLOB
+    assert registry.flooded < 32 << 20
+
+
+def test_a_short_redirect_does_not_cost_a_connection(tmp_path):
+    headers = {"Location": f"/there/{NAME}"}
+    script = redirecting(Answer(307, headers, b"<a href>elsewhere</a>"))
+    with ScriptedRegistry(script).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        with Repository(name, Connection(docker_config=tmp_path)) as repository:
+            repository.resolve(name)
+            with repository.open(Descriptor.of("", BLOB)) as reader:
+                assert reader.read() == BLOB
+        assert len({seen.client for seen in registry.seen}) == 1
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://[::1",
+        "http://h:99999999/",
+        "http://h:x/",
+        "http://h:-1/",
+        "//[",
+        "http://",
+        "ftp://h/",
+        "http://" + "h" * 70 + ".example.com/",
+        "http://a..b/",
+        "http://\xa0/",
+    ],
+)
+@pytest.mark.parametrize("what", ["/manifests/", "/blobs/"])
+def test_a_redirect_to_what_is_no_address(what, location, tmp_path):
+    right = serving(MANIFEST, BLOBS)
+
+    def script(seen):
+        return Answer(307, {"Location": location}) if what in seen.path else right(seen)
+
+    with pytest.raises(NetworkError):
+        pull(script, tmp_path)
 
 
 def test_a_connection_that_always_drops_is_given_up(tmp_path):

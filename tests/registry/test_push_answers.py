@@ -18,7 +18,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import Connection, Repository, retry
 from tests.scripted import Answer, ScriptedRegistry
 
 FILE = b'{"model_type": "test"}'
@@ -26,7 +26,7 @@ FILE = b'{"model_type": "test"}'
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def error(status, code, message="", detail=None):

@@ -10,7 +10,7 @@ from clowder_aimage.attach import attach, build
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import Connection, Repository, retry
 from clowder_aimage.registry.referrer import entry_of, tag_of, with_entry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
@@ -23,7 +23,7 @@ SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def entry(text, kind=SBOM):

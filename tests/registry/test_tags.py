@@ -8,13 +8,13 @@ import pytest
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, VerificationError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository, listing
+from clowder_aimage.registry import Connection, Repository, listing, retry
 from tests.scripted import Answer, ScriptedRegistry
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def page(tags, link=None):

@@ -59,6 +59,18 @@ def test_an_unknown_authority_is_not_trusted(secured, tmp_path):
     with pytest.raises(NetworkError, match="cannot trust the certificate") as raised:
         pull(secured, tmp_path)
     assert "--ca-file" in str(raised.value.hint)
+    assert "--plain-http" not in str(raised.value.hint)  # it does speak TLS
+
+
+def test_tls_to_a_registry_without(tmp_path):
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        host = f"{HOST}:{registry.host.rpartition(':')[2]}"
+        with pytest.raises(NetworkError, match=f"cannot speak TLS with {host}") as raised:
+            pull(host, tmp_path)
+        assert "--plain-http" in str(raised.value.hint)
+        assert "--ca-file" not in str(raised.value.hint)
+        assert not registry.seen
+        pull(host, tmp_path, plain_http=True)
 
 
 @pytest.mark.usefixtures("other_bundle")

@@ -17,6 +17,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import Connection, Repository, retry, upload
 from clowder_aimage.registry.retry import ATTEMPTS
+from clowder_aimage.registry.settings import HostSettings
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 MIB = 1024 * 1024
@@ -103,8 +104,9 @@ class Strict:
         return Answer(201)
 
 
-def push(strict, tmp_path, *blobs):
-    """Push an artifact of blobs from a layout; returns the registry and the progress of each."""
+def push(strict, tmp_path, *blobs, chunk=0):
+    """Push an artifact of blobs from a layout; returns the registry. ``chunk`` is the largest body
+    that it is known to take."""
     raw, _ = artifact(b"{}", *blobs)
     layout = ImageLayout(tmp_path / "store")
     here = Reference(None, "x", "v1")
@@ -123,7 +125,9 @@ def push(strict, tmp_path, *blobs):
             if event.kind == "progress" and event.content.size > MIB:
                 counts.append(event.count)
 
-        with Repository(name, Connection(docker_config=tmp_path)) as target:
+        settings = {registry.host: HostSettings(chunk_size=chunk)}
+        connection = Connection(docker_config=tmp_path, registries=settings)
+        with Repository(name, connection) as target:
             copy(layout, here, target, name, concurrency=1, on_event=on_event)
     for blob in blobs:
         assert strict.blobs[hashlib.sha256(blob).hexdigest()] == blob
@@ -199,6 +203,29 @@ def test_a_smallest_piece_that_is_none(least, tmp_path):
     strict = Strict(limit=4 * MIB)
     strict.least = least
     push(strict, tmp_path, BLOB)
+
+
+def test_a_smallest_piece_is_no_reason_for_pieces(tmp_path, monkeypatch):
+    """Where any body is taken, a large blob is one."""
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    registry = push(Strict(least=MIB), tmp_path, BLOB)
+    assert pieces(registry) == [("PATCH", None, SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "least", "sizes"),
+    [
+        (2 * MIB, MIB, [2 * MIB] * 3),
+        (MIB, 2 * MIB, [2 * MIB] * 3),
+        (MIB, 4 * MIB, [4 * MIB, SIZE - 4 * MIB]),
+        (2 * MIB, 0, [2 * MIB] * 3),
+    ],
+    ids=["largest", "smallest", "rest", "any"],
+)
+def test_pieces_between_the_smallest_and_the_largest(chunk, least, sizes, tmp_path):
+    """Where the two contradict each other, what the registry says of itself counts."""
+    registry = push(Strict(least=least), tmp_path, BLOB, chunk=chunk)
+    assert [size for method, _, size in pieces(registry) if method == "PATCH"] == sizes
 
 
 # -- where it is
@@ -346,6 +373,146 @@ def test_what_arrived_unseen_is_not_sent_again(tmp_path):
     strict.fails = fails
     registry = push(strict, tmp_path, BLOB)
     assert pieces(registry) == [("PUT", None, SIZE)]
+
+
+# -- uploads that the registry has forgotten
+
+
+def forgetting(method, status, then=lambda seen: None):
+    """Answers the first large request of a method so, once ``then`` has heard of it."""
+    answer = failing(lambda seen: seen.method == method and len(seen.body) > MIB, Answer(status))
+
+    def fails(seen):
+        found = answer(seen)
+        if found is not None:
+            then(seen)
+        return found
+
+    return fails
+
+
+@pytest.fixture(params=["PUT", "PATCH"])
+def method(request, monkeypatch):
+    """How a large blob goes."""
+    if request.param == "PATCH":
+        monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    return request.param
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_forgotten_upload_begins_anew(method, status, tmp_path):
+    registry = push(Strict(fails=forgetting(method, status)), tmp_path, BLOB)
+    assert pieces(registry) == [(method, None, SIZE)] * 2
+    first, second = [number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB]
+    between = [(seen.method, "/upload/" in seen.path) for seen in registry.seen[first + 1 : second]]
+    assert between == [("HEAD", False), ("POST", False)]  # nobody asks where it was
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_forgotten_upload_that_arrived_is_over(method, status, tmp_path):
+    """It was finished by a request whose answer was lost, or by somebody else."""
+    encoded = hashlib.sha256(BLOB).hexdigest()
+    strict = Strict()
+    strict.fails = forgetting(
+        method, status, then=lambda seen: strict.blobs.update({encoded: seen.body})
+    )
+    registry = push(strict, tmp_path, BLOB)
+    assert pieces(registry) == [(method, None, SIZE)]
+    large = next(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
+    assert registry.seen[large + 1].method == "HEAD"
+    assert registry.seen[large + 1].path.endswith(encoded)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_registry_that_forgets_every_upload_is_given_up(method, status, tmp_path):
+    """One of several behind a load balancer that share nothing: the hint says so."""
+    strict = Strict()
+
+    def fails(seen):
+        assert strict.begun < 50
+        return Answer(status) if seen.method == method and len(seen.body) > MIB else None
+
+    strict.fails = fails
+    with pytest.raises(NetworkError, match="the upload of blob sha256:") as raised:
+        push(strict, tmp_path, BLOB)
+    assert strict.begun == ATTEMPTS
+    assert "load balancer" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_registry_that_forgets_after_each_piece_is_given_up(status, tmp_path):
+    """That a first piece is taken each time is no way forward."""
+    strict = Strict()
+
+    def fails(seen):
+        assert strict.begun < 50
+        return Answer(status) if seen.headers.get("Content-Range", "").startswith("2") else None
+
+    strict.fails = fails
+    with pytest.raises(NetworkError, match="the upload of blob sha256:"):
+        push(strict, tmp_path, BLOB, chunk=2 * MIB)
+    assert strict.begun == ATTEMPTS
+
+
+def closing(strict, *, stored):
+    """A PUT without a body is answered with 504 once; the blob is in the registry or is not."""
+
+    def fails(seen):
+        if seen.method != "PUT" or seen.body or len(strict.here) != SIZE:
+            return None
+        if stored:
+            strict.blobs[hashlib.sha256(strict.here).hexdigest()] = bytes(strict.here)
+        strict.fails = lambda _: None
+        return Answer(504)
+
+    return fails
+
+
+def after_the_last_byte(registry):
+    """What was asked for once all of a large blob had been sent."""
+    large = max(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
+    return [
+        (seen.method, "/upload/" in seen.path)
+        for seen in registry.seen[large + 1 :]
+        if "manifests" not in seen.path
+    ]
+
+
+def test_what_was_closed_unseen_is_not_closed_again(tmp_path, monkeypatch):
+    """The upload is still known, with every byte of the blob, which is there."""
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    strict = Strict()
+    strict.fails = closing(strict, stored=True)
+    registry = push(strict, tmp_path, BLOB)
+    asked = after_the_last_byte(registry)
+    assert asked[:3] == [("PUT", True), ("GET", True), ("HEAD", False)]
+    assert [step for step in asked[3:] if step[0] == "PUT"] == [("PUT", True)]  # the config's
+
+
+def test_what_was_not_closed_is_looked_for_before_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    strict = Strict()
+    strict.fails = closing(strict, stored=False)
+    registry = push(strict, tmp_path, BLOB)
+    assert after_the_last_byte(registry)[:4] == [
+        *(("PUT", True), ("GET", True), ("HEAD", False), ("PUT", True))
+    ]
+    assert pieces(registry) == [("PATCH", None, SIZE)]
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "http://h:99999999/"])
+@pytest.mark.parametrize("when", ["POST", "PATCH"])
+def test_an_upload_that_goes_on_at_what_is_no_address(when, location, tmp_path, monkeypatch):
+    """The registry has lost its way; another attempt would not help."""
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    strict = Strict()
+    strict.fails = lambda seen: Answer(202, {"Location": location}) if seen.method == when else None
+    with pytest.raises(RegistryError, match="as an address"):
+        push(strict, tmp_path, BLOB)
+    assert strict.begun == (when == "PATCH")
+
+
+# -- other ways
 
 
 def test_a_large_blob_is_resumable_where_a_put_is_not(tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ def test_the_storage_documents_index_is_read_and_kept(name, tmp_path):
     with edit_index(tmp_path) as index:
         index["annotations"] = {"touched": "yes"}
     assert parse_document((tmp_path / "index.json").read_bytes()).raw  # an index still
-    (kept,) = layout._entries()
+    (kept,) = layout.entries()
     assert kept[1].to_json() == entry
 
 

@@ -1,0 +1,114 @@
+"""Leases: what a running process needs of the store, so that no collection takes it.
+
+A lease is a file in ``.aimage/lease`` that lists digests, locked by the process whose it is. The
+lock goes with the process, and with it the lease. Digests are added under the collection's lock,
+shared: a collection that has begun to remove is over before, and whoever asks then whether a blob
+is there hears the truth until the lease ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from clowder_aimage.errors import AImageError, StoreError
+from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.lock import PRIVATE, READ_ONLY, flock, held, make_directory, open_shared
+from clowder_aimage.oci import Digest
+
+COLLECTION = "gc.lock"
+_DIRECTORY = "lease"
+_MAX_SIZE = 256 * 1024 * 1024
+
+
+class FileLease:
+    """Keeps digests until it is closed. In a store that we may only read, it keeps nothing."""
+
+    def __init__(self, root: Path, digests: Iterable[Digest] = ()) -> None:
+        self._root = root
+        self._path = root / PRIVATE / _DIRECTORY / secrets.token_hex(12)
+        self._fd = -1
+        self._held: set[Digest] = set()
+        self._lock = threading.Lock()
+        self.add(*digests)
+
+    def add(self, *digests: Digest) -> None:
+        """Keep these too, before it is asked whether they are there. Raises StoreError."""
+        with self._lock:
+            self._add(set(digests) - self._held)
+
+    def _add(self, new: set[Digest]) -> None:
+        if not new or not (self._root / "blobs").is_dir():
+            return  # where there are no blobs yet, nothing can be taken away
+        self._held |= new
+        try:
+            with held(self._root, COLLECTION, shared=True), store_errors(self._root):
+                if self._fd < 0:
+                    make_directory(self._root, PRIVATE, _DIRECTORY)
+                    self._fd = open_shared(self._path)
+                    flock(self._fd, fcntl.LOCK_EX)
+                os.write(self._fd, "".join(f"{digest}\n" for digest in new).encode())
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) not in READ_ONLY:
+                raise
+
+    def close(self) -> None:
+        """Let go of everything."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            os.close(fd)
+
+    def __enter__(self) -> FileLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def leased(root: Path, *, remove: bool) -> set[Digest]:
+    """What living processes hold. Leases of dead ones are removed where ``remove`` says so.
+
+    Raises:
+        StoreError: a lease cannot be read; then nothing may be collected.
+    """
+    digests: set[Digest] = set()
+    for path in sorted((root / PRIVATE / _DIRECTORY).glob("*")):
+        with store_errors(root):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue
+            with os.fdopen(fd, "rb", buffering=0) as file:
+                if _is_dead(fd):
+                    if remove:
+                        path.unlink(missing_ok=True)
+                else:
+                    digests |= set(_digests(file.read(_MAX_SIZE) or b""))
+    return digests
+
+
+def _is_dead(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it is held; or there are no locks, and nobody can tell
+        return False
+    return True
+
+
+def _digests(raw: bytes) -> Iterator[Digest]:
+    for line in raw.decode("ascii", "replace").split("\n"):
+        with contextlib.suppress(AImageError):
+            yield Digest.parse(line)

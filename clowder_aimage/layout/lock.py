@@ -1,0 +1,84 @@
+"""Locks between processes, and files that a group may share.
+
+Locks are ``flock``: they go with the process, however that ends. Some network file systems do not
+have them; then every process goes on as if it were alone, and what it publishes is verified all
+the same (docs/operations.md says what that costs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from clowder_aimage.layout.fault import store_errors
+
+PRIVATE = ".aimage"  # the directory of a store that only we need
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def flock(fd: int, operation: int) -> None:
+    """Lock an open file. Raises BlockingIOError with LOCK_NB where another has it."""
+    try:
+        fcntl.flock(fd, operation)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+@contextlib.contextmanager
+def held(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
+    """Hold the store's lock of that name. Raises StoreError."""
+    with store_errors(root):
+        make_directory(root, PRIVATE)
+        fd = open_shared(root / PRIVATE / name)
+    try:
+        with store_errors(root):
+            flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
+    """Open or make a file that everyone who may write its directory may write, too."""
+    try:
+        return os.open(path, flags & ~os.O_CREAT)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    fd = os.open(path, flags, 0o600)
+    share(fd, os.path.dirname(path))
+    return fd
+
+
+def share(fd: int, directory: str | Path, wanted: int = 0o660) -> None:
+    """Give a new file to the group of a directory that is a group's (setgid, writable)."""
+    mode = os.stat(directory).st_mode
+    if mode & stat.S_ISGID and mode & stat.S_IWGRP:
+        with contextlib.suppress(PermissionError):  # another has made it, and does this
+            os.fchmod(fd, wanted)
+
+
+def make_directory(root: Path, *names: str) -> Path:
+    """Make ``root/names...`` where it is not there. In a group's store it is the group's."""
+    path = root.joinpath(*names)
+    if path.is_dir():
+        return path
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+    wanted = stat.S_IMODE(root.stat().st_mode)
+    part = root
+    for name in names:
+        part = part / name
+        with contextlib.suppress(FileExistsError):
+            part.mkdir()
+            if wanted & stat.S_ISGID and wanted & stat.S_IWGRP:
+                part.chmod(wanted)
+    return path
