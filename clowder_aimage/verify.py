@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def _aside(layout: ImageLayout, problem: Problem) -> Path:
     aside = layout.root / ".aimage" / f"damaged.{path.name}"
     with store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
-        path.replace(aside)
+        with contextlib.suppress(FileNotFoundError):  # it is another store's: not ours to mend
+            path.replace(aside)
     return aside
 
 
@@ -81,7 +83,7 @@ def _end(layout: ImageLayout, problem: Problem, aside: Path, *, is_mended: bool)
     with store_errors(layout.root):
         if is_mended:
             aside.unlink(missing_ok=True)
-        else:
+        elif aside.exists():
             aside.replace(_path(layout, problem))
 
 

@@ -109,37 +109,39 @@ jobs_option = click.option(
 class Settings:
     """The common options of this command line."""
 
-    store: Path
+    stores: tuple[Path, ...]
     as_json: bool
     quiet: bool
 
     @property
     def layout(self) -> ImageLayout:
-        from clowder_aimage.layout import ImageLayout
+        from clowder_aimage.layout import ImageLayout, Stores
 
-        return ImageLayout(self.store)
+        first, *others = self.stores
+        return Stores(self.stores) if others else ImageLayout(first)
 
 
 def settings() -> Settings:
     """The common options, wherever on the command line they stood."""
     meta = click.get_current_context().meta
     return Settings(
-        store=meta.get(META + "store") or default_store(),
+        stores=(meta[META + "store"],) if META + "store" in meta else default_stores(),
         as_json=bool(meta.get(META + "as_json")),
         quiet=bool(meta.get(META + "quiet")),
     )
 
 
-def default_store() -> Path:
-    """AIMAGE_STORE, or the platform's place for data (XDG Base Directory; macOS Library)."""
-    named = os.environ.get("AIMAGE_STORE")
+def default_stores() -> tuple[Path, ...]:
+    """Those in AIMAGE_STORE, the first to be written; else the platform's place for data (XDG Base
+    Directory; macOS Library)."""
+    named = [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]
     if named:
-        return Path(named)
+        return tuple(Path(name) for name in named)
     home = Path.home()
     if sys.platform == "darwin":
-        return home / "Library" / "Application Support" / "aimage"
+        return (home / "Library" / "Application Support" / "aimage",)
     base = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else home / ".local" / "share") / "aimage"
+    return ((Path(base) if Path(base).is_absolute() else home / ".local" / "share") / "aimage",)
 
 
 def connection(

@@ -2,5 +2,6 @@
 
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.stores import Stores
 
-__all__ = ["FileIngest", "ImageLayout"]
+__all__ = ["FileIngest", "ImageLayout", "Stores"]

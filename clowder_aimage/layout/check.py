@@ -20,7 +20,6 @@ from clowder_aimage.errors import (
     FormatError,
     VerificationError,
 )
-from clowder_aimage.layout.ingest import blob_path
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
 
@@ -147,7 +146,7 @@ class Check:
     def _blob(self, wanted: _Wanted) -> None:
         content = wanted.content
         try:
-            encoded, size = self._hash(Path(blob_path(self._layout.root, content)), content)
+            encoded, size = self._hash(Path(self._layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
             message = f"{content.digest} is not there ({content.size} bytes)"

@@ -73,15 +73,16 @@ class ImageLayout:
     def exists(self, content: Descriptor, /) -> bool:
         with store_errors(self.root):
             try:
-                return os.stat(blob_path(self.root, content)).st_size == content.size
+                return os.stat(self.place(content)).st_size == content.size
             except FileNotFoundError:
                 return False
 
-    def _path(self, content: Descriptor) -> str:
+    def place(self, content: Descriptor) -> str:
+        """The path that the content has, or would have."""
         return blob_path(self.root, content)
 
     def path(self, content: Descriptor, /) -> Path:
-        path = Path(self._path(content))
+        path = Path(self.place(content))
         if not path.is_file():
             raise NotFoundError(
                 f"{content.digest} is not in the store {self.root}",
@@ -140,7 +141,7 @@ class ImageLayout:
     def used(self, content: Descriptor) -> float:
         """When a manifest was last used, or came here; seconds since the epoch."""
         encoded = content.digest.encoded
-        for path in (os.path.join(self.root, PRIVATE, "used", encoded), self._path(content)):
+        for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.place(content)):
             with contextlib.suppress(OSError):
                 return os.stat(path).st_mtime
         return 0.0

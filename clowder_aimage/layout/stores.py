@@ -1,0 +1,58 @@
+"""Several stores in order: the first is written, all are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+from clowder_aimage.layout.ingest import blob_path
+from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.lease import FileLease
+from clowder_aimage.oci import Descriptor, Digest
+
+
+class Stores(ImageLayout):
+    """The store in ``roots[0]``, with what the others hold.
+
+    A name that several have means what the first of them says. What another store has is not
+    fetched again, nor copied: the first store then needs that one.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        super().__init__(roots[0])
+        self._others = [ImageLayout(root) for root in roots[1:]]
+
+    def entries(self) -> Iterator[tuple[str, Descriptor]]:
+        seen: set[str] = set()
+        listed = [super().entries(), *(other.entries() for other in self._others)]
+        for name, descriptor in chain.from_iterable(listed):
+            if not name or name not in seen:
+                yield name, descriptor
+            seen.add(name)
+
+    def place(self, content: Descriptor) -> str:
+        own = super().place(content)
+        places = [own, *(blob_path(other.root, content) for other in self._others)]
+        return next((path for path in places if os.path.isfile(path)), own)
+
+    def lease(self, *digests: Digest) -> FileLease:
+        return _Leases([self.root, *(other.root for other in self._others)], digests)
+
+
+class _Leases(FileLease):
+    """A lease in each store; those that we may not write keep nothing."""
+
+    def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
+        self._leases = [FileLease(root, digests) for root in roots]
+
+    def add(self, *digests: Digest) -> None:
+        for lease in self._leases:
+            lease.add(*digests)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for lease in self._leases:
+                stack.callback(lease.close)

@@ -1,0 +1,104 @@
+"""Several stores in order, and stores that we may only read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+NOBODY = 65534
+# another user may not be allowed to read the code: it is read before we are that user
+AS_NOBODY = f"""
+import importlib, os, sys
+for name in "ls show tag gc verify output progress".split():
+    importlib.import_module(f"clowder_aimage.cli.{{name}}")
+import clowder_aimage.layout.collect, clowder_aimage.verify
+from clowder_aimage.cli.main import main
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+main()
+"""
+
+
+def files(root):
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.fixture
+def two(aimage, tiny):
+    """A store of one's own beside one that only another may write."""
+    here = aimage()
+    other = here.home / "other"
+    here("--store", other, "create", "theirs", tiny)
+    here("--store", here.store, "create", "mine", tiny, "--license", "mit")
+    here.environment["AIMAGE_STORE"] = f"{here.home / 'first'}{os.pathsep}{other}"
+    here.other = other
+    return here
+
+
+def run(here, *arguments, code=0, program=("-m", "clowder_aimage.cli")):
+    done = subprocess.run(
+        [sys.executable, *program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=here.env(),
+        cwd="/",
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_all_are_read_and_the_first_is_written(two):
+    before = files(two.other)
+    first = two.home / "first"
+    run(two, "tag", "theirs", "again")
+    assert json.loads(run(two, "--json", "ls"))[0]["reference"] == "again:latest"
+    assert "again:latest" not in run(two, "--store", two.other, "ls")
+    run(two, "show", "theirs")
+    run(two, "verify", "again")
+    assert len(list((first / "blobs").rglob("*"))) == 0  # it needs the other one
+    run(two, "rm", "theirs", code=3)  # not ours
+    run(two, "rm", "again")
+    run(two, "gc", "--grace", "0")
+    assert {path: at for path, at in files(two.other).items() if ".aimage" not in path.parts} == {
+        path: at for path, at in before.items() if ".aimage" not in path.parts
+    }
+
+
+def test_what_another_store_has_is_not_written_again(two, tiny):
+    run(two, "create", "mine", tiny)
+    blobs = [path for path in (two.home / "first" / "blobs").rglob("*") if path.is_file()]
+    assert blobs == []
+    shutil.rmtree(two.other)
+    assert "missing" in run(two, "verify", code=5)
+
+
+def test_the_first_that_has_a_name_says_what_it_means(two, tiny):
+    run(two, "create", "theirs", tiny, "--license", "mit")
+    rows = json.loads(run(two, "--json", "ls"))
+    assert [row["reference"] for row in rows] == ["theirs:latest"]
+    ours = run(two, "--json", "show", "theirs")
+    assert json.loads(ours)["digest"] == rows[0]["digest"]
+    assert (
+        rows[0]["digest"] != json.loads(run(two, "--store", two.other, "--json", "ls"))[0]["digest"]
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_users_store_can_be_listed_shown_and_verified(two):
+    for path in (two.home, *two.home.parents):
+        if not path.stat().st_mode & 0o005:
+            path.chmod(path.stat().st_mode | 0o005)
+    before = files(two.other)
+    theirs, program = ("--store", two.other), ("-c", AS_NOBODY)
+    for verb in (["ls"], ["show", "theirs"], ["verify"], ["verify", "theirs"]):
+        assert "theirs" in run(two, *theirs, *verb, program=program) or verb[0] == "verify"
+    run(two, *theirs, "tag", "theirs", "x", code=1, program=program)
+    run(two, *theirs, "gc", code=1, program=program)
+    assert files(two.other) == before
