@@ -31,6 +31,7 @@ def create(
     directory: Path,
     *,
     dialect: str = DEFAULT,
+    algorithm: str = "sha256",
     provenance: Provenance | None = None,
     jobs: int | None = None,
     on_plan: Callable[[Plan], None] = lambda _: None,
@@ -38,7 +39,8 @@ def create(
 ) -> Created:
     """Pack the model in ``directory`` and name it ``reference``.
 
-    The same directory gives the same manifest digest on every machine.
+    The same directory gives the same manifest digest on every machine. ``algorithm`` hashes the
+    layers and the config; the manifest is always known by its sha256, for registries' sake.
 
     Raises:
         ModelError: the directory is not a model that can be packed; nothing was written then,
@@ -47,7 +49,7 @@ def create(
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
     chosen = DIALECTS[dialect]
-    plan = make_plan(take_inventory(directory), chosen, provenance or Provenance())
+    plan = make_plan(take_inventory(directory), chosen, provenance or Provenance(), algorithm)
     validate("aimage-config", AImage(plan.config, ()).properties)
     on_plan(plan)
     with store.lease() as lease:

@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     metavar="TIME",
     help="RFC 3339. Recorded only when given. [env: SOURCE_DATE_EPOCH, in seconds]",
 )
+@click.option(
+    "--digest",
+    "algorithm",
+    type=click.Choice(["sha256", "sha512"]),
+    default="sha256",
+    show_default=True,
+    help="What the layers and the config are known by.",
+)
 @jobs_option
 @common_options
 def create(
@@ -53,6 +61,7 @@ def create(
     license_: str | None,
     source: str | None,
     created: str | None,
+    algorithm: str,
     jobs: int | None,
 ) -> None:
     """Pack the diffusers model directory DIR (default: here) as the AImage NAME.
@@ -75,6 +84,7 @@ def create(
             reference,
             directory,
             dialect="custom" if manifest_type == "custom" else dialect,
+            algorithm=algorithm,
             provenance=Provenance(license_, source, _created(created)),
             jobs=jobs,
             on_plan=lambda plan: progress.begin(plan.size),

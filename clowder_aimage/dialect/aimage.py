@@ -43,6 +43,11 @@ class AImage:
     config: bytes
     layers: tuple[Layer, ...]
 
+    @property
+    def algorithm(self) -> str:
+        """What the layers are hashed with, and then the config, too."""
+        return self.layers[0].descriptor.digest.algorithm if self.layers else "sha256"
+
     def layer(self, name: str) -> Layer:
         """The layer of that name. Raises NotFoundError."""
         for layer in self.layers:

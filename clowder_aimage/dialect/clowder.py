@@ -31,7 +31,7 @@ class Clowder:
         return AImage(config, check_names(tuple(_read(layer) for layer in manifest.layers)))
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        config = Descriptor.of(mediatype.AIMAGE_CONFIG, aimage.config)
+        config = Descriptor.of(mediatype.AIMAGE_CONFIG, aimage.config, algorithm=aimage.algorithm)
         document: dict[str, Any] = {
             "schemaVersion": 2,
             "mediaType": self._media_type,

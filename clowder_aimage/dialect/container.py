@@ -63,7 +63,9 @@ class Container:
         document = {
             "schemaVersion": 2,
             "mediaType": mediatype.OCI_MANIFEST,
-            "config": Descriptor.of(mediatype.OCI_CONFIG, config).to_json(),
+            "config": Descriptor.of(
+                mediatype.OCI_CONFIG, config, algorithm=aimage.algorithm
+            ).to_json(),
             "layers": [_write(layer) for layer in aimage.layers],
         }
         return Manifest.build(document), config

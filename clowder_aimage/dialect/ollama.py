@@ -45,7 +45,9 @@ class Ollama:
         document = {
             "schemaVersion": 2,
             "mediaType": mediatype.DOCKER_MANIFEST,
-            "config": Descriptor.of(mediatype.DOCKER_CONFIG, config).to_json(),
+            "config": Descriptor.of(
+                mediatype.DOCKER_CONFIG, config, algorithm=aimage.algorithm
+            ).to_json(),
             "layers": [
                 to_named(layer, _media_type(_WRITE, layer.descriptor)) for layer in aimage.layers
             ],

@@ -19,7 +19,7 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.tensor import encode_header
 
-_UNKNOWN = Digest("sha256", "0" * 64)
+_UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,12 @@ class PlannedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layers in the order they will have, and the bytes of the AImage config."""
+    """The layers in the order they will have, the bytes of the AImage config, and what is to
+    hash them all."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
+    algorithm: str
 
     @property
     def size(self) -> int:
@@ -70,7 +72,9 @@ class Plan:
         return sum(layer.size for layer in self.layers)
 
 
-def make_plan(inventory: Inventory, dialect: Dialect, provenance: Provenance) -> Plan:
+def make_plan(
+    inventory: Inventory, dialect: Dialect, provenance: Provenance, algorithm: str = "sha256"
+) -> Plan:
     """Decide everything.
 
     Raises:
@@ -83,7 +87,7 @@ def make_plan(inventory: Inventory, dialect: Dialect, provenance: Provenance) ->
         layers += [_tensor(component.name, tensor) for tensor in component.tensors]
     layers.sort(key=lambda layer: layer.name)
     _check_names(layers)
-    plan = Plan(tuple(layers), encode(_config(inventory, layers, provenance)))
+    plan = Plan(tuple(layers), encode(_config(inventory, layers, provenance)), algorithm)
     _check_manifest(plan, dialect)
     return plan
 
@@ -104,7 +108,8 @@ def _check_names(layers: list[PlannedLayer]) -> None:
 def _check_manifest(plan: Plan, dialect: Dialect) -> None:
     """Write the manifest with digests of the right length to see how large it gets."""
     try:
-        dialect.write(AImage(plan.config, tuple(layer.layer(_UNKNOWN) for layer in plan.layers)))
+        digest = _UNKNOWN[plan.algorithm]
+        dialect.write(AImage(plan.config, tuple(layer.layer(digest) for layer in plan.layers)))
     except FormatError:
         raise ModelError(
             f"{len(plan.layers)} layers make a manifest of over {MAX_MANIFEST_SIZE} bytes, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import threading
@@ -19,6 +18,7 @@ from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import ModelError, VerificationError
 from clowder_aimage.importer.plan import Plan, PlannedLayer
 from clowder_aimage.oci import Digest
+from clowder_aimage.oci.digest import new_hasher
 
 _CHUNK = 4 * 1024 * 1024
 
@@ -50,7 +50,7 @@ def write_layers(
     written: dict[str, Written] = {}
 
     def one(planned: PlannedLayer) -> None:
-        layer = planned.layer(_digest(planned, stopped))
+        layer = planned.layer(_digest(planned, plan.algorithm, stopped))
         lease.add(layer.descriptor.digest)
         was_there = store.exists(layer.descriptor)
         if not was_there:
@@ -71,13 +71,13 @@ def _changed(path: Path) -> ModelError:
     )
 
 
-def _digest(planned: PlannedLayer, stopped: threading.Event) -> Digest:
-    hasher = hashlib.sha256()
+def _digest(planned: PlannedLayer, algorithm: str, stopped: threading.Event) -> Digest:
+    hasher = new_hasher(algorithm)
     buffer = memoryview(bytearray(min(_CHUNK, planned.size + 1)))
     with _SpanReader(planned, stopped) as reader:
         while count := reader.readinto(buffer):
             hasher.update(buffer[:count])
-    return Digest("sha256", hasher.hexdigest())
+    return Digest(algorithm, hasher.hexdigest())
 
 
 def _body(planned: PlannedLayer, stopped: threading.Event) -> Body:

@@ -49,9 +49,11 @@ class Descriptor:
         return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
 
     @classmethod
-    def of(cls, media_type: str, data: bytes, **fields: Any) -> Descriptor:
+    def of(
+        cls, media_type: str, data: bytes, *, algorithm: str = "sha256", **fields: Any
+    ) -> Descriptor:
         """The descriptor of ``data``."""
-        return cls(media_type, Digest.of(data), len(data), **fields)
+        return cls(media_type, Digest.of(data, algorithm), len(data), **fields)
 
     def to_json(self) -> dict[str, Any]:
         """The descriptor as JSON, known fields first, in the order the specification lists them."""

@@ -526,8 +526,32 @@ def test_two_fetches_of_one_blob_share_a_download(layout):
         thread.join(30)
     assert second_source.opened == []
     assert source.bytes[CONTENT.digest] == CONTENT.size
-    assert [watch.done for watch in watches] == [CONTENT.size] * 2
-    assert watches[1].sums["skip"] == CONTENT.size
+    assert watches[0].done == CONTENT.size
+    assert watches[1].sums["skip"] == CONTENT.size  # what it saw of the other counts as that
+
+
+def test_a_fetch_that_waits_shows_how_far_the_other_is(layout):
+    at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    at_work.write_at(0, BIG[: 8 * MIB])
+    seen, source, watch = threading.Event(), Counted(BIG), Watch()
+
+    class Seeing(Watch):
+        def __call__(self, event):
+            super().__call__(event)
+            watch(event)
+            if watch.done >= 8 * MIB:
+                seen.set()
+
+    thread = threading.Thread(
+        target=fetch, args=(source, layout, CONTENT), kwargs={"watch": Seeing()}
+    )
+    thread.start()
+    assert seen.wait(20)
+    assert source.opened == []
+    at_work.abort()  # it was killed: the other begins anew, and what it saw counts no more
+    thread.join(30)
+    assert watch.done == CONTENT.size
+    assert layout.exists(CONTENT)
 
 
 def test_when_the_first_fails_the_second_takes_over(layout):
