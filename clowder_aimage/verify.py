@@ -37,13 +37,16 @@ def repair(
 ) -> list[tuple[Problem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
-    A damaged blob is moved out of the way of the right one, and back where that does not come; one
-    that nothing needs is removed.
+    Blobs lose their write permission. A damaged blob is moved out of the way of the right one, and
+    back where that does not come; one that nothing needs is removed.
 
     Returns:
         each problem of that kind, and why it could not be mended; None where it was.
     """
     problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
+    for path in report.writable:
+        with contextlib.suppress(OSError):  # another user's
+            path.chmod(path.stat().st_mode & 0o444)
     aside: dict[Problem, Path] = {}
     failed: dict[str, AImageError] = {}
     try:

@@ -30,8 +30,8 @@ _MAX_DEPTH = 4
 @dataclass(frozen=True, slots=True)
 class Problem:
     """``kind`` is ``missing``, ``damaged``, ``unreadable`` (we may not, or the like),
-    ``document`` (a manifest that means nothing) or ``foreign`` (a file that no blob is called
-    like); ``names`` are the names that need it."""
+    ``document`` (a manifest that means nothing), ``foreign`` (a file that no blob is called
+    like) or ``writable`` (blobs that may be changed); ``names`` are the names that need it."""
 
     kind: str
     what: str
@@ -46,6 +46,7 @@ class Report:
     blobs: int = 0
     size: int = 0
     problems: list[Problem] = field(default_factory=list)
+    writable: list[Path] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -76,6 +77,9 @@ class Check:
         self._threads = threads
         self._on_plan = on_plan
         self._on_read = on_read
+        self._partial = {
+            name for name, root in self._roots if root.annotations.get(mediatype.PARTIAL) == "true"
+        }
         self._wanted: dict[Digest, _Wanted] = {}
         self._report = Report()
         self._lock = threading.Lock()
@@ -93,6 +97,11 @@ class Check:
         self._on_plan(sum(one.content.size for one in wanted))
         calls = [partial(self._blob, one) for one in wanted]
         in_parallel(calls, self._threads, self._stopped.set)
+        if writable := self._report.writable:
+            message = (
+                f"{len(writable)} of the blobs have write permission: nothing should change them"
+            )
+            self._problem("writable", self._layout.root / "blobs", message)
         self._report.problems.sort(key=lambda problem: (problem.kind, problem.what))
         return self._report
 
@@ -149,6 +158,8 @@ class Check:
             encoded, size = self._hash(Path(self._layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
+            if wanted.names and wanted.names <= self._partial:
+                return
             message = f"{content.digest} is not there ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
         except ContentError as error:
@@ -166,6 +177,9 @@ class Check:
         hasher, size = content.digest.hasher(), 0
         buffer = new_buffer()
         with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_mode & 0o222:
+                with self._lock:
+                    self._report.writable.append(path)
             while count := file.readinto(buffer):
                 if self._stopped.is_set():
                     raise StoppedError

@@ -19,7 +19,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE, held, make_directory
-from clowder_aimage.layout.record import Records, file_name, write_file
+from clowder_aimage.layout.record import Records, file_name, sync_directory, write_file
 from clowder_aimage.oci import Digest, Reference, mediatype
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
@@ -152,6 +152,8 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
     with held(root, "lock"):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", LAYOUT_FILE)
+            with store_errors(root):
+                sync_directory(root.parent)
         value, mark = _read(root)
         before = copy.deepcopy(value)
         value = _restored(root, value)

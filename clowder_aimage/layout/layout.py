@@ -192,8 +192,11 @@ class ImageLayout:
             raise
         ingest.commit(content)
 
-    def tag(self, content: Descriptor, reference: Reference, /) -> None:
-        """Let ``reference`` name a manifest that is here, durably.
+    def tag(
+        self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
+    ) -> None:
+        """Let ``reference`` name a manifest that is here, durably. One that ``is_partial`` may lack
+        blobs, and no check minds.
 
         The blobs' directories are synchronised first: the index never names what a power cut
         could take back.
@@ -205,6 +208,8 @@ class ImageLayout:
             entry["artifactType"] = document.artifact_type
         name = index_name(reference)
         entry["annotations"] = {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}
+        if is_partial:
+            entry["annotations"][mediatype.PARTIAL] = "true"
         before = self._names.get(name)
         try:
             with edit_index(self.root) as index:
@@ -264,7 +269,8 @@ def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> dict[str, 
     for i, old in enumerate(entries):
         if is_named(old, name):
             if old.get("digest") == entry["digest"]:
-                entry["annotations"] = old["annotations"] | entry["annotations"]
+                kept = {k: v for k, v in old["annotations"].items() if k != mediatype.PARTIAL}
+                entry["annotations"] = kept | entry["annotations"]
                 entry = old | entry
             entries[i] = entry
             return entry

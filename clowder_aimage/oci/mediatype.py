@@ -32,6 +32,7 @@ INDEXES = frozenset({OCI_INDEX, DOCKER_MANIFEST_LIST})
 
 # Annotations of a layer of an AImage
 NAME = "vnd.clowder.aimage.name"
+PARTIAL = "vnd.clowder.aimage.partial"  # of an entry in index.json: blobs may be missing
 DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"

@@ -12,6 +12,7 @@ import pytest
 from clowder_aimage import verify
 from clowder_aimage.cli.main import cli
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
 from clowder_aimage.registry import Connection
 
 GONE = "127.0.0.1:1"  # nothing listens there
@@ -49,6 +50,7 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+    path.chmod(0o444)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -117,6 +119,7 @@ def test_what_no_registry_has_stays_a_problem(aimage, tiny):
 def test_a_damaged_blob_that_nothing_needs_is_removed(stored):
     stray = "ab" * 32
     path_of(stored, stray).write_bytes(b"something else")
+    path_of(stored, stray).chmod(0o444)
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", "sha256:" + "ab" * 6)]
     out = stored("verify", "--repair").out
     assert "removed" in out
@@ -295,3 +298,24 @@ def test_an_unknown_name(stored):
 
 def test_an_empty_store(aimage):
     assert aimage()("--json", "verify").value == {"blobs": 0, "size": 0, "problems": []}
+
+
+def test_blobs_that_may_be_changed_are_noted_and_closed(stored):
+    path = path_of(stored, blobs(stored)[0])
+    path.chmod(0o644)
+    done = stored("--json", "verify")
+    assert [problem["kind"] for problem in done.value["problems"]] == ["writable"]
+    stored("verify", "--repair")
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert stored("--json", "verify").value["problems"] == []
+
+
+def test_an_aimage_that_is_here_in_part_may_lack_blobs(stored):
+    layout = ImageLayout(stored.store)
+    reference = Reference.parse(stored.name)
+    layout.untag(Reference.parse("mine"))
+    layout.tag(layout.resolve(reference), reference, is_partial=True)
+    path_of(stored, blobs(stored)[0]).unlink()
+    stored("verify")
+    stored("tag", stored.name, "whole")
+    assert "missing" in stored("verify", code=5).out
