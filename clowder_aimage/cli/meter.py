@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from clowder_aimage.content.event import Event
 from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.event import Event
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.mediatype import NAME
 

@@ -1,0 +1,300 @@
+"""``aimage save`` and ``aimage load`` as a user types them, and with the archives of skopeo."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from tests.content import artifact
+from tests.process import PROGRAM
+
+
+@pytest.fixture
+def here(aimage, tiny):
+    here = aimage()
+    here.digest = here("create", "tiny", tiny).line
+    return here
+
+
+def leftovers(directory):
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+def test_there_and_back(here, aimage):
+    here("tag", "tiny", "localhost:5000/team/tiny:v1")
+    done = here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "out.tar")
+    assert done.line == "out.tar"
+    assert "saved 293 blobs" in done.err
+    there = aimage("there")
+    done = there("load", "out.tar")
+    assert done.out.splitlines() == [
+        f"localhost:5000/team/tiny:v1 {here.digest}",
+        f"tiny:latest {here.digest}",
+    ]
+    assert "loaded 293 blobs" in done.err
+    assert "loaded 0 blobs, 293 already there" in there("load", "out.tar").err
+    assert there("show", "tiny", "--json").value == here("show", "tiny", "--json").value
+    assert there("--json", "verify").value["problems"] == []
+
+
+def test_json(here, aimage):
+    done = here("save", "tiny", "-o", "out.tar", "--json")
+    data = (here.home / "out.tar").read_bytes()
+    manifest = {"reference": "tiny:latest", "mediaType": artifact.mediatype.OCI_MANIFEST}
+    manifest |= {"digest": here.digest, "size": done.value["references"][0]["size"]}
+    assert done.value == {
+        "file": "out.tar",
+        "size": len(data),
+        "digest": f"sha256:{hashlib.sha256(data).hexdigest()}",
+        "references": [manifest],
+    }
+    events = [json.loads(line) for line in done.err.splitlines()]
+    assert events[0]["event"] == "plan"
+    assert events[0]["digest"] == here.digest
+    assert events[-1]["event"] == "summary"
+    assert aimage("there")("load", "out.tar", "--json").value == [manifest]
+
+
+def test_quiet(here, aimage):
+    assert here("save", "tiny", "-o", "out.tar", "-q").err == ""
+    assert aimage("there")("load", "out.tar", "-q").err == ""
+
+
+def test_a_pipe_from_one_to_the_other(here, aimage):
+    there = aimage("there")
+    save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny -o -", "load -"))
+    shell = f"{save} | tee x.tar | gzip | AIMAGE_STORE={there.store} {load} --json"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell],
+        cwd=here.home,
+        env=here.env(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["digest"] == here.digest
+    assert "saved 293 blobs" in done.stderr
+    here("save", "tiny", "-o", "y.tar")
+    assert (here.home / "x.tar").read_bytes() == (here.home / "y.tar").read_bytes()
+
+
+def test_stdout_has_the_archive_alone(here):
+    command = [*PROGRAM, "save", "tiny", "-o", "-", "--json"]
+    done = subprocess.run(command, env=here.env(), capture_output=True, timeout=120)
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert (last["event"], last["size"]) == ("saved", len(done.stdout))
+    assert last["digest"] == f"sha256:{hashlib.sha256(done.stdout).hexdigest()}"
+
+
+def test_a_reader_that_leaves_is_told(here):
+    shell = f"{' '.join(PROGRAM)} save tiny -o - | head -c 1000 | wc -c; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (1, "1000")
+    assert "has gone before its end" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("save", "tiny", "-o", "-"), ("load", "-")], ids=" ".join)
+def test_a_terminal_is_no_place_for_an_archive(here, arguments):
+    leader, follower = pty.openpty()
+    try:
+        done = subprocess.run(
+            [*PROGRAM, *arguments],
+            stdin=follower,
+            stdout=follower,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=here.env(),
+            timeout=60,
+        )
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert done.returncode == 2
+    assert "an archive" in done.stderr
+
+
+def test_usage(here):
+    assert "Usage:" in here("save", "tiny", code=2).err
+    assert "Usage:" in here("save", "-o", "x.tar", code=2).err
+    assert "Usage:" in here("load", code=2).err
+    assert "is a directory" in here("save", "tiny", "-o", ".", code=2).err
+    assert "a tag is needed" in here("load", "x", "--as", f"x@{here.digest}", code=2).err
+    assert "nothing:latest" in here("save", "nothing", "-o", "x.tar", code=3).err
+    assert "there is no archive x.tar" in here("load", "x.tar", code=3).err
+    assert not (here.home / "x.tar").exists()
+
+
+def test_a_damaged_store_makes_no_archive(here):
+    path = max((here.store / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (here.home / "x.tar").write_text("old")
+    assert path.name in here("save", "tiny", "-o", "x.tar", code=5).err
+    assert (here.home / "x.tar").read_text() == "old"
+
+
+def test_a_damaged_archive_names_nothing(here, aimage):
+    here("save", "tiny", "-o", "x.tar")
+    file = here.home / "x.tar"
+    data = bytearray(file.read_bytes())
+    data[-1500] ^= 1  # in the last blob: before the end, and the padding
+    file.write_bytes(data)
+    there = aimage("there")
+    assert "is damaged" in there("load", "x.tar", code=5).err
+    assert there("ls", "--json").value == []
+    assert there("--json", "verify").value["problems"] == []
+    file.write_bytes(data[:-100_000])
+    assert "x.tar" in there("load", "x.tar", code=5).err
+
+
+def test_what_is_whole_is_printed_before_what_is_not(here, aimage):
+    layout = ImageLayout(here.store)
+    away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"away")])
+    layout.push(away.descriptor, bytes_body(away.raw), Reference.parse("half"))
+    assert "is not in the store" in here("save", "half", "tiny", "-o", "x.tar", code=3).err
+    subprocess.run(["tar", "-cf", "x.tar", "-C", here.store, "."], cwd=here.home, check=True)
+    done = aimage("there")("load", "x.tar", code=5)
+    assert done.line == f"tiny:latest {here.digest}"
+    assert "half:latest lacks sha256:" in done.err
+
+
+def test_an_index_says_what_it_leaves_out(here, aimage):
+    layout = ImageLayout(here.store)
+    away = artifact.manifest(artifact.blob(b"{}"), [])
+    both = artifact.index([layout.resolve(Reference.parse("tiny")), away.descriptor])
+    layout.push(both.descriptor, bytes_body(both.raw), Reference.parse("all"))
+    done = here("save", "all", "-o", "x.tar")
+    assert f"left out: 1 manifest of an index that is not in the store: {away.digest}" in done.err
+    assert aimage("there")("load", "x.tar").line == f"all:latest {both.digest}"
+
+
+def small_disk(place):
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small disk can be mounted here")
+
+
+def test_a_full_disk(here, aimage):
+    small = here.home / "small"
+    small_disk(small)
+    try:
+        done = here("save", "tiny", "-o", small / "x.tar", code=6)
+        assert "has room for" in done.err
+        shell = f"{' '.join(PROGRAM)} save tiny -o - > {small}/y.tar"
+        full = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
+        assert full.returncode == 6
+        assert "no space left" in full.stderr
+        (small / "y.tar").unlink()
+        assert list(small.iterdir()) == []
+        here("save", "tiny", "-o", "x.tar")
+        there = aimage("small/store")
+        there("load", "x.tar", code=6)
+        assert there("ls", "--json").value == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_ctrl_c_leaves_nothing(here):
+    """A pipe that nobody reads keeps the archive from being finished."""
+    read_end, write_end = os.pipe()
+    layout = ImageLayout(here.store)
+    artifact.put_artifact(layout, "large", os.urandom(4_000_000))
+    process = subprocess.Popen(
+        [*PROGRAM, "save", "large", "-o", "-"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=here.env(),
+    )
+    os.close(write_end)
+    assert os.read(read_end, 1)  # it is at work
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, err = process.communicate(timeout=20)
+    os.close(read_end)
+    assert time.monotonic() - begun < 5
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
+    """A pipe in which no more comes: nothing half-written is left, and nothing is named."""
+    artifact.put_artifact(ImageLayout(here.store), "large", b"1" * 9_000_000)
+    here("save", "large", "-o", "x.tar")
+    there = aimage("there")
+    process = subprocess.Popen(
+        [*PROGRAM, "load", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=there.env()
+    )
+    process.stdin.write((here.home / "x.tar").read_bytes()[:5_000_000])
+    process.stdin.flush()  # all but what the pipe holds has been read
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    assert there("ls", "--json").value == []
+    assert list((there.store / ".aimage" / "ingest").iterdir()) == []
+    assert there("load", "x.tar").line.startswith("large:latest ")
+
+
+def test_skopeo_reads_what_we_save(here, skopeo):
+    here("tag", "tiny", "localhost:5000/team/tiny:v1")
+    here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "x.tar")
+    for name in ("tiny:latest", "localhost:5000/team/tiny:v1"):
+        done = subprocess.run(
+            [skopeo, "inspect", "--raw", f"oci-archive:x.tar:{name}"],
+            cwd=here.home,
+            capture_output=True,
+            check=True,
+        )
+        assert f"sha256:{hashlib.sha256(done.stdout).hexdigest()}" == here.digest
+    subprocess.run(
+        [skopeo, "copy", "-q", "oci-archive:x.tar:tiny:latest", "oci:copied:v2"],
+        cwd=here.home,
+        check=True,
+    )
+    index = json.loads((here.home / "copied" / "index.json").read_text())
+    assert index["manifests"][0]["digest"] == here.digest
+
+
+def test_we_load_what_skopeo_writes(here, aimage, skopeo):
+    for name in (":named:v1", ":v1", ""):
+        (here.home / "x.tar").unlink(missing_ok=True)
+        source, target = f"oci:{here.store}:tiny:latest", f"oci-archive:x.tar{name}"
+        subprocess.run([skopeo, "copy", "-q", source, target], cwd=here.home, check=True)
+        there = aimage(f"there{name}")
+        if name:
+            wanted = "v1:latest" if name == ":v1" else "named:v1"
+            assert there("load", "x.tar").line == f"{wanted} {here.digest}"
+            continue
+        done = there("load", "x.tar", code=2)
+        assert "give it one: aimage load FILE --as NAME" in done.err
+        assert there("load", "x.tar", "--as", "mine").line == f"mine:latest {here.digest}"
+
+
+def test_what_skopeo_compressed_is_unpacked(here, aimage, skopeo, tiny):
+    """As after a pull: the AImage in a container's clothes can be run and pushed."""
+    here("create", "boxed", tiny, "--dialect", "container")
+    source = f"oci:{here.store}:boxed:latest"
+    command = [skopeo, "copy", "-q", "--dest-compress", source, "oci-archive:x.tar:boxed:v1"]
+    subprocess.run(command, cwd=here.home, check=True)
+    there = aimage("there")
+    there("load", "x.tar")
+    wanted = here("show", "tiny", "--json").value["layers"]
+    assert there("show", "boxed:v1", "--json").value["layers"] == wanted
+    for layer in wanted:
+        assert (there.store / "blobs" / "sha256" / layer["digest"][7:]).exists()

@@ -1,0 +1,283 @@
+"""A layout in a tar and back: what is in it, in which order, and that it is the same each time."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import tarfile
+import threading
+
+import pytest
+
+from clowder_aimage.archive import load, save
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import (
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from tests.content import artifact
+
+
+@pytest.fixture
+def here(tmp_path):
+    return ImageLayout(tmp_path / "here")
+
+
+@pytest.fixture
+def there(tmp_path):
+    return ImageLayout(tmp_path / "there")
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "out" / "x.tar"
+
+
+@pytest.fixture(autouse=True)
+def room(file):
+    file.parent.mkdir()
+    yield
+    leftovers = [path.name for path in file.parent.iterdir() if path.name.startswith(".")]
+    assert not leftovers  # whatever happened, nothing half-written stays
+
+
+def names(*texts):
+    return [Reference.parse(text) for text in texts]
+
+
+def blobs(layout):
+    return {
+        f"{path.parent.name}:{path.name}": path.read_bytes()
+        for path in (layout.root / "blobs").rglob("*")
+        if path.is_file()
+    }
+
+
+def members(file):
+    with tarfile.open(file) as tar:
+        return tar.getmembers()
+
+
+def put_sha512(layout, data):
+    content = Descriptor(artifact.BLOB, Digest.of(data, "sha512"), len(data))
+    layout.push(content, bytes_body(data))
+    return content
+
+
+def put_index(layout, name, *children, absent=()):
+    listed = [child.descriptor for child in (*children, *absent)]
+    made = artifact.index(listed)
+    layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+    return made
+
+
+def test_there_and_back(here, there, file):
+    made = artifact.put_artifact(here, "a.b/x:v1", b"one", b"", b"x" * 3_000_001)
+    saved = save(here, names("a.b/x:v1"), file, hashed=True)
+    assert saved.size == file.stat().st_size
+    assert saved.digest == Digest("sha256", hashlib.sha256(file.read_bytes()).hexdigest())
+    loaded = load(there, file)
+    assert [(str(name), root.digest) for name, root in loaded.names] == [("a.b/x:v1", made.digest)]
+    assert (loaded.blobs, loaded.skipped, loaded.problem) == (4, 0, None)
+    assert blobs(there) == blobs(here)
+    assert next(there.tags())[1].annotations == next(here.tags())[1].annotations
+
+
+def test_what_a_reader_of_the_stream_needs_comes_first(here, file):
+    one = artifact.put_artifact(here, "x", b"common", b"1")
+    two = artifact.put_artifact(here, "y", b"common", b"2")
+    save(here, names("y", "x"), file)
+    found = [member.name for member in members(file)]
+    first = ["oci-layout", "index.json", "blobs", "blobs/sha256"]
+    first += [f"blobs/sha256/{made.digest.encoded}" for made in (one, two)]
+    assert found[: len(first)] == first
+    assert found[len(first) :] == sorted(found[len(first) :])
+    assert len(found) == len(set(found)) == len(first) + 5  # the common blob is there once
+
+
+def test_headers_say_nothing_of_who_and_when(here, file):
+    artifact.put_artifact(here, "x", b"1")
+    save(here, names("x"), file)
+    for member in members(file):
+        assert (member.uid, member.gid, member.uname, member.gname) == (0, 0, "", "")
+        assert member.mtime == 0
+        assert member.mode == (0o755 if member.isdir() else 0o644)
+        assert not member.pax_headers
+
+
+def test_the_same_content_is_the_same_file(here, there, file):
+    """Also on the next Python, whose tarfile may be another: the digest is fixed here."""
+    for layout, order in ((here, (b"1", b"2")), (there, (b"2", b"1"))):
+        for layer in order:
+            artifact.put_artifact(layout, f"x:{layer.decode()}", layer)
+    other = file.with_name("y.tar")
+    digest = save(here, names("x:1", "x:2"), file, hashed=True).digest
+    assert save(there, names("x:2", "x:1", "x:2"), other).digest is None
+    assert file.read_bytes() == other.read_bytes()
+    assert str(digest) == GOLDEN
+
+
+GOLDEN = "sha256:b5070e868bdd8b7237cf1f0b152b2fb56faabacbf459bb0bbeddde78947dc50c"
+
+
+def test_sha512_takes_a_pax_header(here, there, file):
+    content = put_sha512(here, b"long name")
+    config = artifact.put(here, b"{}", artifact.CONFIG)
+    made = artifact.manifest(config, [content])
+    here.push(made.descriptor, bytes_body(made.raw), Reference.parse("x"))
+    save(here, names("x"), file)
+    assert [member.name for member in members(file) if member.pax_headers] == [
+        f"blobs/sha512/{content.digest.encoded}"
+    ]
+    load(there, file)
+    assert there.path(content).read_bytes() == b"long name"
+
+
+def test_a_size_beyond_ustar_has_a_pax_header():
+    from clowder_aimage.archive.save import _header
+
+    header = _header("blobs/sha256/x", size=8 << 30, mode=0o644)
+    with tarfile.open(fileobj=io.BytesIO(header)) as tar:
+        assert tar.next().size == 8 << 30
+    assert b"size=8589934592\n" in header
+    assert b"size" not in _header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
+
+
+def test_a_digest_is_a_name_too(here, there, file):
+    made = artifact.put_artifact(here, "x:v1", b"1")
+    by_digest = f"x@{made.digest}"
+    save(here, names(by_digest, f"x:v1@{made.digest}"), file)
+    assert [name for name, _ in load(there, file).names] == names("x:v1", by_digest)
+    assert there.resolve(*names(by_digest)).digest == made.digest
+    other = artifact.put_artifact(here, "y", b"2")
+    with pytest.raises(UsageError, match="cannot name both"):
+        save(here, names("x:v1", f"x:v1@{other.digest}"), file)
+
+
+def test_an_index_with_all_that_is_there(here, there, file):
+    kept = artifact.put_artifact(here, "one", b"1")
+    inner = put_index(here, "inner", artifact.put_artifact(here, "two", b"2"))
+    away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"3")])
+    made = put_index(here, "all", kept, inner, absent=[away])
+    saved = save(here, names("all"), file)
+    assert [left.digest for left in saved.left_out] == [away.digest]
+    loaded = load(there, file)
+    assert loaded.problem is None
+    assert (loaded.names[0][1].digest, loaded.blobs) == (made.digest, 4)
+    assert blobs(there) == blobs(here)
+
+
+def test_an_index_of_which_nothing_is_there(here, file):
+    away = artifact.manifest(artifact.blob(b"{}"), [])
+    put_index(here, "all", absent=[away])
+    with pytest.raises(NotFoundError, match="no manifest of the index all:latest"):
+        save(here, names("all"), file)
+    assert not file.exists()
+
+
+def test_a_blob_that_lacks(here, file):
+    made = artifact.put_artifact(here, "x", b"1")
+    here.path(made.layers[0]).unlink()
+    with pytest.raises(NotFoundError, match=str(made.layers[0].digest)):
+        save(here, names("x"), file)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("data", [b"2", b"22", b""])
+def test_a_damaged_blob_leaves_the_old_file(here, file, data):
+    made = artifact.put_artifact(here, "x", b"1")
+    path = here.path(made.layers[0])
+    path.chmod(0o644)
+    path.write_bytes(data)
+    file.write_text("old")
+    with pytest.raises(VerificationError, match=str(made.layers[0].digest)):
+        save(here, names("x"), file)
+    assert file.read_text() == "old"
+
+
+def test_a_file_that_exists_is_replaced_whole(here, file):
+    artifact.put_artifact(here, "x", b"1")
+    file.write_text("old")
+    file.chmod(0o600)
+    link = file.with_name("link")
+    link.symlink_to(file.name)
+    with file.open() as old:
+        save(here, names("x"), link)
+        assert old.read() == "old"  # whoever has it open keeps it
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert members(file)
+
+
+def test_places_that_cannot_be(here, file):
+    artifact.put_artifact(here, "x", b"1")
+    with pytest.raises(UsageError, match="is a directory"):
+        save(here, names("x"), file.parent)
+    with pytest.raises(StoreError, match="no directory"):
+        save(here, names("x"), file.parent / "no" / "x.tar")
+
+
+def test_a_named_pipe_stays_one(here, there, file):
+    artifact.put_artifact(here, "x", b"1" * 3_000_000)
+    os.mkfifo(file)
+    loaded = []
+    reader = threading.Thread(target=lambda: loaded.append(load(there, file)))
+    reader.start()
+    save(here, names("x"), file)
+    reader.join(20)
+    assert loaded[0].names[0][0] == Reference.parse("x")
+    assert file.is_fifo()
+
+
+def test_a_second_load_reads_nothing_again(here, there, file):
+    artifact.put_artifact(here, "x", b"1", b"2")
+    save(here, names("x"), file)
+    load(there, file)
+    for path in (there.root / "blobs" / "sha256").iterdir():
+        os.utime(path, ns=(1, 1))
+    again = load(there, file)
+    assert (again.blobs, again.skipped) == (0, 3)
+    assert {path.stat().st_mtime_ns for path in (there.root / "blobs" / "sha256").iterdir()} == {1}
+
+
+def test_gzip_is_read_as_it_comes(here, there, file):
+    artifact.put_artifact(here, "x", os.urandom(1_000_000))
+    save(here, names("x"), file)
+    file.write_bytes(gzip.compress(file.read_bytes()[:700_000]) + gzip.compress(b""))
+    with pytest.raises(FormatError, match="breaks off"):
+        load(there, file)
+    save(here, names("x"), file)
+    file.write_bytes(gzip.compress(file.read_bytes()))
+    assert load(there, file).names
+    assert blobs(there) == blobs(here)
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(FormatError, match="not whole"):
+        load(ImageLayout(file.parent / "new"), file)
+
+
+def test_progress_says_all_of_the_file(here, there, file):
+    artifact.put_artifact(here, "x", b"1" * 100_000, b"2")
+    events = []
+    save(here, names("x"), file, on_event=events.append)
+    plan, *rest = events
+    assert (plan.kind, plan.blobs) == ("plan", 3)
+    assert sum(event.count for event in rest if event.kind == "progress") == plan.count
+    read = []
+    load(there, file, on_plan=read.append, on_read=read.append)
+    assert read[0] == file.stat().st_size == sum(read[1:])
+
+
+def test_index_json_is_what_the_layout_writes(here, file):
+    artifact.put_artifact(here, "x:v1", b"1", artifactType="application/vnd.example")
+    save(here, names("x:v1"), file)
+    with tarfile.open(file) as tar:
+        written = json.load(tar.extractfile("index.json"))
+    assert written["manifests"] == json.loads((here.root / "index.json").read_text())["manifests"]

@@ -1,0 +1,508 @@
+"""Archives that others wrote: what is taken in, and what is refused, in which words."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tarfile
+import threading
+
+import pytest
+
+from clowder_aimage.archive import load, tape
+from clowder_aimage.errors import (
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.index import MAX_INDEX_SIZE
+from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype
+from tests.content import artifact
+
+LAYOUT = ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+LAYER = b"layer" * 1000
+CONFIG = b"{}"
+MADE = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(LAYER)])
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "x.tar"
+
+
+def path_of(data):
+    return f"blobs/sha256/{Digest.of(data).encoded}"
+
+
+def blob(data):
+    return path_of(data), data
+
+
+def index(*entries):
+    """index.json over (document, annotations) or descriptors in JSON."""
+    listed = [
+        entry if isinstance(entry, dict) else {**entry[0].descriptor.to_json(), **entry[1]}
+        for entry in entries
+    ]
+    return "index.json", json.dumps({"schemaVersion": 2, "manifests": listed}).encode()
+
+
+def called(name, key=mediatype.REF_NAME):
+    return {"annotations": {key: name}}
+
+
+BLOBS = [blob(MADE.raw), blob(CONFIG), blob(LAYER)]
+GOOD = [LAYOUT, index((MADE, called("x:v1"))), *BLOBS]
+
+
+def tar_of(*members, format_=tarfile.PAX_FORMAT):
+    """A tar of (name, bytes), or of (TarInfo, bytes)."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=format_) as tar:
+        for name, data in members:
+            info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if not isinstance(name, tarfile.TarInfo):
+                info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def entry(name, type_=tarfile.REGTYPE, **fields):
+    info = tarfile.TarInfo(name)
+    info.type = type_
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info
+
+
+def load_all(layout, file, *members, wanted=None, **options):
+    file.write_bytes(tar_of(*members, **options))
+    return load(layout, file, wanted)
+
+
+def kept(layout):
+    return {path.name for path in (layout.root / "blobs").rglob("*") if path.is_file()}
+
+
+def unfinished(layout):
+    return list((layout.root / ".aimage" / "ingest").glob("*"))
+
+
+def assert_refused(layout, error, match, call):
+    with pytest.raises(error, match=match) as raised:
+        call()
+    assert raised.value.exit_code in (2, 5)
+    assert list(layout.tags()) == []
+    assert kept(layout) <= {path_of(data).rpartition("/")[2] for _, data in BLOBS}
+    assert unfinished(layout) == []
+
+
+# -- what other tools write
+
+
+@pytest.mark.parametrize("format_", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_index_may_come_last_and_docker_adds_files(layout, file, format_):
+    """docker save (25 and later): directories, then blobs, index.json and files of its own."""
+    folders = [(entry(name, tarfile.DIRTYPE), b"") for name in ("blobs", "blobs/sha256")]
+    name = "docker.io/library/x:v1"
+    both = {"annotations": {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: "v1"}}
+    others = [("manifest.json", b"[]"), ("repositories", b"{}")]
+    members = [*folders, *BLOBS, index((MADE, both)), *others, LAYOUT]
+    loaded = load_all(layout, file, *members, format_=format_)
+    assert [str(reference) for reference, _ in loaded.names] == [name]
+    assert layout.path(MADE.layers[0]).read_bytes() == LAYER
+
+
+def test_tar_of_a_directory_on_macos(layout, file):
+    beside = [("./._index.json", b"x"), (f"./blobs/sha256/._{'0' * 64}", b"x")]
+    members = [(f"./{name}", data) for name, data in GOOD]
+    members += [(entry("./", tarfile.DIRTYPE), b""), ("./.aimage/lock", b"")]
+    assert load_all(layout, file, *beside, *members).blobs == 2
+
+
+def test_a_name_that_is_missing_can_be_given(layout, file):
+    members = [LAYOUT, index((MADE, {})), *BLOBS]
+    with pytest.raises(UsageError, match=f"no name for {MADE.digest}") as raised:
+        load_all(layout, file, *members)
+    assert "--as NAME" in raised.value.hint
+    wanted = Reference.parse("y")
+    assert load_all(layout, file, *members, wanted=wanted).names[0][0] == wanted
+    assert layout.resolve(wanted).digest == MADE.digest
+
+
+def test_one_name_is_not_for_two(layout, file):
+    other = artifact.manifest(artifact.blob(CONFIG), [])
+    both = index((MADE, called("a")), (other, called("b")))
+    with pytest.raises(UsageError, match=r"--as can name one: .*'a'.*'b'"):
+        load_all(layout, file, both, *BLOBS, blob(other.raw), wanted=Reference.parse("y"))
+    twice = index((MADE, called("a")), (MADE, called("b")))
+    loaded = load_all(layout, file, twice, *BLOBS, wanted=Reference.parse("y"))
+    assert [name for name, _ in loaded.names] == [Reference.parse("y")]
+
+
+def test_what_has_no_name_beside_what_has_one(layout, file):
+    other = artifact.manifest(artifact.blob(CONFIG), [])
+    both = index((MADE, called("a")), (other, called("Not A Name")))
+    loaded = load_all(layout, file, both, *BLOBS, blob(other.raw))
+    assert [str(name) for name, _ in loaded.names] == ["a:latest"]
+    assert loaded.unnamed == (f"{other.digest} ('Not A Name')",)
+    assert layout.exists(other.descriptor)
+
+
+def test_a_pipe_is_read_to_its_end(layout):
+    data = tar_of(*GOOD) + bytes(100_000)
+    read_end, write_end = os.pipe()
+    failed = []
+
+    def write():
+        with os.fdopen(write_end, "wb") as out:
+            try:
+                out.write(data)
+            except BrokenPipeError as error:
+                failed.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    planned = []
+    with os.fdopen(read_end, "rb", buffering=0) as stream:
+        assert load(layout, stream, on_plan=planned.append).names
+    writer.join(20)
+    assert not failed
+    assert planned == [len(MADE.raw) + len(CONFIG) + len(LAYER)]
+
+
+def test_what_is_compressed_otherwise_says_how_to_unpack(layout, file):
+    import bz2
+    import lzma
+
+    for data, tool in (
+        (bz2.compress(b"x"), "bzip2 -dc"),
+        (lzma.compress(b"x"), "xz -dc"),
+        (b"\x28\xb5\x2f\xfd....", "zstd -dc"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(FormatError, match="which is not read here") as raised:
+            load(layout, file)
+        assert tool in raised.value.hint
+
+
+# -- what is not complete
+
+
+def test_only_what_is_whole_gets_its_name(layout, file):
+    other = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(b"away")])
+    away = artifact.manifest(artifact.blob(b"c"), [])
+    both = index((other, called("a")), (MADE, called("b")), (away, called("c")))
+    loaded = load_all(layout, file, LAYOUT, both, *BLOBS, blob(other.raw))
+    assert [str(name) for name, _ in loaded.names] == ["b:latest"]
+    assert loaded.problem.exit_code == 5
+    assert f"a:latest lacks {Digest.of(b'away')}" in loaded.problem.message
+    assert f"c:latest lacks {away.digest}" in loaded.problem.message
+    assert [name for name, _ in layout.tags()] == ["b:latest"]
+
+
+def test_an_index_may_lack_manifests_but_not_all(layout, file):
+    away = artifact.manifest(artifact.blob(b"c"), [])
+    both = artifact.index([MADE.descriptor, away.descriptor])
+    none = artifact.index([away.descriptor])
+    names = index((both, called("both")), (none, called("none")))
+    loaded = load_all(layout, file, names, *BLOBS, blob(both.raw), blob(none.raw))
+    assert [str(name) for name, _ in loaded.names] == ["both:latest"]
+    assert f"none:latest lacks {away.digest}" in loaded.problem.message
+
+
+def test_what_the_store_has_need_not_be_in_the_archive(layout, file):
+    artifact.put(layout, LAYER)
+    assert load_all(layout, file, *GOOD[:4]).problem is None
+
+
+_CUT = "breaks off|is not a tar|is damaged|more than there are"
+
+
+@pytest.mark.parametrize("cut", [0, 100, 512, 700, 1536, 3000, -1024, -5000, -8000])
+def test_a_truncated_archive_names_nothing(layout, file, cut):
+    raw = tar_of(*GOOD)
+    end = raw.rstrip(b"\0")
+    raw = raw[: -(-len(end) // 512) * 512 + 1024]  # no padding after the end
+    file.write_bytes(raw[:cut])
+    assert_refused(layout, FormatError, _CUT, lambda: load(layout, file))
+
+
+# -- what is wrong
+
+
+def test_a_wrong_blob_is_not_taken_in(layout, file):
+    wrong = (path_of(LAYER), b"L" + LAYER[1:])
+    late = [*BLOBS[:2], wrong, GOOD[1]]
+    for members in ([*GOOD[:4], wrong], late):
+        assert_refused(
+            layout, VerificationError, "hashes to", lambda m=members: load_all(layout, file, *m)
+        )
+
+
+def test_a_size_that_the_manifest_does_not_promise(layout, file):
+    longer = (path_of(LAYER), LAYER + b"x")
+    assert_refused(
+        layout,
+        VerificationError,
+        "5001 bytes instead of the 5000",
+        lambda: load_all(layout, file, *GOOD[:4], longer),
+    )
+
+
+def test_a_descriptor_that_lies_about_a_size(layout, file):
+    layer = {**artifact.blob(LAYER).to_json(), "size": 3}
+    lying = artifact.manifest(artifact.blob(CONFIG), [Descriptor.from_json(layer)])
+    loaded = load_all(
+        layout, file, blob(LAYER), blob(CONFIG), blob(lying.raw), index((lying, called("x")))
+    )
+    assert loaded.names == ()
+    assert loaded.problem is not None
+
+
+def test_a_blob_twice(layout, file):
+    assert load_all(layout, file, *GOOD, *BLOBS).names
+    other = ImageLayout(layout.root.parent / "other")
+    wrong = (path_of(LAYER), b"L" + LAYER[1:])
+    assert_refused(
+        other, VerificationError, "hashes to", lambda: load_all(other, file, *GOOD, wrong)
+    )
+
+
+def test_an_index_twice(layout, file):
+    other = index((MADE, called("y")))
+    assert_refused(
+        layout, FormatError, "index.json twice", lambda: load_all(layout, file, *GOOD, other)
+    )
+    assert load_all(layout, file, *GOOD, GOOD[1]).names
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        ((entry("blobs/sha256/x", tarfile.SYMTYPE, linkname="/etc/passwd"), b""), "symbolic link"),
+        ((entry("x", tarfile.LNKTYPE, linkname="index.json"), b""), "hard link"),
+        ((entry("x", tarfile.CHRTYPE), b""), "a device"),
+        ((entry("x", tarfile.BLKTYPE), b""), "a device"),
+        ((entry("x", tarfile.FIFOTYPE), b""), "named pipe"),
+        ((entry("x", b"V"), b""), "of the kind b'V'"),
+        (("/etc/cron.d/x", b"x"), "leads out"),
+        (("blobs/sha256/../../../x", b"x"), "leads out"),
+        ((entry("../x", tarfile.DIRTYPE), b""), "leads out"),
+        (("blobs/sha256/abc", b"x"), "no blob is called so"),
+        ((f"blobs/sha256/{'A' * 64}", b"x"), "no blob is called so"),
+        ((f"blobs/md5/{'a' * 32}", b"x"), "no blob is called so"),
+        ((f"blobs/{'a' * 64}", b"x"), "no blob is called so"),
+        ((f"{path_of(LAYER)}/x", b"x"), "no blob is called so"),
+        (("blobs", b"x"), "no blob is called so"),
+        (("oci-layout", b'{"imageLayoutVersion": "2.0.0"}'), "version 1.0.0"),
+        (("oci-layout", b"[" * 4000), "version 1.0.0"),
+        (("oci-layout", b" " * 5000), "5000 bytes, over 4096"),
+        (("index.json", b"[]"), "not an OCI index"),
+        (("index.json", b"[" * 1_000_000), "not an OCI index"),
+        (("index.json", b'{"manifests":' * 100_000), "not an OCI index"),
+        (("index.json", b"\xff"), "not an OCI index"),
+        (("index.json", b'{"manifests": []}'), "lists 0 manifests"),
+        (index(*[{}] * 5000), "lists 5000 manifests"),
+        (index({"digest": "sha256:../x", "size": 1}), "not a sha256 digest"),
+        (index({"digest": f"sha256:{'a' * 64}", "size": 1 << 60}), "size must be"),
+        (index((MADE, called(f"x@sha256:{'a' * 64}"))), "another digest"),
+        (
+            index(
+                (MADE, called("x")),
+                (artifact.manifest(artifact.blob(CONFIG), []), called("x:latest")),
+            ),
+            "calls both",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_layout_has(layout, file, member, said):
+    members = [member, *GOOD] if member[0] != "index.json" else [member, *BLOBS]
+    assert_refused(layout, FormatError, said, lambda: load_all(layout, file, *members))
+
+
+def test_an_index_over_the_limit(layout, file):
+    """Its size is in the header: nothing of it has to be there."""
+    header = entry("index.json", size=MAX_INDEX_SIZE + 1).tobuf()
+    with file.open("wb") as out:
+        out.write(header)
+        out.truncate(MAX_INDEX_SIZE * 2)
+    assert_refused(layout, FormatError, f"over {MAX_INDEX_SIZE}", lambda: load(layout, file))
+
+
+@pytest.mark.parametrize("size", [10**6, 1 << 51, 1 << 70])
+def test_a_size_beyond_all_there_is(layout, file, size):
+    header = entry(path_of(LAYER), size=size).tobuf(tarfile.GNU_FORMAT)
+    file.write_bytes(header + LAYER)
+    assert_refused(layout, FormatError, "more than there are", lambda: load(layout, file))
+    read_end, write_end = os.pipe()
+    os.write(write_end, header)
+    os.close(write_end)
+    with (
+        os.fdopen(read_end, "rb", buffering=0) as stream,
+        pytest.raises((FormatError, NoSpaceError)),
+    ):
+        load(layout, stream)
+    assert kept(layout) == set()
+    assert unfinished(layout) == []
+
+
+def test_a_negative_size(layout, file):
+    block = bytearray(entry(path_of(LAYER), size=0).tobuf())
+    block[124:136] = b"\xff" * 12  # base 256: minus one
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    file.write_bytes(bytes(block) + bytes(2048))
+    assert_refused(layout, FormatError, "more than there are", lambda: load(layout, file))
+
+
+@pytest.mark.parametrize(
+    "pax",
+    [
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "5000"},
+        {"GNU.sparse.size": "5000", "GNU.sparse.numblocks": "1"},
+        {"GNU.sparse.map": "0,1,5,6", "GNU.sparse.size": "5000"},
+        {"GNU.sparse.map": "a,b"},
+        {"size": "-1"},
+        {"size": "x" * 10},
+        {"size": "9" * 5000},
+        {"comment": "x" * 100_000},
+    ],
+    ids=str,
+)
+def test_pax_headers_that_trick(layout, file, pax):
+    members = [*GOOD[:4], (entry(path_of(LAYER), size=len(LAYER), pax_headers=pax), LAYER)]
+    file.write_bytes(tar_of(*members))
+    try:
+        loaded = load(layout, file)
+    except (FormatError, VerificationError):
+        pass
+    else:
+        assert loaded.names == ()
+    assert list(layout.tags()) == []
+    assert unfinished(layout) == []
+
+
+def test_a_sparse_file_of_old_gnu_tar(layout, file):
+    block = bytearray(entry(path_of(LAYER), size=512).tobuf(tarfile.GNU_FORMAT))
+    block[156:157] = tarfile.GNUTYPE_SPARSE
+    block[386:410] = b"%011o\0%011o\0" % (0, 512)
+    block[483:495] = b"%011o\0" % (1 << 30)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    file.write_bytes(bytes(block) + bytes(512) + bytes(1024))
+    assert_refused(layout, FormatError, "a sparse file", lambda: load(layout, file))
+
+
+def test_headers_without_end(layout, file):
+    """Each extends the next: neither the stack nor the memory is theirs."""
+    block = entry("x", tarfile.XHDTYPE, size=0).tobuf(tarfile.USTAR_FORMAT)
+    file.write_bytes(block * 10_000)
+    assert_refused(layout, FormatError, "header of more than", lambda: load(layout, file))
+
+
+def test_a_header_in_the_middle_that_is_none(layout, file):
+    raw = bytearray(tar_of(*GOOD))
+    second = 1024  # oci-layout takes two blocks
+    raw[second] ^= 1
+    file.write_bytes(raw)
+    assert_refused(layout, FormatError, "no header there", lambda: load(layout, file))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"x" * 5000, b"PK\x03\x04" + bytes(3000)])
+def test_what_is_no_tar(layout, file, data):
+    file.write_bytes(data)
+    assert_refused(layout, FormatError, "not a tar archive", lambda: load(layout, file))
+
+
+def test_an_empty_tar_and_the_older_format_of_docker(layout, file):
+    for members in ([], [("manifest.json", b"[]"), ("abc/layer.tar", b"x")]):
+        with pytest.raises(FormatError, match=r"no index\.json") as raised:
+            load_all(layout, file, *members)
+        assert "docker-archive" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[" * 100_000, b"{}", b'{"schemaVersion": 2, "config": 1, "layers": []}', b"\xff\xfe"],
+    ids=["deep", "empty", "mistyped", "binary"],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_manifest_that_means_nothing(layout, file, raw, late):
+    descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
+    members = [index({**descriptor, **called("x")}), blob(raw)]
+    if late:
+        loaded = load_all(layout, file, *reversed(members))
+        assert loaded.problem.exit_code == 5
+    else:
+        with pytest.raises(FormatError, match=descriptor["digest"]):
+            load_all(layout, file, *members)
+    assert list(layout.tags()) == []
+
+
+def test_a_manifest_over_the_limit(layout, file):
+    raw = b" " * (5 << 20)
+    descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
+    members = [index({**descriptor, **called("x")}), blob(raw)]
+    assert_refused(layout, FormatError, "over 4194304", lambda: load_all(layout, file, *members))
+
+
+def test_a_layer_that_calls_itself_a_manifest(layout, file):
+    odd = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(LAYER, mediatype.OCI_MANIFEST)])
+    members = [index((odd, called("x"))), blob(odd.raw), *BLOBS[1:]]
+    assert load_all(layout, file, *members).names
+
+
+def test_indexes_in_indexes_without_end(layout, file):
+    made, members = MADE, list(BLOBS)
+    for _ in range(8):
+        made = artifact.index([made.descriptor])
+        members.append(blob(made.raw))
+    assert isinstance(made, Index)
+    loaded = load_all(layout, file, *members, index((made, called("x"))))
+    assert loaded.names == ()
+    assert "nested" in loaded.problem.message
+
+
+def test_a_bomb_is_not_unpacked(layout, file, monkeypatch):
+    monkeypatch.setattr(tape, "_ROOM", 1 << 20)
+    zeros = bytes(8 << 20)
+    file.write_bytes(gzip.compress(tar_of(*GOOD, blob(zeros))))
+    with pytest.raises(FormatError, match="more than 200 times") as raised:
+        load(layout, file)
+    assert "gzip -dc FILE | aimage load -" in raised.value.hint
+    assert list(layout.tags()) == []
+    assert unfinished(layout) == []
+    file.write_bytes(tar_of(*GOOD, blob(zeros)))
+    assert load(layout, file).names
+
+
+def test_what_cannot_fit_is_not_begun(layout, file, monkeypatch):
+    monkeypatch.setattr(ImageLayout, "free", lambda self: 16 * 1024 * 1024 + 3000)
+    with pytest.raises(NoSpaceError):
+        load_all(layout, file, *GOOD)
+    assert kept(layout) == {MADE.digest.encoded}  # it is told by the manifest, before the config
+
+
+def test_a_file_that_is_not_there(layout, file, tmp_path):
+    with pytest.raises(NotFoundError, match="no archive"):
+        load(layout, file)
+    with pytest.raises(UsageError, match="is a directory") as raised:
+        load(layout, tmp_path)
+    assert "--store" in raised.value.hint
+    file.write_bytes(tar_of(*GOOD))
+    layout.root.write_text("in the way")
+    with pytest.raises(StoreError):
+        load(layout, file)
