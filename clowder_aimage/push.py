@@ -14,6 +14,7 @@ from clowder_aimage.content import (
     plan_copy,
 )
 from clowder_aimage.content.event import ignore
+from clowder_aimage.content.plan import MAX_DEPTH
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import DIALECTS, Dialect
 from clowder_aimage.errors import (
@@ -35,7 +36,6 @@ from clowder_aimage.registry import Connection, Holders, Ladder, Origins, Reposi
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
-_MAX_DEPTH = 4  # indexes of indexes; what is deeper is refused when it is read
 _FEWER = "pack the model into fewer layers, its experts together"
 
 
@@ -136,7 +136,7 @@ def _check_sizes(
             f"{descriptor.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
             hint=_FEWER,
         )
-    if descriptor.media_type in mediatype.INDEXES and depth < _MAX_DEPTH:
+    if descriptor.media_type in mediatype.INDEXES and depth < MAX_DEPTH:
         raw = read_all(store.open(descriptor), descriptor)
         for child in parse_document(raw, descriptor.media_type).children:
             if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES:

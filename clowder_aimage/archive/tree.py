@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from clowder_aimage.content.plan import MAX_DEPTH
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
 DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
-_MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ def read_tree(store: Source, root: Descriptor) -> Tree:
 
 
 def _read(store: Source, descriptor: Descriptor, tree: Tree, depth: int) -> None:
-    if depth > _MAX_DEPTH:
-        raise FormatError(f"{descriptor.digest}: indexes are nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise FormatError(f"{descriptor.digest}: indexes are nested more than {MAX_DEPTH} deep")
     if not add(tree.documents, descriptor):
         return
     document = read_document(store, descriptor)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from clowder_aimage.content.plan import MAX_DEPTH
 from clowder_aimage.content.store import Doubtful, Source
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype, parse_document
 
-_MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
 _MAX_INDEXES = 64  # that are read to find one manifest
 _MAX_LISTED = 40
 _MAX_WIDTH = 60
@@ -163,8 +163,8 @@ def _below(
         if child.media_type in mediatype.MANIFESTS:
             yield candidate
         elif child.media_type in mediatype.INDEXES and child.digest not in seen:
-            if depth > _MAX_DEPTH:
-                raise FormatError(f"{child.digest}: indexes are nested over {_MAX_DEPTH} deep")
+            if depth > MAX_DEPTH:
+                raise FormatError(f"{child.digest}: indexes are nested over {MAX_DEPTH} deep")
             if len(seen) >= _MAX_INDEXES:
                 raise FormatError(f"{child.digest}: over {_MAX_INDEXES} indexes under one name")
             seen.add(child.digest)

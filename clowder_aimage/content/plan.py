@@ -19,7 +19,7 @@ from clowder_aimage.oci import (
 )
 
 RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
-_MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
+MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
@@ -80,8 +80,8 @@ def _read_documents(
     """Read a document and all below it into ``found``, each once, children before parents."""
     if descriptor.digest in found:
         return
-    if depth > _MAX_DEPTH:
-        raise FormatError(f"{descriptor.digest}: indexes are nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise FormatError(f"{descriptor.digest}: indexes are nested more than {MAX_DEPTH} deep")
     raw = read_all(source.open(descriptor), descriptor)
     document = parse_document(raw, descriptor.media_type)
     if isinstance(document, Index):

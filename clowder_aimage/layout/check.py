@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.plan import MAX_DEPTH
 from clowder_aimage.content.verify import check, read_all
 from clowder_aimage.errors import (
     AccessError,
@@ -24,7 +25,6 @@ from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
 
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
-_MAX_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Check:
         except FormatError as error:
             self._problem("document", descriptor.digest, error.message, [name])
             return
-        below = isinstance(document, Index) and depth < _MAX_DEPTH
+        below = isinstance(document, Index) and depth < MAX_DEPTH
         for child in document.children:
             if below:
                 self._document(name, child, depth + 1)

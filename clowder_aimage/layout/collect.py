@@ -29,7 +29,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 GRACE = 3600.0  # seconds that an unnamed blob is left for whoever is about to name it
 STALE = 7 * 86400.0  # seconds after which nobody will go on with a broken-off download
 _LARGEST = 64 * 1024 * 1024  # bytes of a document that is read to see what it needs
-_MAX_DEPTH = 4
+_MAX_DEPTH = 100  # for the stack; far more than can be pulled
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
