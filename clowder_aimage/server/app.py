@@ -6,17 +6,25 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.server import guard
 from clowder_aimage.server.blob import BlobRoutes
+from clowder_aimage.server.cache import Cache
+from clowder_aimage.server.catalog import Catalog
+from clowder_aimage.server.kept import Kept
 from clowder_aimage.server.manifest import ManifestRoutes
 from clowder_aimage.server.push import PushRoutes
 from clowder_aimage.server.referrer import ReferrerRoutes
+from clowder_aimage.server.shelf import Shelf
 from clowder_aimage.server.tag import TagRoutes
 from clowder_aimage.server.upload import EXPIRY, Uploads
+
+if TYPE_CHECKING:
+    from clowder_aimage.server.upstream import Upstream
 
 # The name is anything here and parsed strictly by the routes, so that a bad one gets its own error
 _NAME = "/v2/{name:.+}"
@@ -28,26 +36,48 @@ def build_app(
     *,
     readonly: bool = False,
     hosts: frozenset[str] | None = guard.LOOPBACK_HOSTS,
+    token: str | None = None,
+    upstream: Upstream | None = None,
 ) -> web.Application:
     """The application, to be run by ``serve`` or under another one's path.
 
-    ``hosts`` are the names that a request's Host header may carry; None stands for any.
+    ``hosts`` are the names that a request's Host header may carry; None stands for any. ``token``
+    is what clients must know, None for nothing. With an ``upstream`` it is a cache of that.
     """
     middlewares = [guard.answer_errors, guard.check_host(hosts)]
-    if readonly:
-        middlewares.append(guard.refuse_writes)
+    if token is not None:
+        middlewares.append(guard.check_token(token))
+    if upstream is not None:
+        message = f"this is a cache of {upstream.name}: push there"
+        middlewares.append(guard.refuse_writes(message))
+    elif readonly:
+        middlewares.append(guard.refuse_writes("this registry is read-only"))
     app = web.Application(middlewares=middlewares)
     app.on_response_prepare.append(guard.common_headers)
     uploads = Uploads(layout, time.monotonic, EXPIRY)
-    app.add_routes(_table(layout, uploads))
-    app.cleanup_ctx.append(_expiry(uploads))
+    catalog = Catalog(layout, upstream.name if upstream else "")
+    kept = Kept(layout, time.monotonic)
+    shelf = Shelf(layout, catalog, kept)
+    cache = Cache(layout, catalog, shelf, kept, upstream) if upstream else None
+    manifests = ManifestRoutes(layout, catalog, shelf, cache)
+    tags, referrers = TagRoutes(catalog, cache), ReferrerRoutes(catalog, cache)
+    app.add_routes(
+        _table(tags, BlobRoutes(shelf, cache), PushRoutes(shelf, uploads), manifests, referrers)
+    )
+    app.cleanup_ctx.append(_expiry(uploads, kept))
+    if cache is not None:
+        app.on_cleanup.append(lambda _: cache.close())
     return app
 
 
-def _table(layout: ImageLayout, uploads: Uploads) -> list[web.RouteDef]:
+def _table(
+    tag: TagRoutes,
+    blob: BlobRoutes,
+    push: PushRoutes,
+    manifest: ManifestRoutes,
+    referrer: ReferrerRoutes,
+) -> list[web.RouteDef]:
     """Every endpoint. The first that matches wins: uploads stand before blobs."""
-    tag, blob, referrer = TagRoutes(layout), BlobRoutes(layout), ReferrerRoutes(layout)
-    push, manifest = PushRoutes(layout, uploads), ManifestRoutes(layout)
     return [
         web.get("/v2/", tag.version),
         web.get("/v2/_catalog", tag.repositories),
@@ -66,14 +96,15 @@ def _table(layout: ImageLayout, uploads: Uploads) -> list[web.RouteDef]:
     ]
 
 
-def _expiry(uploads: Uploads) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Give up silent uploads while the application runs, and all of them when it ends."""
+def _expiry(uploads: Uploads, kept: Kept) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Give up silent uploads and old leases while the application runs, all when it ends."""
 
     async def context(_: web.Application) -> AsyncIterator[None]:
         async def watch() -> None:
             while True:
                 await asyncio.sleep(uploads.expiry / 10)
                 await uploads.expire()
+                await asyncio.to_thread(kept.turn)
 
         task = asyncio.create_task(watch())
         yield
@@ -81,5 +112,6 @@ def _expiry(uploads: Uploads) -> Callable[[web.Application], AsyncIterator[None]
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await uploads.close()
+        kept.close()
 
     return context

@@ -1,54 +1,62 @@
-"""Pulling blobs (distribution-spec, "Pulling blobs"): the file goes to the socket in the kernel."""
+"""Pulling and deleting blobs (distribution-spec, "Pulling blobs", "Deleting Blobs")."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-from typing import BinaryIO
 
 from aiohttp import web
 
-from clowder_aimage.errors import NotFoundError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci import Digest
+from clowder_aimage.server.cache import Cache
 from clowder_aimage.server.error import ApiError
-from clowder_aimage.server.name import digest_of
+from clowder_aimage.server.fetch import Fetch
+from clowder_aimage.server.name import digest_of, is_of_peer, repository_of
+from clowder_aimage.server.send import send, send_as_it_comes
+from clowder_aimage.server.shelf import MEDIA_TYPE, Shelf
 
-MEDIA_TYPE = "application/octet-stream"
 _RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 
 
 class BlobRoutes:
-    """Blobs of the layout. It is one store: a blob is found under every repository name."""
+    """Blobs of the shelf, and of the upstream where there is one."""
 
-    def __init__(self, layout: ImageLayout) -> None:
-        self._layout = layout
+    def __init__(self, shelf: Shelf, cache: Cache | None) -> None:
+        self._shelf = shelf
+        self._cache = cache
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""
-        digest = digest_of(request)
-        file = await asyncio.to_thread(open_blob, self._layout, digest)
+        repository, digest = repository_of(request), digest_of(request)
+        cache = None if is_of_peer(request) else self._cache
+        if request.method == "HEAD":
+            if cache is not None:
+                size = await cache.size(repository, digest)
+            else:
+                size = await asyncio.to_thread(self._shelf.size, digest)
+            return await _head(request, digest, size)
+        if cache is not None:
+            fetch = await cache.blob(repository, digest)
+            if fetch is not None:
+                return await _pass_on(request, digest, fetch)
+        file = await asyncio.to_thread(self._shelf.open, digest)
         with file:
             size = os.fstat(file.fileno()).st_size
-            headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
             if is_current(request, digest):
-                return web.Response(status=304, headers=headers)
-            return await _answer(request, file, size, headers)
+                return await _head(request, digest, size)
+            span = wanted_range(request, size, f'"{digest}"')
+            response = await _begin(request, digest, size, span)
+            start, end = span or (0, size)
+            await send(request, file, start, end - start)
+            await response.write_eof()
+            return response
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """DELETE of a blob: other manifests of the layout may need it; collection removes it."""
-        digest_of(request)
-        message = "blobs are removed by garbage collection, not one by one"
-        raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
-
-
-def open_blob(layout: ImageLayout, digest: Digest) -> BinaryIO:
-    """The file of a blob, opened; it stays readable if its name goes away meanwhile."""
-    try:
-        return layout.path(Descriptor(MEDIA_TYPE, digest, 0)).open("rb")
-    except (NotFoundError, FileNotFoundError):
-        raise ApiError("BLOB_UNKNOWN", {"digest": str(digest)}) from None
+        """DELETE /v2/<name>/blobs/<digest>: of one that no manifest needs."""
+        repository_of(request)
+        await asyncio.to_thread(self._shelf.remove, digest_of(request))
+        return web.Response(status=202)
 
 
 def content_headers(digest: Digest) -> dict[str, str]:
@@ -62,36 +70,48 @@ def is_current(request: web.Request, digest: Digest) -> bool:
     return f'"{digest}"' in known or known.strip() == "*"
 
 
-async def _answer(
-    request: web.Request, file: BinaryIO, size: int, headers: dict[str, str]
-) -> web.StreamResponse:
-    span = wanted_range(request, size, headers["ETag"])
-    start, end = span or (0, size)
-    if span:
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    response = web.StreamResponse(status=206 if span else 200, headers=headers)
-    response.content_type = MEDIA_TYPE
-    response.content_length = end - start
-    await response.prepare(request)
-    if request.method != "HEAD" and end > start:
-        await _send(request, file, start, end - start)
+async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamResponse:
+    """An answer without a body: to HEAD, or 304 to a client that has it."""
+    if is_current(request, digest):
+        headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+        return web.Response(status=304, headers=headers)
+    response = await _begin(request, digest, size, None)
     await response.write_eof()
     return response
 
 
-async def _send(request: web.Request, file: BinaryIO, offset: int, count: int) -> None:
-    """Hand the bytes to the kernel (sendfile). The head is out: a failure closes the connection."""
-    transport = request.transport
-    if transport is None:
-        raise ConnectionResetError("the client is gone")
-    try:
-        sent = await asyncio.get_running_loop().sendfile(transport, file, offset, count)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the transport is closing
-        transport.abort()
-        raise ConnectionResetError(str(error)) from error
-    if sent != count:
-        transport.abort()
-        raise ConnectionResetError("the blob was cut short while it was sent")
+async def _begin(
+    request: web.Request, digest: Digest, size: int, span: tuple[int, int] | None
+) -> web.StreamResponse:
+    """Send the head of an answer with the bytes of ``span``, or all of them."""
+    headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+    start, end = span or (0, size)
+    if span is not None:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    response = web.StreamResponse(status=200 if span is None else 206, headers=headers)
+    response.content_type = MEDIA_TYPE
+    response.content_length = end - start
+    await response.prepare(request)
+    return response
+
+
+async def _pass_on(request: web.Request, digest: Digest, fetch: Fetch) -> web.StreamResponse:
+    """Send what is still on its way from the upstream.
+
+    A Range is only kept to where its bytes are here already, else the whole is sent (RFC 9110,
+    14.2): the bytes come in order, and whoever waits for others would believe us dead.
+    """
+    size = fetch.content.size
+    if is_current(request, digest):
+        return await _head(request, digest, size)
+    span = wanted_range(request, size, f'"{digest}"')
+    if span is not None and span[1] > fetch.front:
+        span = None
+    with await asyncio.to_thread(fetch.open) as file:
+        response = await _begin(request, digest, size, span)
+        await send_as_it_comes(request, fetch, file, *(span or (0, size)))
+        await response.write_eof()
+    return response
 
 
 def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
@@ -101,10 +121,10 @@ def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] 
     If-Range no longer holds are answered with the whole.
 
     Raises:
-        ApiError: 416, the span begins past the end.
+        ApiError: 416, the span begins past the end, or after its own end (RFC 9110, 14.2).
     """
     match = _RANGE.fullmatch(request.headers.get("Range", "").replace(" ", ""))
-    if request.method != "GET" or match is None or not any(match.groups()):
+    if match is None or not any(match.groups()):
         return None
     if request.headers.get("If-Range", etag) != etag:
         return None
@@ -113,9 +133,7 @@ def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] 
         start, end = max(0, size - int(last)), size
     else:
         start, end = int(first), min(size, int(last) + 1) if last else size
-        if last and int(last) < start:
-            return None
-    if start >= size:
+    if start >= size or start >= end:
         headers = {"Content-Range": f"bytes */{size}"}
         message = f"the blob has {size} bytes"
         raise ApiError("SIZE_INVALID", message=message, status=416, headers=headers)

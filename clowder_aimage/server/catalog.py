@@ -7,56 +7,98 @@ in the layout: the next collection may take what they refer to.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clowder_aimage.content.verify import read_all
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import ContentError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype, parse_document
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
+from clowder_aimage.server.summary import Summaries, Summary
+
+Version = tuple[int, int, int]
+_FRESH = 100_000_000  # nanoseconds
+_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name of the layout; ``tag`` is None where it is a digest."""
+    """One name of the layout, as it stands there; ``tag`` is None where it is a digest."""
 
+    name: str
     repository: str
     tag: str | None
     descriptor: Descriptor
 
-    @property
-    def reference(self) -> Reference:
-        """The local reference that the layout knows it by."""
-        digest = None if self.tag else self.descriptor.digest
-        return Reference(None, self.repository, self.tag, digest)
-
 
 class Catalog:
-    """Look-ups by repository. Every call reads the layout's index anew."""
+    """Look-ups by repository. The layout's index is read again whenever it has been replaced.
 
-    def __init__(self, layout: ImageLayout) -> None:
+    With a ``base``, only names below it are seen, and repositories are called by what follows it.
+    """
+
+    def __init__(self, layout: ImageLayout, base: str = "") -> None:
         self._layout = layout
+        self._base = f"{base}/" if base else ""
+        self._summaries = Summaries(self.read)
+        self._known: tuple[Version, dict[str, list[Entry]]] | None = None
 
-    def entries(self, repository: str | None = None) -> Iterator[Entry]:
-        """The names of ``repository``, or of all."""
+    def version(self) -> Version | None:
+        """Differs where the names do: the index is replaced whole. None where there is none."""
+        try:
+            found = (self._layout.root / "index.json").stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def repositories(self) -> list[str]:
+        """All that have a name."""
+        return list(self._names())
+
+    def entries(self, repository: str) -> list[Entry]:
+        """The names of ``repository``."""
+        return self._names().get(repository, [])
+
+    def _names(self) -> dict[str, list[Entry]]:
+        version = self.version()  # before reading: what is newer than it is read again
+        if version is None or self._known is None or self._known[0] != version:
+            names: dict[str, list[Entry]] = {}
+            for entry in self._read_names():
+                names.setdefault(entry.repository, []).append(entry)
+            if version is None or abs(time.time_ns() - version[1]) < _FRESH:
+                return names  # it may be replaced again within one tick of the file system's clock
+            self._known = version, names
+        return self._known[1]
+
+    def _read_names(self) -> Iterator[Entry]:
         for name, descriptor in self._layout.tags():
             try:
                 reference = Reference.parse(name)
             except UsageError:
                 continue  # a foreign name, which no path of the API can spell
-            if repository is None or reference.name == repository:
-                yield Entry(reference.name, reference.tag, descriptor)
+            if reference.name.startswith(self._base):
+                repository = reference.name.removeprefix(self._base)
+                yield Entry(name, repository, reference.tag, descriptor)
+
+    def stored(self, reference: Reference) -> Reference:
+        """What the layout calls it."""
+        name = self._base + reference.repository
+        return Reference(None, name, reference.tag, reference.digest)
 
     def find(self, reference: Reference) -> Descriptor | None:
-        """The manifest that a local reference names, or None."""
-        entries = list(self.entries(reference.repository))
+        """The manifest that a reference of the API names, or None."""
+        entries = self.entries(reference.repository)
         if reference.digest is None:
             return next((e.descriptor for e in entries if e.tag == reference.tag), None)
-        return self._reach([entry.descriptor for entry in entries], reference.digest)
+        return self.reach(entries, reference.digest)
 
-    def _reach(self, start: list[Descriptor], digest: Digest) -> Descriptor | None:
-        """Search breadth first, so that an index is only read where the names do not tell."""
-        level = start
+    def reach(self, entries: list[Entry], digest: Digest) -> Descriptor | None:
+        """What ``entries`` lead to, themselves or through an index.
+
+        Breadth first, so that an index is only read where the names do not tell.
+        """
+        level = [entry.descriptor for entry in entries]
         seen: set[Digest] = set()
         while level:
             found = next((each for each in level if each.digest == digest), None)
@@ -67,17 +109,46 @@ class Catalog:
                 child
                 for each in unread.values()
                 if each.digest not in seen
-                for child in self._children(each)
+                for child in self._manifests(each)
             ]
             seen |= unread.keys()
         return None
 
-    def _children(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
+    def _manifests(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
         try:
-            document = parse_document(self.read(descriptor), descriptor.media_type)
+            return self._summaries.of(descriptor).manifests
         except NotFoundError:
             return ()
-        return document.manifests if isinstance(document, Index) else ()
+
+    def summaries(self, repository: str) -> Iterator[Summary]:
+        """What the manifests with a name in ``repository`` are, each once; those that are named
+        but cannot be read are left out."""
+        entries = self.entries(repository)
+        for descriptor in {e.descriptor.digest: e.descriptor for e in entries}.values():
+            try:
+                yield self._summaries.of(descriptor)
+            except (NotFoundError, ContentError):
+                continue
+
+    def needs(self, digest: Digest) -> bool:
+        """Whether any name of the whole layout leads to a blob. Reads every manifest."""
+        level = [descriptor for _, descriptor in self._layout.tags()]
+        seen: set[Digest] = set()
+        while level:
+            if any(each.digest == digest for each in level):
+                return True
+            unread = {each.digest: each for each in level if each.digest not in seen}
+            seen |= unread.keys()
+            level = [child for each in unread.values() for child in self._children(each)]
+        return False
+
+    def _children(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
+        if descriptor.media_type not in _DOCUMENTS:
+            return ()
+        try:
+            return parse_document(self.read(descriptor), descriptor.media_type).children
+        except (NotFoundError, ContentError):
+            return ()
 
     def read(self, descriptor: Descriptor) -> bytes:
         """The bytes of a manifest, verified. Raises NotFoundError or VerificationError."""

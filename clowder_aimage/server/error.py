@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from clowder_aimage.errors import AImageError, ContentError, NoSpaceError
+from clowder_aimage.oci import Reference
 
 # code -> the status it goes with where a section does not ask for another, and its message
 CODES = {
@@ -55,6 +56,11 @@ class ApiError(AImageError):
         entry: dict[str, object] = {"code": self.code, "message": self.message}
         entries = [entry | {"detail": detail} for detail in self.details] or [entry]
         return web.json_response({"errors": entries}, status=self.status, headers=self.headers)
+
+
+def manifest_unknown(reference: Reference) -> ApiError:
+    """That there is no such manifest."""
+    return ApiError("MANIFEST_UNKNOWN", {"reference": reference.target})
 
 
 def api_error(error: AImageError) -> ApiError:

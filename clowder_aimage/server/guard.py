@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import logging
 from urllib.parse import urlsplit
 
@@ -78,10 +80,42 @@ def _name(host: str) -> str | None:
         return None
 
 
-@web.middleware
-async def refuse_writes(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The guard of a read-only registry: 405 UNSUPPORTED for whatever is not a read."""
-    if request.method not in ("GET", "HEAD"):
-        message = "this registry is read-only"
-        raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
-    return await handler(request)
+def check_token(token: str) -> Middleware:
+    """Let nobody pass who does not know ``token``: as a bearer token, or as the password of any
+    user (RFC 6750, RFC 7617), which is what other tools can be told.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        shown = _shown(request.headers.get("Authorization", ""))
+        if not hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), token.encode()):
+            headers = {"WWW-Authenticate": 'Basic realm="aimage registry", charset="UTF-8"'}
+            raise ApiError("UNAUTHORIZED", headers=headers)
+        return await handler(request)
+
+    return middleware
+
+
+def _shown(authorization: str) -> str:
+    """The token in an Authorization header; empty where there is none."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def refuse_writes(message: str) -> Middleware:
+    """405 UNSUPPORTED, with the reason, for whatever is not a read."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
+        return await handler(request)
+
+    return middleware

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 
 from aiohttp import web
 
@@ -20,9 +22,13 @@ from clowder_aimage.oci import (
     parse_document,
 )
 from clowder_aimage.server.blob import content_headers, is_current
-from clowder_aimage.server.catalog import Catalog
-from clowder_aimage.server.error import ApiError
-from clowder_aimage.server.name import reference_of
+from clowder_aimage.server.body import pieces
+from clowder_aimage.server.cache import Cache
+from clowder_aimage.server.catalog import Catalog, Entry
+from clowder_aimage.server.error import ApiError, manifest_unknown
+from clowder_aimage.server.name import is_of_peer, parse_reference, reference_of
+from clowder_aimage.server.removal import forget
+from clowder_aimage.server.shelf import Shelf
 
 # What may be pushed. A manifest media type of one's own is refused, as every registry does, so
 # that what is tried here holds elsewhere; one that is in the layout already is served.
@@ -40,19 +46,28 @@ _ELSEWHERE = (
     "application/vnd.docker.image.rootfs.foreign.",
 )
 MAX_LISTED = 100  # missing blobs named in one answer
+MAX_TAGS = 100  # set by one PUT
 
 
 class ManifestRoutes:
     """Manifests by tag and by digest; their bytes are kept and given back untouched."""
 
-    def __init__(self, layout: ImageLayout) -> None:
+    def __init__(
+        self, layout: ImageLayout, catalog: Catalog, shelf: Shelf, cache: Cache | None
+    ) -> None:
         self._layout = layout
-        self._catalog = Catalog(layout)
+        self._catalog = catalog
+        self._shelf = shelf
+        self._cache = cache
+        self._naming = threading.Lock()  # who looks at names to change them sees no others change
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """HEAD and GET /v2/<name>/manifests/<reference>."""
         reference = reference_of(request)
-        descriptor, raw = await asyncio.to_thread(self._read, reference)
+        if self._cache is not None and not is_of_peer(request):
+            descriptor, raw = await self._cache.manifest(reference)
+        else:
+            descriptor, raw = await asyncio.to_thread(self._read, reference)
         headers = content_headers(descriptor.digest)
         if is_current(request, descriptor.digest):
             return web.Response(status=304, headers=headers)
@@ -61,40 +76,49 @@ class ManifestRoutes:
     def _read(self, reference: Reference) -> tuple[Descriptor, bytes]:
         descriptor = self._catalog.find(reference)
         if descriptor is not None:
-            try:
-                return descriptor, self._catalog.read(descriptor)
-            except NotFoundError:
-                pass  # named, but its bytes are not here
-        raise ApiError("MANIFEST_UNKNOWN", {"reference": reference.target})
+            with contextlib.suppress(NotFoundError):  # named, but its bytes are not here
+                raw = self._catalog.read(descriptor)
+                self._layout.use(descriptor)
+                return descriptor, raw
+        raise manifest_unknown(reference)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        """PUT /v2/<name>/manifests/<reference>: checked, stored, then named."""
+        """PUT /v2/<name>/manifests/<reference>: checked, stored, then named.
+
+        By digest, ``?tag=`` names it too, as often as it stands there.
+        """
         reference = reference_of(request)
+        names = [reference, *_tags(request, reference)]
         if request.content_type not in ACCEPTED:
             detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
             raise ApiError("MANIFEST_INVALID", detail, message="media type not accepted")
         raw = await _read_body(request)
-        digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, reference)
+        digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, names)
         headers = {
             "Location": f"/v2/{reference.repository}/manifests/{digest}",
             "Docker-Content-Digest": str(digest),
         }
+        if len(names) > 1:
+            headers["OCI-Tag"] = ", ".join(str(name.tag) for name in names[1:])
         if subject is not None:
             headers["OCI-Subject"] = str(subject.digest)
         return web.Response(status=201, headers=headers)
 
     def _store(
-        self, raw: bytes, media_type: str, reference: Reference
+        self, raw: bytes, media_type: str, names: list[Reference]
     ) -> tuple[Digest, Descriptor | None]:
         """Check and keep a manifest; its digest, and its subject, which need not be here."""
-        digest = _digest(raw, reference)
+        digest = _digest(raw, names[0])
         try:
             document = parse_document(raw, media_type)
         except FormatError as error:
             raise ApiError("MANIFEST_INVALID", message=error.message) from None
-        self._check_children(document)
         descriptor = Descriptor(document.media_type, digest, len(raw))
-        self._layout.push(descriptor, bytes_body(raw), reference)
+        with self._layout.keep(), self._naming:
+            self._check_children(document)
+            self._layout.push(descriptor, bytes_body(raw))
+            for name in names:
+                self._layout.tag(descriptor, self._catalog.stored(name))
         return digest, document.subject
 
     def _check_children(self, document: Manifest | Index) -> None:
@@ -102,7 +126,7 @@ class ManifestRoutes:
         absent = [
             child
             for child in document.children
-            if not child.media_type.startswith(_ELSEWHERE) and not self._layout.exists(child)
+            if not child.media_type.startswith(_ELSEWHERE) and not self._shelf.holds(child)
         ]
         if absent:
             missing = dict.fromkeys(str(child.digest) for child in absent)
@@ -110,24 +134,54 @@ class ManifestRoutes:
             raise ApiError("MANIFEST_BLOB_UNKNOWN", *details)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """DELETE of a tag, or by digest of every name that the manifest has in the repository."""
+        """DELETE of a tag, which leaves the manifest, or by digest of it and all its tags."""
         reference = reference_of(request)
-        if not await asyncio.to_thread(self._untag, reference):
-            raise ApiError("MANIFEST_UNKNOWN", {"reference": reference.target})
+        await asyncio.to_thread(self._delete, reference)
         return web.Response(status=202)
 
-    def _untag(self, reference: Reference) -> int:
-        """Forget the names; how many they were."""
-        found = 0
-        for entry in list(self._catalog.entries(reference.repository)):
-            same_tag = reference.tag is not None and entry.tag == reference.tag
-            if same_tag or entry.descriptor.digest == reference.digest:
-                try:
-                    self._layout.untag(entry.reference)
-                    found += 1
-                except NotFoundError:
-                    pass  # another client was first
-        return found
+    def _delete(self, reference: Reference) -> None:
+        with self._naming:
+            entries = self._catalog.entries(reference.repository)
+            gone = [entry for entry in entries if _means(reference, entry)]
+            kept = [entry for entry in entries if not _means(reference, entry)]
+            if reference.digest is None:
+                self._keep_by_digest(gone, kept, reference)
+            elif self._catalog.reach(kept, reference.digest):
+                message = "an index of this repository holds the manifest: delete that first"
+                raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
+            if not gone or not forget(self._layout, {entry.name for entry in gone}):
+                raise manifest_unknown(reference)  # or another process was first
+
+    def _keep_by_digest(self, gone: list[Entry], kept: list[Entry], reference: Reference) -> None:
+        """Name a manifest by its digest where nothing but the tag leads to it."""
+        for entry in gone:
+            digest = entry.descriptor.digest
+            if self._catalog.reach(kept, digest) is None:
+                name = self._catalog.stored(reference.with_digest(digest))
+                with contextlib.suppress(NotFoundError):  # its bytes are not here
+                    self._layout.tag(entry.descriptor, name)
+
+
+def _means(reference: Reference, entry: Entry) -> bool:
+    if reference.digest is None:
+        return entry.tag == reference.tag
+    return entry.descriptor.digest == reference.digest
+
+
+def _tags(request: web.Request, reference: Reference) -> list[Reference]:
+    """The names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
+    tags = list(dict.fromkeys(request.query.getall("tag", [])))
+    if tags and reference.digest is None:
+        raise ApiError("MANIFEST_INVALID", message="?tag= goes with a manifest pushed by digest")
+    if len(tags) > MAX_TAGS:
+        raise ApiError("MANIFEST_INVALID", message=f"one push sets {MAX_TAGS} tags", status=414)
+    try:
+        names = [parse_reference(reference.repository, tag) for tag in tags]
+    except ApiError as error:
+        raise ApiError("MANIFEST_INVALID", *error.details, message="not a tag") from None
+    if any(name.tag is None for name in names):
+        raise ApiError("MANIFEST_INVALID", message="not a tag")
+    return names
 
 
 def _digest(raw: bytes, reference: Reference) -> Digest:
@@ -142,7 +196,7 @@ def _digest(raw: bytes, reference: Reference) -> Digest:
 async def _read_body(request: web.Request) -> bytes:
     """The body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
     body = bytearray()
-    while piece := await request.content.readany():
+    async for piece in pieces(request):
         body += piece
         if len(body) > MAX_MANIFEST_SIZE:
             message = f"a manifest may have {MAX_MANIFEST_SIZE} bytes"

@@ -8,6 +8,8 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.server.error import ApiError
 
+PEER = "(aimage cache)"  # in the User-Agent of a cache that asks others before its upstream
+
 
 def parse_repository(name: str) -> str:
     """A repository name (distribution-spec, "Pulling manifests")."""
@@ -56,3 +58,8 @@ def digest_of(request: web.Request) -> Digest:
 def reference_of(request: web.Request) -> Reference:
     """The validated ``<name>`` and ``<reference>`` of the request's path."""
     return parse_reference(request.match_info["name"], request.match_info["reference"])
+
+
+def is_of_peer(request: web.Request) -> bool:
+    """Whether another cache asks, which goes to the upstream itself for what is not here."""
+    return PEER in request.headers.get("User-Agent", "")

@@ -8,24 +8,24 @@ import re
 
 from aiohttp import web
 
-from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
-from clowder_aimage.server.blob import MEDIA_TYPE, open_blob
+from clowder_aimage.server.body import pieces
 from clowder_aimage.server.error import ApiError
 from clowder_aimage.server.name import parse_digest, parse_repository, repository_of
+from clowder_aimage.server.shelf import MEDIA_TYPE, Shelf
 from clowder_aimage.server.upload import Upload, Uploads
 
 PIECE = 1024 * 1024  # what is written, and hashed, at a time
 SETTLE = 0.1  # seconds that a question for an upload's place waits for who writes to it
-STALL = 60.0  # seconds to wait for the next byte of a body
+ALGORITHMS = ("sha256", "sha512")
 _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
 
 class PushRoutes:
     """The life of an upload: POST begins it, PATCH adds to it, PUT ends it, DELETE forgets it."""
 
-    def __init__(self, layout: ImageLayout, uploads: Uploads) -> None:
-        self._layout = layout
+    def __init__(self, shelf: Shelf, uploads: Uploads) -> None:
+        self._shelf = shelf
         self._uploads = uploads
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
@@ -35,8 +35,12 @@ class PushRoutes:
             digest = parse_digest(request.query["mount"])
             if "from" in request.query:
                 parse_repository(request.query["from"])
-            if await self._has(digest):
+            if await asyncio.to_thread(self._shelf.has, digest):
                 return _created(repository, digest)
+        announced = request.query.get("digest-algorithm", "sha256")
+        if announced not in ALGORITHMS:
+            message = f"digests are of {' or '.join(ALGORITHMS)}, not {announced[:40]!r}"
+            raise ApiError("DIGEST_INVALID", message=message)
         wanted = request.query.get("digest")
         single = parse_digest(wanted) if wanted is not None else None
         upload = await self._uploads.begin(repository)
@@ -44,7 +48,7 @@ class PushRoutes:
             return _accepted(upload)
         try:
             await self._receive(request, upload)
-            await self._uploads.commit(upload, single, MEDIA_TYPE)
+            await self._keep(upload, single)
         finally:
             await self._uploads.abort(upload)
         return _created(repository, single)
@@ -64,7 +68,7 @@ class PushRoutes:
         digest = parse_digest(request.query["digest"])
         async with upload.lock:
             await self._receive(request, upload)
-            await self._uploads.commit(upload, digest, MEDIA_TYPE)
+            await self._keep(upload, digest)
         return _created(upload.repository, digest)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
@@ -85,12 +89,9 @@ class PushRoutes:
     def _upload(self, request: web.Request) -> Upload:
         return self._uploads.get(repository_of(request), request.match_info["upload"])
 
-    async def _has(self, digest: Digest) -> bool:
-        try:
-            (await asyncio.to_thread(open_blob, self._layout, digest)).close()
-        except ApiError:
-            return False
-        return True
+    async def _keep(self, upload: Upload, digest: Digest) -> None:
+        await self._uploads.commit(upload, digest, MEDIA_TYPE)
+        await asyncio.to_thread(self._shelf.put, digest)
 
     async def _receive(self, request: web.Request, upload: Upload) -> None:
         """Stream the body into the upload, a piece at a time, off the event loop.
@@ -101,7 +102,7 @@ class PushRoutes:
         end = _declared_end(request, upload)
         buffer = bytearray()
         try:
-            while piece := await _next_piece(request):
+            async for piece in pieces(request):
                 if end is not None and upload.offset + len(buffer) + len(piece) > end:
                     raise ApiError("SIZE_INVALID", message="the body is longer than Content-Range")
                 buffer += piece
@@ -113,15 +114,6 @@ class PushRoutes:
                 await self._uploads.write(upload, buffer)
         if end is not None and upload.offset != end:
             raise ApiError("SIZE_INVALID", message="the body is shorter than Content-Range")
-
-
-async def _next_piece(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(STALL):
-            return await request.content.readany()
-    except TimeoutError:
-        message = f"nothing has arrived for {STALL:.0f} seconds"
-        raise ApiError("BLOB_UPLOAD_INVALID", message=message, status=408) from None
 
 
 def _declared_end(request: web.Request, upload: Upload) -> int | None:

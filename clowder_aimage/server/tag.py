@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.server.cache import Cache
 from clowder_aimage.server.catalog import Catalog
 from clowder_aimage.server.error import ApiError
 from clowder_aimage.server.name import parse_repository, repository_of
@@ -17,8 +17,9 @@ from clowder_aimage.server.name import parse_repository, repository_of
 class TagRoutes:
     """Tags of a repository, and repositories, in lexical order and in pages."""
 
-    def __init__(self, layout: ImageLayout) -> None:
-        self._catalog = Catalog(layout)
+    def __init__(self, catalog: Catalog, cache: Cache | None) -> None:
+        self._catalog = catalog
+        self._cache = cache
 
     async def version(self, _: web.Request) -> web.StreamResponse:
         """GET /v2/: this is a registry ("Determining Support")."""
@@ -27,17 +28,18 @@ class TagRoutes:
     async def tags(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
         repository = repository_of(request)
-        entries = await asyncio.to_thread(lambda: list(self._catalog.entries(repository)))
-        if not entries:
-            raise ApiError("NAME_UNKNOWN", {"name": repository})
-        tags = {entry.tag for entry in entries if entry.tag is not None}
-        return _page(request, tags, {"name": repository}, "tags")
+        listed = None if self._cache is None else await self._cache.tags(repository)
+        if listed is None:
+            entries = await asyncio.to_thread(self._catalog.entries, repository)
+            if not entries:
+                raise ApiError("NAME_UNKNOWN", {"name": repository})
+            listed = [entry.tag for entry in entries if entry.tag is not None]
+        return _page(request, set(listed), {"name": repository}, "tags")
 
     async def repositories(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/_catalog?n=<count>&last=<name>."""
-        entries = await asyncio.to_thread(lambda: list(self._catalog.entries()))
-        names = {entry.repository for entry in entries if _is_servable(entry.repository)}
-        return _page(request, names, {}, "repositories")
+        names = await asyncio.to_thread(self._catalog.repositories)
+        return _page(request, filter(_is_servable, names), {}, "repositories")
 
 
 def _is_servable(repository: str) -> bool:

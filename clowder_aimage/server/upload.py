@@ -15,6 +15,7 @@ from clowder_aimage.server.error import ApiError
 
 EXPIRY = 3600.0  # seconds without a byte after which an upload is given up
 MAX_UPLOADS = 256  # each holds a file open
+PATIENCE = 60.0  # seconds of silence after which an upload makes room for a new one
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +63,21 @@ class Uploads:
         Raises:
             ApiError: TOOMANYREQUESTS, too many are under way.
         """
-        if len(self._uploads) >= MAX_UPLOADS:
+        if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
             raise ApiError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
         key = secrets.token_hex(16)
         ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}")
         upload = self._uploads[key] = Upload(key, repository, ingest, self._clock())
         return upload
+
+    async def _make_room(self) -> bool:
+        """Give up the upload that has been silent for longest, if that is long."""
+        idle = [one for one in self._uploads.values() if not one.lock.locked()]
+        oldest = min(idle, key=lambda one: one.touched, default=None)
+        if oldest is None or oldest.touched > self._clock() - PATIENCE:
+            return False
+        await self.abort(oldest)
+        return True
 
     def get(self, repository: str, key: str) -> Upload:
         """The upload by the last part of its location; only its own repository finds it."""

@@ -22,14 +22,30 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.server import push, serve
-if "impatient" in sys.argv[3:]:
-    push.STALL = serve.GRACE = 0.2
+from clowder_aimage.server import body, idle, serve
+flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
+if "impatient" in flags:
+    body.STALL = serve.GRACE = 0.2
+    idle.PATIENCE = idle.EVERY = 0.1
+upstream = None
+if "upstream" in flags:
+    from clowder_aimage.registry import Connection
+    from clowder_aimage.server import upstream as upstream_module
+    upstream_module.REST = 0.0
+    from clowder_aimage.registry.settings import HostSettings
+    mirrors = tuple(filter(None, [flags.get("mirror")]))
+    connection = Connection(
+        docker_config=Path(flags.get("docker", "/nonexistent")),
+        registries={flags["upstream"]: HostSettings(mirrors=mirrors)},
+    )
+    upstream = upstream_module.Upstream.parse(flags["upstream"], connection)
 serve.serve(
     ImageLayout(Path(sys.argv[1])),
     sys.argv[2],
-    readonly="readonly" in sys.argv[3:],
-    allow_remote="remote" in sys.argv[3:],
+    readonly="readonly" in flags,
+    allow_remote="remote" in flags,
+    token=flags.get("token"),
+    upstream=upstream,
     on_ready=lambda url: print(url, flush=True),
 )
 """

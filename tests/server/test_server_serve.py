@@ -133,6 +133,45 @@ def test_command_line_refuses_other_machines(tmp_path: Path) -> None:
     done = aimage("registry", "serve", "--addr", "0.0.0.0:0", "--store", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert "--allow-remote" in done.stderr
+    assert "--token-file" in done.stderr
+
+
+def test_command_line_of_a_cache(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    upstream = serve_layout(tmp_path / "upstream")
+    raw = upstream.push("t", b"x")
+    host = upstream.url.removeprefix("http://")
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    options = ("--token-file", str(tmp_path / "token"), "--upstream", host)
+    command = [*AIMAGE, "registry", "serve", "--addr", "127.0.0.1:0", *options]
+    process = subprocess.Popen(
+        [*command, "--store", str(tmp_path / "cache")],
+        cwd=REPOSITORY_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().rstrip("\n")
+    answer = requests.get(f"{url}/v2/a/b/manifests/t", auth=("me", "0123456789abcdef"), timeout=20)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "")
+    assert (process.returncode, answer.content) == (0, raw)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--upstream", "https://host.example"), "is not a registry"),
+        (("--plain-http",), "are about an --upstream"),
+        (("--token-file", "/nonexistent"), "cannot read the token"),
+    ],
+)
+def test_command_lines_that_cannot_be_meant(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = aimage("registry", "serve", *options, "--store", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
 
 
 def test_our_own_client_pulls_and_pushes(

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 from served import Server, digest_of, error_of
 
+from clowder_aimage.content.store import bytes_body
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.lease import leased
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.server import kept as kept_module
 from clowder_aimage.server import upload as upload_module
 from clowder_aimage.server.error import ApiError
+from clowder_aimage.server.kept import Kept
 from clowder_aimage.server.upload import Uploads
 
 BLOB = bytes(range(256)) * 40
@@ -338,3 +344,63 @@ def test_too_many_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         await uploads.close()
 
     asyncio.run(run())
+
+
+def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that begins uploads and leaves does not keep others out for an hour."""
+    monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = Uploads(ImageLayout(tmp_path), lambda: now[0], expiry=3600)
+        silent, lively = await uploads.begin("a"), await uploads.begin("a")
+        now[0] = upload_module.PATIENCE + 1
+        await uploads.write(lively, b"x")
+        await uploads.begin("a")
+        assert uploads.get("a", lively.id) is lively
+        with pytest.raises(ApiError, match="unknown"):
+            uploads.get("a", silent.id)
+        await uploads.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["pushed", "asked for", "mounted"])
+def test_no_collection_takes_what_a_client_relies_on(
+    tmp_path: Path, serve_layout: Callable[..., Server], way: str
+) -> None:
+    """Between a blob and the manifest that names it, however long that takes."""
+    server = serve_layout(tmp_path)
+    data = b"not named yet"
+    server.push_blob(data)
+    if way != "pushed":  # by an earlier server, whose leases have ended with it
+        server.stop()
+        server = serve_layout(tmp_path)
+    if way == "asked for":
+        assert server.ask("HEAD", f"/v2/a/b/blobs/{digest_of(data)}").status_code == 200
+    if way == "mounted":
+        path = f"/v2/c/d/blobs/uploads/?mount={digest_of(data)}"
+        assert server.ask("POST", path).status_code == 201
+    Collector(ImageLayout(tmp_path), grace=0).run()
+    assert server.ask("GET", f"/v2/a/b/blobs/{digest_of(data)}").content == data
+    server.stop()
+    Collector(ImageLayout(tmp_path), grace=0).run()
+    assert server.blobs() == set()
+
+
+def test_leases_end(tmp_path: Path) -> None:
+    layout = ImageLayout(tmp_path)
+    digests = [Digest.of(data) for data in (b"a", b"b")]
+    for data in (b"a", b"b"):
+        layout.push(Descriptor.of("x/y", data), bytes_body(data))
+    now = [0.0]
+    kept = Kept(layout, lambda: now[0])
+    kept.add(digests[0])
+    now[0] = kept_module.PERIOD + 1
+    kept.add(digests[1])
+    assert leased(tmp_path, remove=False) == set(digests)
+    now[0] = 2 * kept_module.PERIOD + 2
+    kept.turn()
+    assert leased(tmp_path, remove=False) == {digests[1]}
+    kept.close()
+    assert leased(tmp_path, remove=False) == set()

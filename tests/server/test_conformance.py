@@ -1,0 +1,69 @@
+"""The groups of the specification's conformance program, before a served store.
+
+Each group has a repository of its own, and all of them one store, as the program has.
+"""
+
+from __future__ import annotations
+
+import conformance
+import pytest
+from conformance import Client, Data, hash_of
+from served import Server
+
+
+@pytest.fixture
+def client(server: Server, request: pytest.FixtureRequest) -> Client:
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
+    return Client(server.url, f"conformance/{name.replace('--', '-')}", http=server.http)
+
+
+@pytest.mark.parametrize("name", conformance.SETS)
+def test_data(client: Client, name: str) -> None:
+    conformance.check_set(client, conformance.SETS[name]())
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
+def test_blobs(client: Client, algorithm: str) -> None:
+    conformance.check_blobs(client, algorithm)
+
+
+def test_bad_digest(client: Client) -> None:
+    conformance.check_bad_digest(client)
+
+
+def test_invalid_digest(client: Client) -> None:
+    conformance.check_invalid_digest(client)
+
+
+def test_nothing_yet(client: Client) -> None:
+    conformance.check_nothing_yet(client)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
+def test_tag_parameters(client: Client, algorithm: str) -> None:
+    """PUT by digest with ``?tag=``, of the specification's next version."""
+    data = Data(algorithm)
+    digest = data.image()["digest"]
+    for each, content in data.blobs.items():
+        client.post_put(each, content)
+    raw = data.manifests[digest]
+    headers = {"Content-Type": conformance.MANIFEST}
+    params = {"tag": ["one", "two"]}
+    path = f"manifests/{digest}"
+    answer = client.ask("PUT", path, 201, params=params, data=raw, headers=headers)
+    assert answer.headers["OCI-Tag"] == "one, two"
+    for tag in ("one", "two"):
+        client.has_manifest(f"manifests/{tag}", digest, raw)
+    bad = client.ask("PUT", path, 400, params={"tag": "-x"}, data=raw, headers=headers)
+    assert bad.json()["errors"][0]["code"] == "MANIFEST_INVALID"
+    assert client.tags() == ["one", "two"]
+
+
+def test_algorithms(client: Client) -> None:
+    """An upload may announce its algorithm; one that is not registered is told at once."""
+    params = {"digest-algorithm": "sha512"}
+    location = client.ask("POST", "blobs/uploads/", 202, params=params).headers["Location"]
+    digest = hash_of(b"x", "sha512")
+    done = client.ask("PUT", location, 201, params={"digest": digest}, data=b"x")
+    assert done.headers["Docker-Content-Digest"] == digest
+    client.ask("POST", "blobs/uploads/", 400, params={"digest-algorithm": "md5"})
