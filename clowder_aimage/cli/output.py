@@ -17,7 +17,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> None:
     """Print a result: ``text`` for people and shells, ``value`` for programs."""
-    click.echo(json.dumps(value, ensure_ascii=False) if as_json else printable(text))
+    if not as_json:
+        click.echo(printable(text))
+        return
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, out of somebody's JSON
+        line = json.dumps(value)
+    click.echo(line)
 
 
 def printable(text: str) -> str:

@@ -46,7 +46,8 @@ def verify(
         for problem, error in mend(chosen.layout, report, reach):
             outcome[problem] = "" if error is None else error.message
     _say(report, outcome, as_json=chosen.as_json)
-    left = [p for p in report.problems if p.kind not in ("foreign", "writable") and outcome.get(p, "no") != ""]
+    bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
+    left = [problem for problem in bad if outcome.get(problem, "no") != ""]
     return _FAILED if left else 0
 
 

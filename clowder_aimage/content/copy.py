@@ -49,9 +49,9 @@ def copy(
     on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
     with contextlib.ExitStack() as leases:
         if isinstance(target, ContentStore):
+            check_space(plan.missing(target), target)
             leases.enter_context(target.lease(*plan.digests))
-            missing = plan.missing(target)
-            check_space(missing, target)
+            missing = plan.missing(target)  # from now on it stays as it is
             for blob in set(plan.blobs).difference(missing):
                 on_event(Event("skip", blob, blob.size))
             Fetch(

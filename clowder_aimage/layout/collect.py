@@ -9,10 +9,8 @@ tools: they write blobs before they name them, and know no lease.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +19,24 @@ from fnmatch import fnmatchcase
 
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
-from clowder_aimage.layout.lock import PRIVATE, flock, held
+from clowder_aimage.layout.leftover import remove_partials, tidy
+from clowder_aimage.layout.lock import held
+from clowder_aimage.layout.mention import (
+    LARGEST,
+    MAX_DEPTH,
+    blobs,
+    configs,
+    documents,
+    mentioned,
+    plain,
+)
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 GRACE = 3600.0  # seconds that an unnamed blob is left for whoever is about to name it
 STALE = 7 * 86400.0  # seconds after which nobody will go on with a broken-off download
-_LARGEST = 64 * 1024 * 1024  # bytes of a document that is read to see what it needs
-_MAX_DEPTH = 100  # for the stack; far more than can be pulled
-_DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
-_CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
-_TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,66 +100,78 @@ class Collector:
             VerificationError: a manifest is damaged, so that nobody knows what it needs.
             StoreError: the store cannot be read or written.
         """
-        entries = list(self._layout.entries())
+        roots = self._roots()
         held_now = {str(digest) for digest in leased(self._layout.root, remove=False)}
-        sizes = dict(self._blobs())
-        entries = self._forget(entries, held_now, sizes, max_age, max_size, keep)
-        live = self._live(entries, held_now)
+        sizes = {name.decode(): found.st_size for name, found in blobs(self._layout.root)}
+        live = self._live(roots, held_now)  # whether anything is damaged must be known first
+        if max_age is not None or max_size is not None:
+            gone = self._forget(held_now, sizes, max_age, max_size, keep)
+            roots = [(name, digest) for name, digest in roots if not name or name not in gone]
+            live = self._live(roots, held_now)
+        self._done.dangling = sorted(
+            {name for name, digest in roots if name and str(digest) not in self._known}
+        )
         unneeded = {digest for digest in sizes if digest not in live}
         if self._dry_run:
             self._sweep(unneeded, sizes)
         elif self._layout.root.is_dir():
             with held(self._layout.root, COLLECTION):
                 now_held = {str(digest) for digest in leased(self._layout.root, remove=True)}
-                unneeded -= self._live(self._layout.entries(), now_held)
+                unneeded -= self._live(self._roots(), now_held)
                 self._sweep(unneeded, sizes)
-            self._tidy()
-        self._partials()
+            tidy(self._layout.root, self._now() - max(self._grace, 60.0))
+        stale = remove_partials(self._layout.root, self._now() - self._stale, dry_run=self._dry_run)
+        self._done.partials, self._done.partial_size = len(stale), sum(stale)
         self._done.left_size = sum(sizes.values()) - self._done.size
         return self._done
 
     # -- what is needed
 
-    def _live(self, entries: Iterable[tuple[str, Descriptor]], held_now: set[str]) -> set[str]:
+    def _roots(self) -> list[tuple[str, Digest]]:
+        """What index.json lists, with names; also what it merely mentions in entries that mean
+        nothing to us."""
+        roots = [(name, descriptor.digest) for name, descriptor in self._layout.entries()]
+        known = {str(digest) for _, digest in roots}
+        raw = json.dumps(read_index(self._layout.root)).encode()
+        others = {found.decode() for found in mentioned(raw)} - known
+        return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
+
+    def _live(self, roots: Iterable[tuple[str, Digest]], held_now: set[str]) -> set[str]:
         live = set(held_now)
-        for name, descriptor in entries:
-            needed = self._closure(descriptor.digest, name)
-            live.update(needed)
+        for name, digest in roots:
+            live.update(self._closure(digest, name))
         return live
 
     def _closure(self, digest: Digest, name: str, depth: int = 0) -> tuple[str, ...]:
         """A document and all that it mentions: rather too much than too little."""
         key = str(digest)
         if key not in self._known:
+            raw = self._read(digest, name)
+            if raw is None:
+                return (key,)  # it may come back meanwhile
+            raw = plain(raw)
             self._known[key] = (key,)  # also what it is to itself, if it should say so
-            raw = self._read(digest, name, depth)
             found = {key, *self._mentioned(raw)}
-            for child in _documents(raw) if depth < _MAX_DEPTH else ():
+            for child in documents(raw) if depth < MAX_DEPTH else ():
                 found.update(self._closure(child, name, depth + 1))
-            for config in _CONFIG.findall(raw):  # it says what compressed layers unpack to
-                for mentioned in _DIGEST.findall(config):
-                    found.update(self._mentioned(self._peek(mentioned.decode())))
+            for config in configs(raw):
+                found.update(self._mentioned(self._peek(config.decode())))
             self._known[key] = tuple(found)
         return self._known[key]
 
     def _mentioned(self, raw: bytes) -> Iterator[str]:
-        if b"\\u" in raw:  # somebody spells plain letters in a roundabout way
-            with contextlib.suppress(ValueError, RecursionError):
-                raw = json.dumps(json.loads(raw)).encode()
-        for found in _DIGEST.findall(raw):
+        for found in mentioned(raw):
             yield self._interned.setdefault(found, found.decode())
 
-    def _read(self, digest: Digest, name: str, depth: int) -> bytes:
+    def _read(self, digest: Digest, name: str) -> bytes | None:
         content = Descriptor("application/octet-stream", digest, 0)
         try:
             path = self._layout.path(content)
         except NotFoundError:
-            if not depth and name:
-                self._done.dangling.append(name)
-            return b""
+            return None
         with store_errors(self._layout.root), path.open("rb", buffering=0) as file:
-            raw = file.read(_LARGEST + 1) or b""
-        if len(raw) > _LARGEST:
+            raw = file.read(LARGEST + 1) or b""
+        if len(raw) > LARGEST:
             return b""  # no manifest is as large: an entry that names a blob
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(
@@ -169,41 +185,27 @@ class Collector:
         content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
         with contextlib.suppress(NotFoundError, OSError):
             path = self._layout.path(content)
-            if path.stat().st_size <= _LARGEST:
-                return path.read_bytes()
+            if path.stat().st_size <= LARGEST:
+                return plain(path.read_bytes())
         return b""
-
-    def _blobs(self) -> Iterator[tuple[str, int]]:
-        """All that is called like a blob, and its size."""
-        for algorithm in ("sha256", "sha512"):
-            directory = os.path.join(self._layout.root, "blobs", algorithm)
-            with store_errors(self._layout.root), contextlib.suppress(FileNotFoundError):
-                for entry in os.scandir(directory):
-                    with contextlib.suppress(AImageError, FileNotFoundError):
-                        digest = str(Digest.parse(f"{algorithm}:{entry.name}"))
-                        if entry.is_file(follow_symlinks=False):
-                            yield digest, entry.stat(follow_symlinks=False).st_size
 
     # -- names
 
     def _forget(
         self,
-        entries: list[tuple[str, Descriptor]],
         held_now: set[str],
         sizes: dict[str, int],
         max_age: float | None,
         max_size: int | None,
         keep: Sequence[str],
-    ) -> list[tuple[str, Descriptor]]:
-        """What is left of the entries."""
-        if max_age is None and max_size is None:
-            return entries
+    ) -> set[str]:
+        """The names that were let go."""
+        entries = [(name, root) for name, root in self._layout.entries() if name]
         pinned = {name for name, _ in self._layout.pins.items()}
         free = [
             (self._layout.used(descriptor), name, descriptor)
             for name, descriptor in entries
-            if name
-            and name not in pinned
+            if not pinned & {name, _whole(name)}
             and str(descriptor.digest) not in held_now
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
@@ -214,10 +216,10 @@ class Collector:
                 self._done.forgotten.append(Forgotten(name, f"not used for {_long(age)}"))
                 gone.add(name)
         if max_size is not None:
-            left = [(name, descriptor) for name, descriptor in entries if name not in gone]
             needs = Counter(held_now)
-            for name, descriptor in left:
-                needs.update(self._closure(descriptor.digest, name))
+            for name, digest in self._roots():
+                if not name or name not in gone:
+                    needs.update(self._closure(digest, name))
             total = sum(sizes.get(digest, 0) for digest in needs)
             for _, name, descriptor in sorted(free, key=lambda one: one[:2]):
                 if total <= max_size:
@@ -226,11 +228,11 @@ class Collector:
                     continue
                 gone.add(name)
                 self._done.forgotten.append(Forgotten(name, "the least recently used"))
-                for digest in self._closure(descriptor.digest, name):
-                    needs[digest] -= 1
-                    if not needs[digest]:
-                        total -= sizes.get(digest, 0)
-        return [(name, descriptor) for name, descriptor in entries if name not in gone]
+                for needed in self._closure(descriptor.digest, name):
+                    needs[needed] -= 1
+                    if not needs[needed]:
+                        total -= sizes.get(needed, 0)
+        return gone
 
     def _let_go(self, name: str, descriptor: Descriptor) -> bool:
         """Forget a name, if it still means what it did."""
@@ -259,73 +261,12 @@ class Collector:
                 self._done.blobs += 1
                 self._done.size += sizes[digest]
 
-    def _partials(self) -> None:
-        """Remove what downloads left that nobody will go on with."""
-        directory = self._layout.root / PRIVATE / "ingest"
-        latest = self._now() - self._stale
-        for path in sorted(directory.glob("*")):
-            if path.suffix == ".journal":
-                continue
-            is_anonymous = path.suffix != ""  # nobody can find it again
-            with store_errors(self._layout.root), contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                if not is_anonymous and status.st_mtime > latest:
-                    continue
-                if self._remove_idle(path):
-                    self._done.partials += 1
-                    self._done.partial_size += status.st_blocks * 512
-        if not self._dry_run:
-            for journal in sorted(directory.glob("*.journal")):
-                if not journal.with_suffix("").exists():
-                    journal.unlink(missing_ok=True)
 
-    def _remove_idle(self, path: os.PathLike[str]) -> bool:
-        """Remove an ingest that no process has open; whether that is so."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except PermissionError:
-            return False  # another user's
-        try:
-            flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            if os.fstat(fd).st_ino != os.stat(path).st_ino:
-                return False  # it was finished, and begun anew
-            if not self._dry_run:
-                os.unlink(path)
-            return True
-        finally:
-            os.close(fd)
-
-    def _tidy(self) -> None:
-        """Remove facts about manifests that are gone, and files that a killed process left."""
-        private = self._layout.root / PRIVATE
-        for kind in ("used", "listing"):
-            for path in (private / kind).glob("*"):
-                blobs = self._layout.root / "blobs"
-                if not any((blobs / kind / path.name).exists() for kind in ("sha256", "sha512")):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-        latest = self._now() - max(self._grace, 60.0)
-        for path in [*private.glob("*.*"), *(private / "names").glob("*.*")]:
-            if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime < latest:
-                        path.unlink()
-
-
-def _documents(raw: bytes) -> Iterator[Digest]:
-    """The manifests in an index, whatever they call themselves."""
-    if b'"manifests"' not in raw and b"\\u" not in raw:
-        return
-    try:
-        children = json.loads(raw).get("manifests") or ()
-    except (ValueError, RecursionError, AttributeError):
-        return
-    for child in children if isinstance(children, list) else ():
-        with contextlib.suppress(AImageError, KeyError, TypeError):
-            yield Digest.parse(child["digest"])
+def _whole(name: str) -> str:
+    """A name as we write it: another tool may have left the tag out."""
+    with contextlib.suppress(AImageError):
+        return index_name(Reference.parse(name))
+    return name
 
 
 def _long(seconds: float) -> str:

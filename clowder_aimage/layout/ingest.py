@@ -20,13 +20,13 @@ from clowder_aimage.content.verify import check
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.lock import PRIVATE, flock, is_locked, make_directory, open_shared
 from clowder_aimage.layout.record import sync_directory
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import new_hasher
 
 BLOB_MODE = 0o444  # content never changes under its name
 JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept book of
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
 _Span = tuple[int, int]
@@ -76,18 +76,25 @@ class FileIngest:
         """The file's descriptor, locked; the lock goes with the process, however that ends."""
         while True:
             try:
-                fd = os.open(self._path, _FLAGS, 0o600)
+                fd = open_shared(self._path)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(self._path), exist_ok=True)
+                make_directory(self._root, PRIVATE, "ingest")
                 continue
             except PermissionError:  # it was about to be published when its process was killed
-                os.chmod(self._path, 0o600)
-                fd = os.open(self._path, _FLAGS, 0o600)
+                self._reopen()
+                continue
+            is_alone = False
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 with contextlib.suppress(FileNotFoundError):
-                    if os.fstat(fd).st_ino == os.stat(self._path).st_ino:
+                    if os.fstat(fd).st_ino != os.stat(self._path).st_ino:
+                        pass  # it was committed or aborted while we waited: begin anew
+                    elif not is_locked(self._path):
+                        is_alone = True
+                    elif os.fstat(fd).st_uid == os.geteuid() or not os.geteuid():
                         return fd
+                    else:
+                        os.unlink(self._path)  # another user's: we may not publish it
             except BlockingIOError:
                 os.close(fd)
                 raise IngestBusyError(
@@ -96,7 +103,23 @@ class FileIngest:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # it was committed or aborted while we waited: begin anew
+            os.close(fd)
+            if is_alone:
+                return self._open_alone()
+
+    def _open_alone(self) -> int:
+        """A file that nobody else finds: where locks do nothing, two would write into one."""
+        self._path += f".{secrets.token_hex(8)}"
+        self._direct = DirectFile(self._path)
+        self._is_journaled = False
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _reopen(self) -> None:
+        """Let a file be written that may not be: another user's is given up for a new one."""
+        try:
+            os.chmod(self._path, 0o600)
+        except PermissionError:
+            os.unlink(self._path)
 
     def _journaled(self, size: int) -> list[_Span]:
         """The spans of a file of ``size`` bytes that an earlier process has surely written."""
@@ -225,7 +248,7 @@ class FileIngest:
 
     def _note(self, line: str) -> None:
         """Add a line to the journal, durably."""
-        fd = os.open(self._journal, _JOURNAL_FLAGS, 0o600)
+        fd = open_shared(self._journal, _JOURNAL_FLAGS)
         try:
             os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
             getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
@@ -259,7 +282,7 @@ class FileIngest:
         try:
             os.replace(self._path, final)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(final), exist_ok=True)
+            make_directory(self._root, "blobs", os.path.basename(os.path.dirname(final)))
             os.replace(self._path, final)
         self._forget_journal()
         self._close()

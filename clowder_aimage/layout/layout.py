@@ -244,7 +244,8 @@ class ImageLayout:
             gone = [
                 entry
                 for entry in index["manifests"]
-                if is_named(entry, wanted) and (digest is None or entry["digest"] == str(digest))
+                if is_named(entry, wanted)
+                and (digest is None or entry.get("digest") == str(digest))
             ]
             if not gone:
                 raise missing

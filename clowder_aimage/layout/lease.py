@@ -44,8 +44,8 @@ class FileLease:
             self._add(set(digests) - self._held)
 
     def _add(self, new: set[Digest]) -> None:
-        if not new or not (self._root / "blobs").is_dir():
-            return  # where there are no blobs yet, nothing can be taken away
+        if not new:
+            return
         self._held |= new
         try:
             with held(self._root, COLLECTION, shared=True), store_errors(self._root):
@@ -53,7 +53,9 @@ class FileLease:
                     make_directory(self._root, PRIVATE, _DIRECTORY)
                     self._fd = open_shared(self._path)
                     flock(self._fd, fcntl.LOCK_EX)
-                os.write(self._fd, "".join(f"{digest}\n" for digest in new).encode())
+                data = "".join(f"{digest}\n" for digest in new).encode()
+                while data:
+                    data = data[os.write(self._fd, data) :]
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in READ_ONLY:
                 raise

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from clowder_aimage.errors import StoreError
 from clowder_aimage.layout.fault import store_errors
 
 PRIVATE = ".aimage"  # the directory of a store that only we need
@@ -30,6 +31,30 @@ def flock(fd: int, operation: int) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+
+
+def is_locked(path: str | Path) -> bool:
+    """Whether a file is locked; of one that we have locked, whether locks work here."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    finally:
+        os.close(fd)
+    return False
+
+
+def locks_work(root: Path) -> bool:
+    """Whether locks do anything in the store; True where we cannot try."""
+    try:
+        with held(root, "lock", shared=True):
+            return is_locked(root / PRIVATE / "lock")
+    except StoreError:
+        return True
 
 
 @contextlib.contextmanager

@@ -46,7 +46,9 @@ class _Leases(FileLease):
     """A lease in each store; those that we may not write keep nothing."""
 
     def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
-        self._leases = [FileLease(root, digests) for root in roots]
+        first, *others = roots
+        there = [first, *(root for root in others if root.is_dir())]
+        self._leases = [FileLease(root, digests) for root in there]
 
     def add(self, *digests: Digest) -> None:
         for lease in self._leases:

@@ -1,0 +1,243 @@
+"""diff: how two AImages differ, from their manifests and configs alone.
+
+Layers are compared by name and by digest, so that it does not matter which dialect either side is
+written in. What is no AImage (a container image, a chart) is compared all the same: its layers are
+called by their titles, or else by their digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.content.choose import ANY, Platform, find
+from clowder_aimage.content.store import Source
+from clowder_aimage.content.verify import read_all
+from clowder_aimage.dialect import AImage, Layer, detect
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import MAX_CONFIG_SIZE
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.registry import Connection, Repository
+
+FOREIGN = "foreign"  # the dialect of what is no AImage
+_TITLE = "org.opencontainers.image.title"
+_OF_CONFIG = (mediatype.CREATED, mediatype.LICENSES)  # annotations that repeat the config
+_MAX_DEPTH = 16  # of a config; what lies deeper is compared as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two: what it is, and where it was found (``store`` or ``registry``)."""
+
+    reference: Reference
+    where: str
+    manifest: Manifest
+    dialect: str
+    layers: Mapping[str, Layer]
+    properties: Mapping[str, Any]
+
+    @property
+    def blobs(self) -> dict[Digest, int]:
+        """What a pull of it fetches, the manifest aside: digests and sizes in bytes."""
+        return {child.digest: child.size for child in self.manifest.children}
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """Those of the manifest that say more than the config."""
+        said = self.manifest.annotations
+        if self.dialect == FOREIGN:
+            return dict(said)
+        return {key: value for key, value in said.items() if key not in _OF_CONFIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A layer of one name: ``a`` is None where it was added, ``b`` where it was removed."""
+
+    name: str
+    a: Layer | None
+    b: Layer | None
+
+    @property
+    def is_tensor(self) -> bool:
+        layer = self.b or self.a
+        return layer is not None and layer.is_tensor
+
+    @property
+    def before(self) -> int:
+        """Bytes in A."""
+        return self.a.descriptor.size if self.a else 0
+
+    @property
+    def after(self) -> int:
+        """Bytes in B."""
+        return self.b.descriptor.size if self.b else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A field of config or annotations: the keys that lead to it, and its value on each side.
+
+    ``a`` and ``b`` hold one value, or none where that side has no such field.
+    """
+
+    path: tuple[str, ...]
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """All of it. ``fetch`` are the blobs, and their bytes, that a pull of B moves where A is."""
+
+    a: Side
+    b: Side
+    shared: tuple[Change, ...]
+    changed: tuple[Change, ...]
+    added: tuple[Change, ...]
+    removed: tuple[Change, ...]
+    config: tuple[Fields, ...]
+    annotations: tuple[Fields, ...]
+    fetch: Mapping[Digest, int]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the way they are written down may differ."""
+        layers = (*self.changed, *self.added, *self.removed)
+        return not (layers or self.config or self.annotations)
+
+
+def diff(
+    a: Reference,
+    b: Reference,
+    layout: ImageLayout,
+    connection: Connection,
+    *,
+    remote: bool = False,
+) -> Difference:
+    """How ``b`` differs from ``a``.
+
+    Each is looked for in ``layout``, and in its registry where it is not there, or with ``remote``.
+    No layer is fetched. Of an index, the manifest for this machine's platform is meant.
+
+    Raises:
+        UsageError: with ``remote``, a name without a registry host; or an index in which more than
+            one manifest fits.
+        NotFoundError: one of them is nowhere, or its config is not in the store.
+        UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
+        FormatError, VerificationError: it is not what it claims to be.
+    """
+    first = _read(a, layout, connection, remote)
+    return compare(first, _read(b, layout, connection, remote))
+
+
+def compare(a: Side, b: Side) -> Difference:
+    """How ``b`` differs from ``a``. Raises FormatError where a config is nested too deeply."""
+    names = sorted(a.layers.keys() | b.layers.keys())
+    all_ = [Change(name, a.layers.get(name), b.layers.get(name)) for name in names]
+    both = [(one, one.a.descriptor, one.b.descriptor) for one in all_ if one.a and one.b]
+    here = {layer.descriptor.digest for layer in a.layers.values()} | a.blobs.keys()
+    try:
+        config = tuple(_fields(a.properties, b.properties))
+    except RecursionError:
+        raise FormatError("a config is nested too deeply to be compared") from None
+    return Difference(
+        a,
+        b,
+        shared=tuple(one for one, old, new in both if old.digest == new.digest),
+        changed=tuple(one for one, old, new in both if old.digest != new.digest),
+        added=tuple(one for one in all_ if one.a is None),
+        removed=tuple(one for one in all_ if one.b is None),
+        config=config,
+        annotations=tuple(_fields(a.annotations, b.annotations)),
+        fetch={digest: size for digest, size in b.blobs.items() if digest not in here},
+    )
+
+
+def _read(reference: Reference, layout: ImageLayout, connection: Connection, remote: bool) -> Side:
+    """One side, from the store if it is there."""
+    if not remote:
+        try:
+            layout.resolve(reference)
+        except NotFoundError:
+            if reference.registry is None:
+                raise
+        else:
+            return _side(layout, reference, "store")
+    elif reference.registry is None:
+        raise UsageError(
+            f"{reference} has no registry host: it names an AImage in the local store",
+            hint="leave --remote out, or give the name of what a registry holds",
+        )
+    with Repository(reference, connection) as repository:
+        return _side(repository, reference, "registry")
+
+
+def _side(source: Source, reference: Reference, where: str) -> Side:
+    machine = os.uname()
+    try:
+        root = find(source, reference, ANY, Platform.of(machine.sysname, machine.machine)).root
+    except UsageError as error:
+        error.hint = f"name one by its digest, {reference.name}@DIGEST, or pull it under a name"
+        raise
+    manifest = Manifest.parse(read_all(source.open(root), root), root.media_type)
+    raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
+    dialect, aimage = _aimage(manifest, raw)
+    layers = {layer.name: layer for layer in aimage.layers}
+    properties = _object(raw) if dialect == FOREIGN else aimage.properties
+    return Side(reference, where, manifest, dialect, layers, properties)
+
+
+def _aimage(manifest: Manifest, config: bytes) -> tuple[str, AImage]:
+    """The dialect and what it says; of another kind of artifact, layers as good as they get."""
+    try:
+        dialect = detect(manifest)
+        return dialect.name, dialect.read(manifest, config)
+    except FormatError:
+        return FOREIGN, AImage(config, tuple(_foreign(manifest)))
+
+
+def _foreign(manifest: Manifest) -> Iterator[Layer]:
+    """The layers by their titles, where these tell them apart; none of them is a tensor."""
+    titles = Counter(layer.annotations.get(_TITLE, "") for layer in manifest.layers)
+    for layer in manifest.layers:
+        title = layer.annotations.get(_TITLE, "")
+        plain = Descriptor(layer.media_type, layer.digest, layer.size)
+        yield Layer(plain, title if title and titles[title] == 1 else str(layer.digest))
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """Another tool's config; of one that is no JSON object, its digest is all there is to say."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(raw)
+        if isinstance(value, dict):
+            return value
+    return {"digest": str(Digest.of(raw))}
+
+
+def _fields(
+    a: Mapping[str, Any], b: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[Fields]:
+    """What differs between two objects, down to the fields that are none themselves."""
+    for key in sorted(a.keys() | b.keys()):
+        old, new = ((side[key],) if key in side else () for side in (a, b))
+        if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
+            yield from _fields(old[0] if old else {}, new[0] if new else {}, (*path, key))
+        elif not _same(old, new):
+            yield Fields((*path, key), old, new)
+
+
+def _has_fields(value: tuple[Any, ...]) -> bool:
+    """Whether it is an object with something in it, or nothing at all."""
+    return not value or (isinstance(value[0], dict) and bool(value[0]))
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Equal as JSON: ``1`` is not ``true``, as it is in Python; ``1`` and ``1.0`` differ too."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

@@ -1,0 +1,486 @@
+"""``aimage du`` and ``aimage df``: what names take on disk, and what they would free."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.oci import Digest, Reference, mediatype
+from clowder_aimage.usage import filling, usage
+
+BLOB = "application/vnd.example.blob"
+
+
+class Store:
+    """A layout that is written by hand, as another tool may have written it."""
+
+    def __init__(self, root):
+        self.root, self.entries = root, []
+        (root / "blobs" / "sha256").mkdir(parents=True)
+        (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+        self.save()
+
+    def save(self):
+        index = {"schemaVersion": 2, "manifests": self.entries}
+        (self.root / "index.json").write_text(json.dumps(index))
+
+    def blob(self, data, media_type=BLOB):
+        digest = Digest.of(data)
+        self.path(str(digest)).write_bytes(data)
+        return {"mediaType": media_type, "digest": str(digest), "size": len(data)}
+
+    def document(self, value, media_type):
+        raw = json.dumps({"schemaVersion": 2, "mediaType": media_type} | value).encode()
+        return self.blob(raw, media_type)
+
+    def manifest(self, config, *layers, **fields):
+        value = {"config": config, "layers": list(layers)} | fields
+        return self.document(value, mediatype.OCI_MANIFEST)
+
+    def name(self, entry, name=None):
+        """Name it; without a name it is only listed."""
+        said = {"annotations": {mediatype.REF_NAME: name}} if name else {}
+        self.entries.append(entry | said if isinstance(entry, dict) else entry)
+        self.save()
+
+    def path(self, digest):
+        return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+    @property
+    def layout(self):
+        return ImageLayout(self.root)
+
+    @property
+    def usage(self):
+        return usage(self.layout, [self.root])
+
+    def share(self, name):
+        (share,) = [share for share in self.usage.shares if name in share.names]
+        return share
+
+    @property
+    def sizes(self):
+        """The sizes of all blobs, by digest."""
+        paths = (self.root / "blobs" / "sha256").iterdir()
+        return {f"sha256:{path.name}": path.stat().st_size for path in paths}
+
+    def collected(self):
+        """The bytes that a collection would free now."""
+        return Collector(self.layout, grace=0, dry_run=True).run().size
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def two(aimage, tiny):
+    """Two AImages that share all layers, one of them with two names."""
+    here = aimage()
+    here("create", "x", tiny)
+    here("create", "y", tiny, "--license", "mit")
+    here("tag", "x", "also")
+    return here
+
+
+def on_disk(here):
+    return sum(path.stat().st_size for path in (here.store / "blobs" / "sha256").iterdir())
+
+
+def gc_size(here):
+    return here("--json", "gc", "--dry-run", "--grace", "0").value["size"]
+
+
+def test_each_blob_counts_once_in_the_total(two):
+    value = two("--json", "du").value
+    assert value["total"]["size"] == value["total"]["freed"] == on_disk(two)
+    for row in [*value["manifests"], value["total"]]:
+        assert row["size"] == row["unique"] + row["shared"]
+    assert value["total"]["unique"] == sum(row["unique"] for row in value["manifests"])
+    shared = {row["shared"] for row in value["manifests"]}
+    assert shared == {value["total"]["shared"]}  # the layers, which both have
+
+
+def test_unique_is_what_rm_and_gc_free(two):
+    (row,) = two("--json", "du", "y").value["manifests"]
+    assert 0 < row["unique"] < row["shared"]
+    two("rm", "y")
+    assert gc_size(two) == row["unique"]
+
+
+def test_two_names_of_one_manifest_go_together(two):
+    (row,) = two("--json", "du", "x", "also").value["manifests"]
+    assert row["references"] == ["also:latest", "x:latest"]
+    two("rm", "x")
+    assert gc_size(two) == 0
+    two("rm", "also")
+    assert gc_size(two) == row["unique"]
+
+
+def test_what_several_would_free_together(two):
+    total = two("--json", "du", "x", "y").value["total"]
+    assert total["freed"] == total["size"] > total["unique"]
+    value = two("--json", "du", "x").value
+    assert value["total"]["freed"] == value["manifests"][0]["unique"]
+
+
+def test_the_table(two):
+    lines = two("du").out.splitlines()
+    assert lines[0].split() == ["NAME", "SIZE", "UNIQUE", "SHARED"]
+    assert lines[lines.index("  and x:latest") - 1].startswith("also:latest  ")
+    assert {line.split()[0] for line in lines[1:]} == {"y:latest", "also:latest", "and", "total"}
+    assert lines[-1].startswith("total")
+    assert "freed if all of these were removed: " in two("du", "x").out.splitlines()[-1]
+
+
+def test_the_largest_unique_stands_first(store):
+    config = store.blob(b"{}")
+    for name, count in (("b", 500), ("c", 1000), ("a", 500)):
+        store.name(store.manifest(config, store.blob(name.encode() * count)), name)
+    assert [share.names for share in store.usage.shares] == [("c",), ("a",), ("b",)]
+
+
+def test_a_name_that_is_not_there(two):
+    assert "no z:latest in the store" in two("du", "x", "z", code=3).err
+
+
+def test_an_empty_store_stays_unmade(aimage):
+    here = aimage()
+    assert here("--json", "du").value["total"]["size"] == 0
+    assert here("du").out.splitlines()[1].split() == ["total", *["0", "B"] * 3]
+    (row,) = here("--json", "df").value
+    assert (row["names"], row["blobs"], row["size"]) == (0, 0, 0)
+    assert row["free"] > 0
+    assert not here.store.exists()
+
+
+def test_a_store_that_is_a_file(aimage):
+    here = aimage()
+    here.store.write_text("?")
+    for verb in ("du", "df"):
+        assert "is not a directory" in here(verb, code=1).err
+
+
+def test_neither_needs_the_network(two):
+    from tests.cli.test_startup import HEAVY, imported
+
+    for verb in ("du", "df"):
+        modules = imported("--store", str(two.store), verb)
+        assert "clowder_aimage.usage" in modules
+        assert not {module for module in modules if module.partition(".")[0] in HEAVY}
+
+
+# -- partly pulled
+
+
+def test_missing_layers_are_said_and_not_counted(two):
+    before = two("--json", "du", "x").value["manifests"][0]
+    manifest = json.loads(
+        (two.store / "blobs" / "sha256" / before["digest"].partition(":")[2]).read_bytes()
+    )
+    layers = {layer["digest"]: layer["size"] for layer in manifest["layers"]}
+    gone = list(layers)[:3]
+    for digest in gone:
+        (two.store / "blobs" / "sha256" / digest.removeprefix("sha256:")).unlink()
+    bytes_ = sum(layers[digest] for digest in gone)
+    value = two("--json", "du").value
+    for row in value["manifests"]:  # they share the layers
+        assert row["missing"] == {"blobs": 3, "size": bytes_}
+    assert value["total"]["size"] == on_disk(two)
+    (after,) = two("--json", "du", "x").value["manifests"]
+    assert after["size"] == before["size"] - bytes_
+    table = two("du").out.splitlines()
+    assert table[0].split()[-1] == "MISSING"
+    assert "  3 blobs, " in table[1]
+
+
+def test_a_missing_manifest_or_config(store):
+    config, layer = store.blob(b"{}" * 50), store.blob(b"layer")
+    store.name(store.manifest(config, layer), "x")
+    store.path(config["digest"]).unlink()
+    assert (store.share("x").missing, store.share("x").missing_size) == (1, 100)
+    manifest = store.entries[0]
+    store.path(manifest["digest"]).unlink()
+    share = store.share("x")
+    assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
+
+
+@pytest.mark.parametrize("size", [None, "x", -1, 1.5])
+def test_a_missing_layer_of_no_size(size, store):
+    absent = {"mediaType": BLOB, "digest": "sha256:" + "a" * 64, "size": size}
+    store.name(store.manifest(store.blob(b"{}"), absent), "x")
+    assert (store.share("x").missing, store.share("x").missing_size) == (1, 0)
+
+
+def test_a_truncated_blob_counts_as_it_lies_there(store):
+    layer = store.blob(b"layer" * 100)
+    store.name(store.manifest(store.blob(b"{}"), layer), "x")
+    before = store.share("x").size
+    store.path(layer["digest"]).write_bytes(b"layer")
+    assert store.share("x").size == before - 495
+
+
+# -- what other tools write
+
+
+def test_an_index_needs_what_its_children_need(store):
+    config = store.blob(b"{}")
+    here = store.manifest(config, store.blob(b"a" * 1000))
+    absent = {"mediaType": mediatype.OCI_MANIFEST, "digest": "sha256:" + "b" * 64, "size": 7}
+    index = store.document({"manifests": [here, absent]}, mediatype.OCI_INDEX)
+    store.name(index, "x")
+    assert store.share("x").size == sum(store.sizes.values())
+    assert store.share("x").missing == 0  # a variant that nobody has fetched is not missing
+    store.name(here, "y")
+    assert store.share("y").unique == 0
+    assert store.share("x").unique == index["size"]
+    store.path(store.manifest(config, store.blob(b"c"))["digest"])
+    store.path(here["digest"]).unlink()
+    assert store.share("x").size == index["size"]
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_indexes_in_indexes(outer_first, store):
+    """What one needs does not depend on which was looked at first, however deep it lies."""
+    document = store.manifest(store.blob(b"{}"), store.blob(b"layer" * 99))
+    chain = [document]
+    for number in range(9):
+        value = {"manifests": [chain[-1]] * 30, "n": number}
+        chain.append(store.document(value, mediatype.OCI_INDEX))
+    names = list(enumerate(chain))
+    for number, document in reversed(names) if outer_first else names:
+        store.name(document, f"n{number}")
+    sizes = [document["size"] for document in chain]
+    model = 2 + 5 * 99
+    for number in range(10):
+        assert store.share(f"n{number}").size == model + sum(sizes[: number + 1])
+
+
+def test_foreign_entries_count_too(store):
+    config = store.blob(b"{}")
+    kinds = ("application/vnd.example.odd", "", mediatype.DOCKER_MANIFEST)
+    for number, kind in enumerate(kinds):
+        value = {"config": config, "layers": [store.blob(b"%d" % number * 99)], "n": number}
+        store.name(store.document(value, kind), f"n{number}")
+    for entry in (7, None, {}, {"digest": "x"}, {"annotations": {}, "size": 1}):
+        store.name(entry)
+    store.name(store.blob(b"no manifest at all " * 9), "text")
+    store.name(store.blob(b'{"layers": 7, "config": [], "manifests": {"digest": 1}}'), "odd")
+    store.name(store.blob(b'{"manifests": [7, {"digest": "sha256:x"}, {}], "x": 1}'), "index")
+    store.name(store.blob(b"[" * 5000), "deep")
+    found = store.usage
+    assert found.size == sum(store.sizes.values()) == filling(store.layout).size
+    assert len(found.shares) == 7
+    assert store.share("text").unique == 19 * 9
+
+
+def test_what_nobody_named(aimage, tmp_path):
+    here = aimage()
+    store = Store(here.store)
+    config = store.blob(b"{}")
+    one, other = (store.manifest(config, store.blob(data * 99)) for data in (b"a", b"b"))
+    store.name(one)
+    store.name(other)
+    store.name(other, "named\nin two lines")
+    lines = here("du").out.splitlines()
+    assert f"(no name) {one['digest'][7:19]}" in lines[1] + lines[2] + lines[3]
+    assert any(line.startswith("named in two lines ") for line in lines)
+    value = {row["digest"]: row for row in here("--json", "du").value["manifests"]}
+    assert (value[one["digest"]]["references"], value[one["digest"]]["unnamed"]) == ([], True)
+    assert value[other["digest"]]["references"] == ["named\nin two lines"]
+    assert value[other["digest"]]["unnamed"]  # so that rm alone frees nothing
+    assert here("--json", "df").value[0]["names"] == 1
+
+
+def test_a_compressed_layer_and_what_it_unpacks_to(store):
+    """The config says so; a collection keeps both."""
+    plain = store.blob(b"plain" * 99)
+    config = store.blob(json.dumps({"rootfs": {"diff_ids": [plain["digest"]]}}).encode())
+    store.name(store.manifest(config, store.blob(b"compressed")), "x")
+    assert store.share("x").size == sum(store.sizes.values())
+
+
+def scramble(store, seed):
+    """Documents that mention each other without sense; the names of some."""
+    draw = random.Random(seed)
+    known = [store.blob(b"%d" % number * draw.randrange(1, 99)) for number in range(25)]
+    documents = []
+    for number in range(25):
+        some = draw.sample(known, draw.randrange(6))
+        kind = draw.choice(["manifest", "index", "mention", "escaped", "config"])
+        absent = {"mediaType": BLOB, "digest": "sha256:" + f"{number:02}" * 32, "size": 5}
+        value = {"n": number, "layers": [*some, absent], "config": draw.choice(known)}
+        if kind == "index":
+            value = {"n": number, "manifests": [*some, absent, *draw.sample(known, 2)]}
+        if kind == "mention":
+            value = {"n": number, "annotations": {"base": draw.choice(known)["digest"]}}
+        if kind == "config":
+            ids = [one["digest"] for one in some]
+            value |= {"config": store.blob(json.dumps({"n": number, "ids": ids}).encode())}
+        raw = json.dumps(value).encode()
+        if kind == "escaped":
+            raw = json.dumps(value | {"config": known[0]}).encode()
+            raw = raw.replace(b"sha256", b"sh\\u0061256")
+        documents.append(store.blob(raw, mediatype.OCI_MANIFEST))
+        known.append(documents[-1])
+    for number, document in enumerate(draw.sample(documents, 10)):
+        for name in draw.choice([[f"n{number}"], [f"n{number}"], ["", f"n{number}"], ["x", "y"]]):
+            store.name(document, name and f"{name}-{number}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_collections_agree(seed, store):
+    """``unique`` is what goes when all entries of a manifest do, whatever they mention."""
+    scramble(store, seed)
+    found, entries, before = store.usage, store.entries, store.collected()
+    filled = filling(store.layout)
+    assert filled.unneeded_size == before
+    assert filled.size == found.size + before
+    assert (filled.blobs, filled.names) == (len(store.sizes), sum(map(len, names_of(found))))
+    assert any(share.unique for share in found.shares)
+    for share in found.shares:
+        store.entries = [entry for entry in entries if entry["digest"] != str(share.digest)]
+        store.save()
+        assert store.collected() - before == share.unique, share
+    together = [share.digest for share in found.shares[:4]]
+    store.entries = entries
+    store.save()
+    freed = usage(store.layout, [store.root], together).freed
+    store.entries = [entry for entry in entries if Digest.parse(entry["digest"]) not in together]
+    store.save()
+    assert store.collected() - before == freed
+
+
+def names_of(found):
+    return [[name for name in share.names if name] for share in found.shares]
+
+
+# -- the store as a whole
+
+
+def test_how_full_it_is(two):
+    (row,) = two("--json", "df").value
+    files = list((two.store / "blobs" / "sha256").iterdir())
+    assert row["store"] == str(two.store)
+    assert (row["names"], row["blobs"], row["size"]) == (3, len(files), on_disk(two))
+    assert row["allocated"] == sum(path.stat().st_blocks * 512 for path in files)
+    assert row["unneeded"] == {"blobs": 0, "size": 0}
+    (unique,) = {r["unique"] for r in two("--json", "du", "y").value["manifests"]}
+    two("rm", "y")
+    (row,) = two("--json", "df").value
+    assert row["unneeded"] == {"blobs": 2, "size": unique}
+    text = two("df").out.splitlines()
+    assert text[0] == f"store       {two.store}"
+    assert text[4].startswith("unneeded    2 blobs, ")
+
+
+def test_a_sparse_blob_takes_less_than_it_has(store):
+    path = store.path("sha256:" + "c" * 64)
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    found = filling(store.layout)
+    assert found.size == found.unneeded_size == 1 << 30
+    assert found.allocated == path.stat().st_blocks * 512 < 1 << 20
+
+
+def test_unfinished_downloads(store):
+    ingest = store.root / ".aimage" / "ingest"
+    ingest.mkdir(parents=True)
+    with (ingest / ("d" * 64)).open("wb") as file:
+        file.truncate(1 << 30)
+        file.write(b"x" * 100_000)
+        file.flush()
+        os.fsync(file.fileno())
+        taken = os.fstat(file.fileno()).st_blocks * 512
+    (ingest / ("d" * 64 + ".journal")).write_text("\n0-100000\n")
+    found = filling(store.layout)
+    assert (found.partials, found.partial_size) == (1, taken)
+    assert 100_000 <= taken < 1 << 20
+
+
+def test_what_is_no_blob_is_none(store):
+    blobs = store.root / "blobs"
+    store.blob(b"one")
+    (blobs / "sha256" / "notes.txt").write_text("x")
+    (blobs / "sha256" / os.fsdecode(b"\xff")).write_text("x")
+    (blobs / "sha256" / ("e" * 64)).symlink_to(blobs / "sha256" / "notes.txt")
+    (blobs / "sha256" / ("f" * 64)).mkdir()
+    (blobs / "md5").mkdir()
+    (blobs / "md5" / ("f" * 32)).write_text("x")
+    assert (filling(store.layout).blobs, filling(store.layout).size) == (1, 3)
+
+
+def test_several_stores(aimage, tiny, tmp_path):
+    first, second = aimage("first"), aimage("second")
+    second("create", "x", tiny)
+    first("create", "y", tiny, "--license", "mit")
+    both = aimage("first")
+    both.environment["AIMAGE_STORE"] = f"{first.store}{os.pathsep}{second.store}"
+    rows = both("--json", "df").value
+    assert [row["store"] for row in rows] == [str(first.store), str(second.store)]
+    assert [row["names"] for row in rows] == [1, 1]
+    value = both("--json", "du").value
+    assert sorted(row["references"][0] for row in value["manifests"]) == ["x:latest", "y:latest"]
+    assert len({row["shared"] for row in value["manifests"]}) == 1
+    layout = Stores([first.store, second.store])
+    assert usage(layout, [first.store, second.store]).size == value["total"]["size"]
+    assert value["total"]["size"] < on_disk(first) + on_disk(second)  # one of two copies
+
+
+# -- what it costs
+
+
+def test_each_document_is_read_once(store, monkeypatch):
+    config = store.blob(b"{}")
+    for number in range(20):
+        manifest = store.manifest(config, store.blob(b"%d" % number))
+        store.name(manifest, f"a{number}")
+        store.name(manifest, f"b{number}")
+        store.name(store.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
+    opened = []
+    real = ImageLayout.open
+    monkeypatch.setattr(
+        ImageLayout,
+        "open",
+        lambda self, content, *rest: opened.append(content) or real(self, content, *rest),
+    )
+    assert len(store.usage.shares) == 40
+    documents = [content.digest for content in opened if str(content.digest) != config["digest"]]
+    assert len(documents) == len(set(documents)) == 40
+    assert len(opened) == 60  # the config for each manifest
+
+
+@pytest.mark.slow
+def test_a_thousand_aimages_of_1200_layers(aimage):
+    """90 % of the layers are shared: 120,000 blobs, 400 MB of manifests."""
+    here = aimage()
+    store = Store(here.store)
+    shared = [store.blob(b"shared %d" % number) for number in range(1080)]
+    entries = []
+    for number in range(1000):
+        own = [store.blob(b"own %d of %d" % (layer, number)) for layer in range(120)]
+        layers = [
+            layer
+            | {"annotations": {mediatype.NAME: f"transformer/layers.{i}.attention.to_q.weight"}}
+            for i, layer in enumerate(shared + own)
+        ]
+        config = store.blob(b'{"n":%d}' % number)
+        entry = store.manifest(config, *layers)
+        entries.append(entry | {"annotations": {mediatype.REF_NAME: f"team/m{number}:v1"}})
+    store.entries = entries
+    store.save()
+    start = time.monotonic()
+    value = here("--json", "du").value
+    took = time.monotonic() - start
+    assert len(value["manifests"]) == 1000
+    assert value["total"]["blobs"] == 1080 + 1000 * 122
+    assert took < 15, took  # seconds; 3 on a machine with nothing else to do
+    assert Reference.parse(value["manifests"][0]["references"][0]).repository.startswith("team/")
