@@ -53,7 +53,8 @@ def create(
     validate("aimage-config", AImage(plan.config, ()).properties)
     on_plan(plan)
     with store.lease() as lease:
-        written = write_layers(plan, store, lease, jobs=jobs or _JOBS, on_written=on_written)
+        with store.batch():
+            written = write_layers(plan, store, lease, jobs=jobs or _JOBS, on_written=on_written)
         aimage = AImage(plan.config, tuple(item.layer for item in written))
         manifest, config = chosen.write(aimage)
         lease.add(manifest.config.digest, manifest.digest)

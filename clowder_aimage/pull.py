@@ -22,12 +22,14 @@ def pull(
     wish: Wish | None = ANY,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
+    is_named: bool = True,
 ) -> Descriptor:
     """Fetch what ``reference`` names, byte for byte, and name it the same in ``store``.
 
     Of an index, the one manifest that ``wish`` or this machine's platform chooses is fetched; the
     whole index where ``wish`` is None. ``stored_name`` is what the store calls it then. Without a
-    ``rate``, the one that ``connection`` knows for the registry counts.
+    ``rate``, the one that ``connection`` knows for the registry counts. What is not to be named
+    (``is_named``) is only fetched.
 
     Raises:
         UsageError: the reference has no registry host, or several manifests of an index fit.
@@ -41,7 +43,18 @@ def pull(
         name = stored_name(reference, source.root)
         jobs, limit = connection.jobs(reference.registry), connection.limit(reference.registry)
         rate = rate or (Rate(limit) if limit else None)
-        copy(source, reference, store, name, concurrency=jobs, on_event=on_event, rate=rate)
+        copy(
+            source,
+            reference,
+            store,
+            name,
+            concurrency=jobs,
+            on_event=on_event,
+            rate=rate,
+            is_named=is_named,
+        )
+    if not is_named:
+        return source.root
     try:
         stored = read_aimage(store, name)
     except FormatError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.check import Check, Problem, Report
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import Connection
 
@@ -29,7 +30,27 @@ def verify(
         roots = [(str(reference), layout.resolve(reference)) for reference in references]
     else:
         roots = [(name or str(root.digest), root) for name, root in layout.entries()]
-    return Check(layout, roots, on_plan=on_plan, on_read=on_read).run(loose=not references)
+    with layout.lease() as lease:
+        check = Check(layout, roots, lease, on_plan=on_plan, on_read=on_read)
+        report = check.run(loose=not references)
+    if not references:
+        report.problems += [
+            Problem("document", f"index.json, entry {position}", message)
+            for position, message in layout.unreadable()
+        ]
+        report.problems = _still(layout, roots, report.problems)
+    return report
+
+
+def _still(
+    layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[Problem]
+) -> list[Problem]:
+    """What is wrong now: a name may have been let go while we looked, and its blobs with it."""
+    if not any(problem.kind == "missing" for problem in problems):
+        return problems
+    now = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
+    gone = {name for name, root in roots if (name, root.digest) not in now}
+    return [p for p in problems if p.kind != "missing" or not set(p.names) <= gone]
 
 
 def repair(
@@ -74,7 +95,7 @@ def _path(layout: ImageLayout, problem: Problem) -> Path:
 def _aside(layout: ImageLayout, problem: Problem) -> Path:
     """Move a damaged blob out of the way."""
     path = _path(layout, problem)
-    aside = layout.root / ".aimage" / f"damaged.{path.name}"
+    aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
     with store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it is another store's: not ours to mend
@@ -100,7 +121,7 @@ def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
         )
     digest = layout.resolve(reference).digest
     meant = Reference(reference.registry, reference.repository, reference.tag, digest)
-    pull(meant, layout, connection, wish=None)  # an index as a whole, if it is one
+    pull(meant, layout, connection, wish=None, is_named=False)  # an index as a whole
 
 
 def _outcome(

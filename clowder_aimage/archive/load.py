@@ -71,7 +71,7 @@ def load(
         if source.size:
             on_plan(source.size)
         tape = Tape(source)
-        with layout.lease() as lease:
+        with layout.lease() as lease, layout.batch():
             return _Load(layout, lease, tape, wanted, None if source.size else on_plan).run()
 
 

@@ -67,8 +67,6 @@ def gc(
     done = Collector(chosen.layout, grace=grace, dry_run=dry_run).run(
         max_age=max_age, max_size=limit, keep=keep
     )
-    for name in done.dangling:
-        note(f"the manifest of {name} is not here: mend it with 'aimage verify --repair', or rm it")
     if limit is not None and done.left_size > limit:
         note(f"{size(done.left_size)} are left, more than {size(limit)}: they are needed, or new")
     result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)), as_json=chosen.as_json)

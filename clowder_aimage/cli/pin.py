@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import result
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout import ImageLayout
 
 
 @click.command(short_help="Let no collection take a name.")
@@ -18,17 +23,22 @@ def pin(refs: tuple[str, ...]) -> None:
 
     Without REF, list the names that are pinned.
     """
+    chosen = settings()
+    names = [name for ref in refs for name in _names(chosen.layout, Reference.parse(ref))]
+    for name in names:
+        chosen.layout.pins.put(name, {}, durable=True)
+    said = names if refs else sorted(name for name, _ in chosen.layout.pins.items())
+    result({"pinned": said}, "\n".join(said), as_json=chosen.as_json)
+
+
+def _names(layout: ImageLayout, reference: Reference) -> list[str]:
+    """A name in the store, or all that a digest has. Raises NotFoundError."""
     from clowder_aimage.layout.layout import index_name
 
-    chosen = settings()
-    names = [Reference.parse(ref) for ref in refs]
-    for reference in names:
-        chosen.layout.resolve(reference)
-    for reference in names:
-        chosen.layout.pins.put(index_name(reference), {}, durable=True)
-    pinned = sorted(name for name, _ in chosen.layout.pins.items())
-    said = [index_name(reference) for reference in names] if refs else pinned
-    result({"pinned": said}, "\n".join(said), as_json=chosen.as_json)
+    digest = layout.resolve(reference).digest
+    if reference.tag is not None:
+        return [index_name(reference)]
+    return [name for name, root in layout.tags() if root.digest == digest]
 
 
 @click.command(short_help="Let a pinned name go.")

@@ -30,6 +30,7 @@ def copy(
     concurrency: int = DEFAULT_CONCURRENCY,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
+    is_named: bool = True,
 ) -> Descriptor:
     """Copy what ``reference`` names, children before parents, and name it in ``target``.
 
@@ -54,16 +55,18 @@ def copy(
             missing = plan.missing(target)  # from now on it stays as it is
             for blob in set(plan.blobs).difference(missing):
                 on_event(Event("skip", blob, blob.size))
-            Fetch(
-                source, target, missing, connections=concurrency, on_event=on_event, rate=rate
-            ).run()
+            with target.batch():
+                Fetch(
+                    source, target, missing, connections=concurrency, on_event=on_event, rate=rate
+                ).run()
         else:
             _push_blobs(source, target, plan.blobs, concurrency, on_event)
         *below, (root, document) = plan.documents
         for descriptor, child in below:
             if not target.exists(descriptor):
                 target.push(descriptor, bytes_body(child.raw))
-        target.push(root, bytes_body(document.raw), target_reference or reference)
+        name = (target_reference or reference) if is_named else None
+        target.push(root, bytes_body(document.raw), name)
     return root
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO
 
 from clowder_aimage.content.store import Body, Source
@@ -22,6 +23,9 @@ class MemoryStore:
 
     def lease(self, *digests: Digest) -> MemoryLease:
         return MemoryLease()
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def use(self, content: Descriptor) -> None:
         pass

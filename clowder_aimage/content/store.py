@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -146,6 +147,11 @@ class ContentStore(Target, Protocol):
 
     def lease(self, *digests: Digest) -> Lease:
         """Keep these, there or not, until the lease ends. Raises AccessError."""
+        ...
+
+    def batch(self) -> AbstractContextManager[None]:
+        """While it lasts, small content may wait for more, to be made durable together. All is here
+        when it ends. Raises AccessError."""
         ...
 
     def use(self, content: Descriptor) -> None:

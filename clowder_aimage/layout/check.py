@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -13,7 +14,8 @@ from pathlib import Path
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.content.plan import MAX_DEPTH
-from clowder_aimage.content.verify import check, read_all
+from clowder_aimage.content.store import Lease
+from clowder_aimage.content.verify import check
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
@@ -58,7 +60,7 @@ class _Wanted:
 
 
 class Check:
-    """One look through ``layout``: what ``names`` name, or everything in it.
+    """One look through ``layout``: what ``roots`` need, kept by ``lease``, or everything in it.
 
     Blobs are hashed ``threads`` at a time; ``on_read`` hears how many bytes were read.
     """
@@ -67,6 +69,7 @@ class Check:
         self,
         layout: ImageLayout,
         roots: Iterable[tuple[str, Descriptor]],
+        lease: Lease,
         *,
         threads: int = os.cpu_count() or 1,
         on_plan: Callable[[int], None] = lambda size: None,
@@ -74,6 +77,7 @@ class Check:
     ) -> None:
         self._layout = layout
         self._roots = list(roots)
+        self._lease = lease
         self._threads = threads
         self._on_plan = on_plan
         self._on_read = on_read
@@ -112,13 +116,14 @@ class Check:
 
     def _document(self, name: str, descriptor: Descriptor, depth: int = 0) -> None:
         """Read a manifest or an index, and note what it needs."""
-        if depth and not self._layout.exists(descriptor) and descriptor.media_type in _DOCUMENTS:
+        is_document = descriptor.media_type in _DOCUMENTS
+        if depth and is_document and not os.path.lexists(self._layout.place(descriptor)):
             return  # a variant that was not fetched
         self._want(name, descriptor)
-        if descriptor.media_type not in _DOCUMENTS:
+        if not is_document:
             return
         try:
-            raw = read_all(self._layout.open(descriptor), descriptor)
+            raw = self._layout.read(descriptor)
             document = parse_document(raw, descriptor.media_type)
         except (AccessError, VerificationError):
             return  # found when it is hashed
@@ -133,6 +138,7 @@ class Check:
                 self._want(name, child)
 
     def _want(self, name: str, content: Descriptor) -> None:
+        self._lease.add(content.digest)
         known = self._wanted.setdefault(content.digest, _Wanted(content))
         known.names.add(name)
         if known.content.size != content.size:
@@ -147,10 +153,13 @@ class Check:
                     digest = Digest.parse(f"{directory.name}:{path.name}")
                 except AImageError:
                     digest = None
+                if not os.path.lexists(path):
+                    continue  # it has just been collected
                 if digest is None or path.is_symlink() or not path.is_file():
                     self._problem("foreign", path, f"no blob is called {path}")
                 else:
-                    yield Descriptor("application/octet-stream", digest, path.stat().st_size)
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Descriptor("application/octet-stream", digest, path.stat().st_size)
 
     def _blob(self, wanted: _Wanted) -> None:
         content = wanted.content
@@ -158,7 +167,7 @@ class Check:
             encoded, size = self._hash(Path(self._layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
-            if wanted.names and wanted.names <= self._partial:
+            if wanted.names <= self._partial:  # or it was loose, and is collected now
                 return
             message = f"{content.digest} is not there ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
@@ -176,6 +185,8 @@ class Check:
     def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
         hasher, size = content.digest.hasher(), 0
         buffer = new_buffer()
+        if path.is_symlink():  # it leads who knows where
+            raise FileNotFoundError
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_mode & 0o222:
                 with self._lock:

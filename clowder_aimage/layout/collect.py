@@ -60,7 +60,6 @@ class Collection:
     young: int = 0
     young_size: int = 0
     left_size: int = 0
-    dangling: list[str] = field(default_factory=list)
 
 
 class Collector:
@@ -108,9 +107,6 @@ class Collector:
             gone = self._forget(held_now, sizes, max_age, max_size, keep)
             roots = [(name, digest) for name, digest in roots if not name or name not in gone]
             live = self._live(roots, held_now)
-        self._done.dangling = sorted(
-            {name for name, digest in roots if name and str(digest) not in self._known}
-        )
         unneeded = {digest for digest in sizes if digest not in live}
         if self._dry_run:
             self._sweep(unneeded, sizes)
@@ -147,15 +143,27 @@ class Collector:
         key = str(digest)
         if key not in self._known:
             raw = self._read(digest, name)
+            if raw is None and name and not depth:
+                raise VerificationError(
+                    f"{name} names a manifest that is not here, and what it needs is not known: "
+                    "nothing was collected",
+                    hint=f"aimage verify --repair fetches it, or: aimage rm {name}",
+                )
             if raw is None:
                 return (key,)  # it may come back meanwhile
             raw = plain(raw)
             self._known[key] = (key,)  # also what it is to itself, if it should say so
-            found = {key, *self._mentioned(raw)}
+            found, is_whole = {key, *self._mentioned(raw)}, True
             for child in documents(raw) if depth < MAX_DEPTH else ():
                 found.update(self._closure(child, name, depth + 1))
+                is_whole &= str(child) in self._known
             for config in configs(raw):
-                found.update(self._mentioned(self._peek(config.decode())))
+                below = self._peek(config.decode())
+                found.update(self._mentioned(below or b""))
+                is_whole &= below is not None
+            if not is_whole:  # what is missing may come meanwhile
+                del self._known[key]
+                return tuple(found)
             self._known[key] = tuple(found)
         return self._known[key]
 
@@ -180,14 +188,13 @@ class Collector:
             )
         return raw
 
-    def _peek(self, digest: str) -> bytes:
-        """A config, as far as it is one."""
+    def _peek(self, digest: str) -> bytes | None:
+        """A config, as far as it is one; None where it is not here."""
         content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
         with contextlib.suppress(NotFoundError, OSError):
             path = self._layout.path(content)
-            if path.stat().st_size <= LARGEST:
-                return plain(path.read_bytes())
-        return b""
+            return plain(path.read_bytes()) if path.stat().st_size <= LARGEST else b""
+        return None
 
     # -- names
 
@@ -205,16 +212,16 @@ class Collector:
         free = [
             (self._layout.used(descriptor), name, descriptor)
             for name, descriptor in entries
-            if not pinned & {name, _whole(name)}
+            if _whole(name) is not None
+            and not pinned & {name, _whole(name)}
             and str(descriptor.digest) not in held_now
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
-        gone: set[str] = set()
-        for used, name, descriptor in free:
+        gone: dict[str, Forgotten] = {}
+        for used, name, _ in free:
             age = self._now() - used
-            if max_age is not None and age > max_age and self._let_go(name, descriptor):
-                self._done.forgotten.append(Forgotten(name, f"not used for {_long(age)}"))
-                gone.add(name)
+            if max_age is not None and age > max_age:
+                gone[name] = Forgotten(name, f"not used for {_long(age)}")
         if max_size is not None:
             needs = Counter(held_now)
             for name, digest in self._roots():
@@ -224,24 +231,17 @@ class Collector:
             for _, name, descriptor in sorted(free, key=lambda one: one[:2]):
                 if total <= max_size:
                     break
-                if name in gone or not self._let_go(name, descriptor):
+                if name in gone:
                     continue
-                gone.add(name)
-                self._done.forgotten.append(Forgotten(name, "the least recently used"))
+                gone[name] = Forgotten(name, "the least recently used")
                 for needed in self._closure(descriptor.digest, name):
                     needs[needed] -= 1
                     if not needs[needed]:
                         total -= sizes.get(needed, 0)
-        return gone
-
-    def _let_go(self, name: str, descriptor: Descriptor) -> bool:
-        """Forget a name, if it still means what it did."""
-        with contextlib.suppress(AImageError):
-            reference = Reference.parse(name)
-            if not self._dry_run:
-                self._layout.untag(reference, descriptor.digest)
-            return True
-        return False
+        meant = {name: root.digest for name, root in entries if name in gone}
+        done = set(meant) if self._dry_run else self._layout.forget(meant)
+        self._done.forgotten = [gone[name] for name in gone if name in done]
+        return done
 
     # -- removing
 
@@ -262,11 +262,12 @@ class Collector:
                 self._done.size += sizes[digest]
 
 
-def _whole(name: str) -> str:
-    """A name as we write it: another tool may have left the tag out."""
+def _whole(name: str) -> str | None:
+    """A name as we write it: another tool may have left the tag out. None where it is not one that
+    we could write."""
     with contextlib.suppress(AImageError):
         return index_name(Reference.parse(name))
-    return name
+    return None
 
 
 def _long(seconds: float) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import FormatError, StoreError, UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE, held, make_directory
 from clowder_aimage.layout.record import Records, file_name, sync_directory, write_file
@@ -37,7 +37,8 @@ def read_index(root: Path) -> dict[str, Any]:
     """The parsed index.json with our names in it, or an empty one where there is no store yet.
 
     Raises:
-        StoreError: it is not an index, or absurdly large.
+        FormatError: it is not an index, or absurdly large.
+        StoreError: it cannot be read.
     """
     return _restored(root, _read(root)[0])
 
@@ -61,7 +62,7 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
                 }, None
         try:
             return _parse(raw, path), mark
-        except StoreError:
+        except FormatError:
             if not left or len(raw) > MAX_INDEX_SIZE or _is_old(mark):
                 raise
         time.sleep(_LOOK)
@@ -78,7 +79,7 @@ def _is_old(mark: tuple[int, int, int]) -> bool:
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    broken = StoreError(
+    broken = FormatError(
         f"{path} is not an OCI index",
         hint="it was not written by aimage; move it away to begin with an empty one",
     )
@@ -104,8 +105,10 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
             ours.discard(file_name(entry_name(entry.get("annotations"))))
     for name in sorted(ours):
         record = records.read(name)
-        if record is not None and _is_here(root, record.get("entry")):
-            value["manifests"].append(record["entry"])
+        if record is None or not isinstance(entry := record.get("entry"), dict):
+            continue
+        if record.get("elsewhere") or _is_here(root, entry):  # in another store of ours, or here
+            value["manifests"].append(entry)
     return value
 
 
@@ -139,7 +142,12 @@ def is_named(entry: Any, name: str) -> bool:
     if not isinstance(entry, dict):
         return False
     found = entry_name(entry.get("annotations"))
-    return found == name or same_name(found, Reference.parse(name))
+    if found == name:
+        return True
+    try:
+        return same_name(found, Reference.parse(name))
+    except UsageError:  # another tool's name
+        return False
 
 
 @contextlib.contextmanager

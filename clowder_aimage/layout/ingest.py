@@ -18,6 +18,7 @@ from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verify import check
 from clowder_aimage.errors import AImageError, VerificationError
+from clowder_aimage.layout.batch import Batch
 from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE, flock, is_locked, make_directory, open_shared
@@ -41,16 +42,24 @@ class FileIngest:
     """
 
     def __init__(
-        self, root: Path, key: str, expected: Descriptor | None = None, *, wait: bool = False
+        self,
+        root: Path,
+        key: str,
+        expected: Descriptor | None = None,
+        *,
+        batch: Batch | None = None,
     ) -> None:
-        """Open an ingest; without ``expected`` it is a new one that nobody else finds.
+        """Open an ingest; without ``expected`` it is a new one that nobody else finds. In a
+        ``batch``, small content is published with others.
 
         Raises:
-            IngestBusyError: another one is at work on it, and ``wait`` is off.
+            IngestBusyError: another one is at work on it.
             StoreError, NoSpaceError: the store cannot be written.
         """
         self._root = root
         self._expected = expected
+        self._batch = batch
+        self._final = ""
         self._algorithm = expected.digest.algorithm if expected else "sha256"
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
@@ -60,7 +69,7 @@ class FileIngest:
         self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
-            self._fd = self._open(wait)
+            self._fd = self._open()
             size = os.fstat(self._fd).st_size
         self._spans = self._journaled(size) if self._is_journaled else []
         self._noted = _total(self._spans)  # bytes that the journal knows of
@@ -72,7 +81,7 @@ class FileIngest:
     def _journal(self) -> Path:
         return Path(f"{self._path}.journal")
 
-    def _open(self, wait: bool) -> int:
+    def _open(self) -> int:
         """The file's descriptor, locked; the lock goes with the process, however that ends."""
         while True:
             try:
@@ -85,7 +94,7 @@ class FileIngest:
                 continue
             is_alone = False
             try:
-                flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 with contextlib.suppress(FileNotFoundError):
                     if os.fstat(fd).st_ino != os.stat(self._path).st_ino:
                         pass  # it was committed or aborted while we waited: begin anew
@@ -105,6 +114,8 @@ class FileIngest:
                 raise
             os.close(fd)
             if is_alone:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)  # nobody uses it
                 return self._open_alone()
 
     def _open_alone(self) -> int:
@@ -258,7 +269,8 @@ class FileIngest:
             sync_directory(self._journal.parent)
 
     def commit(self, expected: Descriptor, /) -> None:
-        """Verify, make durable, publish. The directory is synchronised by the layout.
+        """Verify, make durable, publish; in a batch, with the others. The directory is synchronised
+        by the layout.
 
         Raises:
             VerificationError: the bytes are not ``expected``; the ingest is gone then.
@@ -266,8 +278,16 @@ class FileIngest:
         try:
             self._check_whole(expected)
             check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
+            self._final = blob_path(self._root, expected)
+            with store_errors(self._root):
+                os.fchmod(self._fd, BLOB_MODE)
+            if self._batch is not None and expected.size <= JOURNALED:
+                self._direct.close()
+                self._batch.add(expected.digest, self, expected.size)
+                return
             with self._syncing, store_errors(self._root):
-                self._publish(blob_path(self._root, expected))
+                self.synchronise()
+                self.rename()
         except VerificationError:
             self.abort()
             raise
@@ -275,15 +295,18 @@ class FileIngest:
             self._leave()
             raise
 
-    def _publish(self, final: str) -> None:
-        """Rename it in. A checkpoint that is under way has ended, and none begins after it."""
-        os.fchmod(self._fd, BLOB_MODE)
+    def synchronise(self) -> None:
+        """Make the verified bytes durable. Raises OSError."""
         os.fsync(self._fd)
+
+    def rename(self) -> None:
+        """Give them their name. A checkpoint that was under way has ended, and none begins after
+        it. Raises OSError."""
         try:
-            os.replace(self._path, final)
+            os.replace(self._path, self._final)
         except FileNotFoundError:
-            make_directory(self._root, "blobs", os.path.basename(os.path.dirname(final)))
-            os.replace(self._path, final)
+            make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
+            os.replace(self._path, self._final)
         self._forget_journal()
         self._close()
 
@@ -307,6 +330,10 @@ class FileIngest:
                 self._reset_hash()
             self._catch_up()
             return self._hasher.hexdigest()
+
+    def give_up(self) -> None:
+        """The disk does not take the batch."""
+        self._leave()
 
     def suspend(self) -> None:
         """Leave what is there for the next process, if it is worth keeping book of."""

@@ -6,15 +6,17 @@ import contextlib
 import io
 import os
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.content.store import Body
+from clowder_aimage.content.store import Body, IngestBusyError
 from clowder_aimage.content.verify import read_all, readinto
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
+from clowder_aimage.layout.batch import Batch
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import (
     edit_index,
@@ -38,6 +40,8 @@ from clowder_aimage.oci import (
 )
 
 _TOUCHED = 60.0  # seconds in which a second use is no news
+_WRITTEN = 5.0  # seconds after its last change in which another tool may be at a file
+_LOOKS, _LOOK = 20, 0.02  # how often, and how long in between
 
 
 class ImageLayout:
@@ -50,6 +54,7 @@ class ImageLayout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._names = Records(root, "names")
+        self._batch: Batch | None = None
 
     # -- reading
 
@@ -71,9 +76,12 @@ class ImageLayout:
         )
 
     def exists(self, content: Descriptor, /) -> bool:
+        if self._batch is not None and content.digest in self._batch:
+            return True
         with store_errors(self.root):
             try:
-                return os.stat(self.place(content)).st_size == content.size
+                status = os.lstat(self.place(content))
+                return stat.S_ISREG(status.st_mode) and status.st_size == content.size
             except FileNotFoundError:
                 return False
 
@@ -82,8 +90,10 @@ class ImageLayout:
         return blob_path(self.root, content)
 
     def path(self, content: Descriptor, /) -> Path:
+        if self._batch is not None and content.digest in self._batch:
+            self._batch.settle()
         path = Path(self.place(content))
-        if not path.is_file():
+        if path.is_symlink() or not path.is_file():  # a link leads who knows where
             raise NotFoundError(
                 f"{content.digest} is not in the store {self.root}",
                 hint="pull the AImage again to complete it",
@@ -109,6 +119,14 @@ class ImageLayout:
             with contextlib.suppress(FormatError):  # a foreign entry that we cannot read
                 descriptor = Descriptor.from_json(entry, "index.json")
                 yield entry_name(descriptor.annotations), descriptor
+
+    def unreadable(self) -> Iterator[tuple[int, str]]:
+        """The entries of index.json that mean nothing: their positions, and why."""
+        for position, entry in enumerate(read_index(self.root)["manifests"]):
+            try:
+                Descriptor.from_json(entry, "index.json")
+            except FormatError as error:
+                yield position, error.message
 
     # -- keeping
 
@@ -155,7 +173,26 @@ class ImageLayout:
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin to take a blob in. Raises IngestBusyError, StoreError or NoSpaceError."""
-        return FileIngest(self.root, key, expected)
+        return FileIngest(self.root, key, expected, batch=self._batch)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Publish small blobs together: all that came are here at the latest when this ends.
+
+        Raises:
+            StoreError, NoSpaceError: some could not be kept.
+        """
+        if self._batch is not None:
+            yield
+            return
+        self._batch = batch = Batch(self.root)
+        try:
+            yield
+        finally:
+            try:
+                batch.settle()
+            finally:
+                self._batch = None
 
     def lacking(self, content: Descriptor, /) -> int:
         """The bytes that must still be written: what lies in an ingest has its place already."""
@@ -176,7 +213,15 @@ class ImageLayout:
             self.tag(content, reference)
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
-        ingest = FileIngest(self.root, content.digest.encoded, content, wait=True)
+        while True:
+            try:
+                ingest = self.ingest(content.digest.encoded, content)
+            except IngestBusyError:
+                if self.exists(content):  # another thread has it in the batch
+                    return
+                time.sleep(_LOOK)
+            else:
+                break
         if self.exists(content):  # another process was at it, and has finished
             ingest.abort()
             return
@@ -201,8 +246,8 @@ class ImageLayout:
         The blobs' directories are synchronised first: the index never names what a power cut
         could take back.
         """
-        document = parse_document(read_all(self.open(content), content), content.media_type)
-        self._sync_blobs({content.digest, *(child.digest for child in document.children)})
+        document = parse_document(self.read(content), content.media_type)
+        self._sync_blobs()
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
         if isinstance(document, Manifest) and document.artifact_type:
             entry["artifactType"] = document.artifact_type
@@ -214,7 +259,9 @@ class ImageLayout:
         try:
             with edit_index(self.root) as index:
                 entry = _replace(index["manifests"], entry, name)
-                self._names.put(name, {"entry": entry}, durable=True)
+                is_elsewhere = self.place(content) != blob_path(self.root, content)
+                record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
+                self._names.put(name, record, durable=True)
         except BaseException:
             with contextlib.suppress(AImageError):  # what was wrong is worth more
                 self._names.restore(name, before)
@@ -224,34 +271,78 @@ class ImageLayout:
             with contextlib.suppress(FormatError):  # of no kind that we know
                 remember(self.root, content, document)
 
-    def _sync_blobs(self, digests: set[Digest]) -> None:
-        directories = {self.root / "blobs" / digest.algorithm for digest in digests}
+    def read(self, content: Descriptor) -> bytes:
+        """A manifest, verified. One that another tool is writing in place is waited for.
+
+        Raises:
+            NotFoundError, VerificationError: it is not here; it is damaged.
+        """
+        for left in reversed(range(_LOOKS)):
+            try:
+                return read_all(self.open(content), content)
+            except VerificationError:
+                if not left or time.time() - os.stat(self.place(content)).st_mtime > _WRITTEN:
+                    raise
+                time.sleep(_LOOK)
+        raise AssertionError
+
+    def _sync_blobs(self) -> None:
         with store_errors(self.root):
-            for directory in [*sorted(directories), self.root / "blobs"]:
+            for directory in [*sorted((self.root / "blobs").glob("*")), self.root / "blobs"]:
                 if directory.is_dir():
                     sync_directory(directory)
 
-    def untag(self, reference: Reference, digest: Digest | None = None, /) -> None:
-        """Forget a name, with ``digest`` only if that is what it names; the blobs stay until they
-        are collected. Raises NotFoundError."""
-        wanted = index_name(reference)
-        missing = NotFoundError(
-            f"no {reference} in the store {self.root}", hint="'aimage ls' lists what is there"
-        )
-        if not any(is_named(entry, wanted) for entry in read_index(self.root)["manifests"]):
-            raise missing  # before a store is made just to look into it
-        with edit_index(self.root) as index:
-            gone = [
-                entry
-                for entry in index["manifests"]
-                if is_named(entry, wanted)
-                and (digest is None or entry.get("digest") == str(digest))
-            ]
-            if not gone:
-                raise missing
-            for name in {wanted, *(entry_name(entry["annotations"]) for entry in gone)}:
-                self._names.remove(name)  # first: else it would come back
-            index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
+    def untag(self, reference: Reference, /) -> None:
+        """Forget a name; the blobs stay until they are collected. Raises NotFoundError."""
+        wanted, digest = index_name(reference), reference.digest
+        if not self.forget(
+            {
+                name: descriptor.digest
+                for name, descriptor in ImageLayout.entries(self)
+                if name
+                and (name == wanted or same_name(name, Reference.parse(wanted)))
+                and digest in (None, descriptor.digest)
+            }
+        ):
+            raise NotFoundError(
+                f"no {reference} in the store {self.root}", hint="'aimage ls' lists what is there"
+            )
+
+    def forget(self, names: Mapping[str, Digest]) -> set[str]:
+        """Forget names, as they stand in index.json, where they still mean these manifests; all in
+        one step.
+
+        Returns:
+            those that were forgotten.
+
+        Raises:
+            StoreError, NoSpaceError: the index cannot be written; nothing is forgotten then.
+        """
+        if not names:
+            return set()
+        removed: dict[str, dict[str, Any]] = {}
+        try:
+            with edit_index(self.root) as index:
+                gone = [entry for entry in index["manifests"] if _means(entry, names)]
+                for entry in gone:
+                    name = entry_name(entry["annotations"])
+                    if (record := self._names.get(name)) is not None:
+                        removed[name] = record
+                        self._names.remove(name)  # first: else it would come back
+                index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
+        except BaseException:
+            with contextlib.suppress(AImageError):  # what was wrong is worth more
+                for name, record in removed.items():
+                    self._names.restore(name, record)
+            raise
+        return {entry_name(entry["annotations"]) for entry in gone}
+
+
+def _means(entry: Any, names: Mapping[str, Digest]) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    digest = names.get(entry_name(entry.get("annotations")))
+    return digest is not None and entry.get("digest") == str(digest)
 
 
 def index_name(reference: Reference) -> str:

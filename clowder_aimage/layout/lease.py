@@ -13,17 +13,27 @@ import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from clowder_aimage.errors import AImageError, StoreError
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, READ_ONLY, flock, held, make_directory, open_shared
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    READ_ONLY,
+    flock,
+    held,
+    locks_work,
+    make_directory,
+    open_shared,
+)
 from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"
 _DIRECTORY = "lease"
+_LONGEST = 7 * 86400.0  # seconds that a process is believed to live
 _MAX_SIZE = 256 * 1024 * 1024
 
 
@@ -46,16 +56,18 @@ class FileLease:
     def _add(self, new: set[Digest]) -> None:
         if not new:
             return
-        self._held |= new
         try:
             with held(self._root, COLLECTION, shared=True), store_errors(self._root):
                 if self._fd < 0:
                     make_directory(self._root, PRIVATE, _DIRECTORY)
                     self._fd = open_shared(self._path)
                     flock(self._fd, fcntl.LOCK_EX)
-                data = "".join(f"{digest}\n" for digest in new).encode()
+                data = "".join(f"\n{digest}" for digest in new).encode() + b"\n"
                 while data:
                     data = data[os.write(self._fd, data) :]
+            self._held |= new
+        except NoSpaceError:
+            pass  # whoever writes hears of it soon enough; who reads may go on
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in READ_ONLY:
                 raise
@@ -87,6 +99,9 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
         StoreError: a lease cannot be read; then nothing may be collected.
     """
     digests: set[Digest] = set()
+    if not (root / PRIVATE / _DIRECTORY).is_dir():
+        return digests
+    can_lock = locks_work(root)
     for path in sorted((root / PRIVATE / _DIRECTORY).glob("*")):
         with store_errors(root):
             try:
@@ -94,12 +109,17 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
             except FileNotFoundError:
                 continue
             with os.fdopen(fd, "rb", buffering=0) as file:
-                if _is_dead(fd):
+                if _is_dead(fd) if can_lock else _is_old(fd):
                     if remove:
                         path.unlink(missing_ok=True)
                 else:
                     digests |= set(_digests(file.read(_MAX_SIZE) or b""))
     return digests
+
+
+def _is_old(fd: int) -> bool:
+    """Where there are no locks, nobody can tell a dead process from a living one."""
+    return time.time() - os.fstat(fd).st_mtime > _LONGEST
 
 
 def _is_dead(fd: int) -> bool:

@@ -26,8 +26,10 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
         StoreError: one cannot be removed.
     """
     directory = root / PRIVATE / "ingest"
+    removed: list[int] = []
+    if not directory.is_dir():
+        return removed
     can_lock = locks_work(root)
-    removed = []
     for path in sorted(directory.glob("*")):
         if path.suffix == ".journal":
             continue

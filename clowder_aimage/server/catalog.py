@@ -7,6 +7,7 @@ in the layout: the next collection may take what they refer to.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.errors import ContentError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
+from clowder_aimage.layout.mention import LARGEST, documents, plain
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.server.summary import Summaries, Summary
 
 Version = tuple[int, int, int]
@@ -42,6 +44,7 @@ class Catalog:
         self._layout = layout
         self._base = f"{base}/" if base else ""
         self._summaries = Summaries(self.read)
+        self._searching = threading.Lock()
         self._known: tuple[Version, dict[str, list[Entry]]] | None = None
 
     def version(self) -> Version | None:
@@ -131,24 +134,33 @@ class Catalog:
                 continue
 
     def needs(self, digest: Digest) -> bool:
-        """Whether any name of the whole layout leads to a blob. Reads every manifest."""
-        level = [descriptor for _, descriptor in self._layout.tags()]
-        seen: set[Digest] = set()
-        while level:
-            if any(each.digest == digest for each in level):
-                return True
-            unread = {each.digest: each for each in level if each.digest not in seen}
-            seen |= unread.keys()
-            level = [child for each in unread.values() for child in self._children(each)]
+        """Whether any name of the whole layout leads to a blob. Reads every manifest, one at a
+        time, and for one caller at a time."""
+        wanted = str(digest).encode()
+        with self._searching:
+            level = {descriptor.digest for _, descriptor in self._layout.tags()}
+            seen: set[Digest] = set()
+            while level:
+                if digest in level:
+                    return True
+                seen |= level
+                below: set[Digest] = set()
+                for each in level:
+                    raw = self._document(each)
+                    if wanted in raw:
+                        return True
+                    below.update(documents(raw))
+                level = below - seen
         return False
 
-    def _children(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
-        if descriptor.media_type not in _DOCUMENTS:
-            return ()
+    def _document(self, digest: Digest) -> bytes:
+        content = Descriptor("application/octet-stream", digest, 0)
         try:
-            return parse_document(self.read(descriptor), descriptor.media_type).children
-        except (NotFoundError, ContentError):
-            return ()
+            with self._layout.open(content) as file:
+                raw = file.read(LARGEST + 1)
+        except NotFoundError:
+            return b""
+        return plain(raw) if len(raw) <= LARGEST else b""
 
     def read(self, descriptor: Descriptor) -> bytes:
         """The bytes of a manifest, verified. Raises NotFoundError or VerificationError."""

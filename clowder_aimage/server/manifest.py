@@ -27,7 +27,6 @@ from clowder_aimage.server.cache import Cache
 from clowder_aimage.server.catalog import Catalog, Entry
 from clowder_aimage.server.error import ApiError, manifest_unknown
 from clowder_aimage.server.name import is_of_peer, parse_reference, reference_of
-from clowder_aimage.server.removal import forget
 from clowder_aimage.server.shelf import Shelf
 
 # What may be pushed. A manifest media type of one's own is refused, as every registry does, so
@@ -149,7 +148,12 @@ class ManifestRoutes:
             elif self._catalog.reach(kept, reference.digest):
                 message = "an index of this repository holds the manifest: delete that first"
                 raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
-            if not gone or not forget(self._layout, {entry.name for entry in gone}):
+            pinned = {name for name, _ in self._layout.pins.items()}
+            if any(entry.name in pinned for entry in gone):
+                message = "the name is pinned in this store"
+                raise ApiError("DENIED", message=message)
+            meant = {entry.name: entry.descriptor.digest for entry in gone}
+            if not self._layout.forget(meant):
                 raise manifest_unknown(reference)  # or another process was first
 
     def _keep_by_digest(self, gone: list[Entry], kept: list[Entry], reference: Reference) -> None:

@@ -90,6 +90,7 @@ class PushRoutes:
         return self._uploads.get(repository_of(request), request.match_info["upload"])
 
     async def _keep(self, upload: Upload, digest: Digest) -> None:
+        await asyncio.to_thread(self._shelf.expect, digest)
         await self._uploads.commit(upload, digest, MEDIA_TYPE)
         await asyncio.to_thread(self._shelf.put, digest)
 

@@ -81,10 +81,13 @@ class Shelf:
             raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
         self._gone[digest] = version
 
+    def expect(self, digest: Digest) -> None:
+        """It is about to come: no collection may take it before it has a name."""
+        self._kept.add(digest)
+
     def put(self, digest: Digest) -> None:
         """It was pushed, maybe again."""
         self._gone.pop(digest, None)
-        self._kept.add(digest)
 
     def _is_gone(self, digest: Digest) -> bool:
         if digest not in self._gone:

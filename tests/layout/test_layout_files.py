@@ -264,9 +264,9 @@ def test_an_index_of_nothing_as_go_writes_it(layout):
 def test_a_broken_index_is_said_and_not_overwritten(layout, raw):
     made = put_artifact(layout, "a", b"one")
     (layout.root / "index.json").write_bytes(raw)
-    with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
+    with pytest.raises(FormatError, match=r"index\.json is not an OCI index"):
         list(layout.tags())
-    with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
+    with pytest.raises(FormatError, match=r"index\.json is not an OCI index"):
         layout.tag(made.descriptor, Reference.parse("b"))
     assert (layout.root / "index.json").read_bytes() == raw
 
