@@ -67,7 +67,7 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
         raise VerificationError(
             f"the content of {expected.digest} hashes to "
             f"{expected.digest.algorithm}:{encoded} instead",
-            hint="a copy in the store is damaged if it is that one: remove the file, pull again",
+            hint="if it is the copy in the store that is damaged: aimage verify --repair",
         )
 
 

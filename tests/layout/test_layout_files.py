@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.errors import NotFoundError, StoreError, VerificationError
+from clowder_aimage.errors import FormatError, NotFoundError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import edit_index, read_index
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
