@@ -123,6 +123,7 @@ def _read(
         if dialect is not None:
             raise
         return None
+    lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
     inflate(store, stored)
     return stored
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.oci import Digest
 
 _MOST = 128  # files that are open for it
+_LONGEST = 1.0  # seconds
 _LARGEST = 32 * 1024 * 1024  # bytes that a crash may cost
 
 
@@ -46,6 +48,7 @@ class Batch:
         self._lock = threading.Lock()
         self._waiting: dict[Digest, tuple[Waiting, int]] = {}
         self._settling: dict[Digest, tuple[Waiting, int]] = {}
+        self._since = 0.0  # when the first of them came
         self._one = threading.Lock()  # one settles at a time
 
     def __contains__(self, digest: Digest) -> bool:
@@ -55,10 +58,17 @@ class Batch:
     def add(self, digest: Digest, blob: Waiting, size: int) -> None:
         """Let a blob wait. Raises StoreError or NoSpaceError, for any that waited."""
         with self._lock:
+            if not self._waiting:
+                self._since = time.monotonic()
             self._waiting[digest] = blob, size
             total = sum(size for _, size in self._waiting.values())
             is_full = len(self._waiting) >= _MOST or total >= _LARGEST
         if is_full:
+            self.settle()
+
+    def settle_old(self) -> None:
+        """Publish what waits, if the first of it has waited for long. Raises as ``settle``."""
+        if self._waiting and time.monotonic() - self._since > _LONGEST:
             self.settle()
 
     def settle(self) -> None:

@@ -127,10 +127,13 @@ class FileIngest:
 
     def _reopen(self) -> None:
         """Let a file be written that may not be: another user's is given up for a new one."""
-        try:
-            os.chmod(self._path, 0o600)
-        except PermissionError:
-            os.unlink(self._path)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.chmod(self._path, 0o600)
+            except PermissionError:
+                if is_locked(self._path):
+                    raise IngestBusyError("another user has it") from None
+                os.unlink(self._path)
 
     def _journaled(self, size: int) -> list[_Span]:
         """The spans of a file of ``size`` bytes that an earlier process has surely written."""
@@ -235,6 +238,8 @@ class FileIngest:
 
     def checkpoint(self) -> None:
         """Make what was written survive a power cut, and note it; one thread at a time does."""
+        if self._batch is not None:
+            self._batch.settle_old()  # another process may be waiting for what waits there
         if not self._is_journaled:
             return
         while self._syncing.acquire(blocking=False):

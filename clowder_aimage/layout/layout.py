@@ -173,7 +173,12 @@ class ImageLayout:
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin to take a blob in. Raises IngestBusyError, StoreError or NoSpaceError."""
-        return FileIngest(self.root, key, expected, batch=self._batch)
+        try:
+            return FileIngest(self.root, key, expected, batch=self._batch)
+        except IngestBusyError:
+            if (batch := self._batch) is not None:
+                batch.settle()  # whoever is at it may be waiting for what waits here
+            raise
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

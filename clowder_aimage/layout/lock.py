@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from clowder_aimage.layout.fault import store_errors
 PRIVATE = ".aimage"  # the directory of a store that only we need
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_MOMENT = 0.01  # seconds
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -78,7 +80,11 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    fd = os.open(path, flags, 0o600)
+    try:
+        fd = os.open(path, flags | os.O_EXCL, 0o600)
+    except FileExistsError:  # another has just made it, and shares it in a moment
+        time.sleep(_MOMENT)
+        return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
 

@@ -165,7 +165,7 @@ def test_an_index_that_is_not_one(aimage):
     here = aimage()
     here.store.mkdir()
     (here.store / "index.json").write_text("[]")
-    assert "is not an OCI index" in here("ls", code=1).err
+    assert "is not an OCI index" in here("ls", code=5).err
 
 
 def test_a_full_disk(aimage, tiny):

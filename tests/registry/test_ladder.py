@@ -279,4 +279,4 @@ def test_where_it_is_kept(platform, named, place, tmp_path, monkeypatch):
     monkeypatch.delenv("AIMAGE_STORE", raising=False)
     option.ladder().learn("h:1", ["clowder"], "ollama")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
-    assert not option.default_store().exists()
+    assert not option.default_stores()[0].exists()

@@ -1,0 +1,229 @@
+"""What the verbs cost on a store with many AImages, and what it costs to write durably.
+
+    python benchmarks/store.py [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
+        [--directory DIR]
+
+Without ``--verbs`` or ``--durability`` it is both.
+
+--verbs       ls, tag, gc --dry-run and du on stores of N AImages with 1,200 layers each, of which
+              nine tenths are the same in all of them. In one variant another tool gave the names
+              and none of our records are there; in the other we gave them.
+--durability  1,200 blobs of 64 KiB to 1 MiB into an empty store from 8 threads: as they are written
+              anyway, with fsync left out, and with all of it left in the page cache. The disk is
+              idle before each run.
+
+Rounds are interleaved; the tables show medians. The stores are made without our code, as far as
+that can be: blobs are tiny files, so that N = 1,000 takes half a GiB, most of it manifests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.layout import ImageLayout, direct
+from clowder_aimage.layout.record import Records
+from clowder_aimage.oci import Descriptor, mediatype
+
+AIMAGE = str(Path(sys.executable).with_name("aimage"))
+LAYERS, SHARED = 1200, 0.9
+BARS = {"ls": 0.4, "tag": 0.4, "gc --dry-run": 5.0}  # seconds, for 1,000 AImages
+BLOBS, THREADS = 1200, 8
+KIB = 1024
+
+
+# -- the verbs
+
+
+def make_store(root: Path, count: int, *, ours: bool) -> None:
+    """A store of ``count`` AImages; with ``ours``, as if we had given all of the names."""
+    blobs = root / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+    common = [_layer(blobs, f"common/{number}") for number in range(int(LAYERS * SHARED))]
+    own = LAYERS - len(common)
+    entries = []
+    for which in range(count):
+        config = _keep(blobs, json.dumps({"name": f"model {which}"}).encode())
+        document = {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_MANIFEST,
+            "artifactType": mediatype.AIMAGE_MANIFEST,
+            "config": {"mediaType": mediatype.AIMAGE_CONFIG, **config},
+            "layers": common + [_layer(blobs, f"{which}/{number}") for number in range(own)],
+        }
+        entry = {
+            "mediaType": mediatype.OCI_MANIFEST,
+            **_keep(blobs, json.dumps(document, separators=(",", ":")).encode()),
+            "annotations": {mediatype.REF_NAME: name_of(which)},
+        }
+        if ours:
+            entry["annotations"][mediatype.CONTAINERD_NAME] = name_of(which)
+            Records(root, "names").put(name_of(which), {"entry": entry}, durable=False)
+        entries.append(entry)
+    (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
+    (root / "index.json").write_text(json.dumps(index, indent=1))
+
+
+def name_of(which: int) -> str:
+    return f"registry.example.com/bench/model-{which}:v1"
+
+
+def _keep(blobs: Path, data: bytes) -> dict[str, Any]:
+    encoded = hashlib.sha256(data).hexdigest()
+    fd = os.open(f"{blobs}/{encoded}", os.O_WRONLY | os.O_CREAT, 0o444)
+    os.write(fd, data)
+    os.close(fd)
+    return {"digest": f"sha256:{encoded}", "size": len(data)}
+
+
+def _layer(blobs: Path, name: str) -> dict[str, Any]:
+    return {
+        "mediaType": mediatype.AIMAGE_SAFETENSORS,
+        **_keep(blobs, name.encode()),
+        "annotations": {
+            mediatype.NAME: f"transformer/layers.{name.replace('/', '.')}.weight",
+            mediatype.DTYPE: "BF16",
+            mediatype.SHAPE: "[3840,3840]",
+        },
+    }
+
+
+def seconds(root: Path, *arguments: str) -> float:
+    """How long a verb takes."""
+    begun = time.perf_counter()
+    subprocess.run([AIMAGE, "--store", str(root), *arguments], check=True, capture_output=True)
+    return time.perf_counter() - begun
+
+
+def has_verb(name: str) -> bool:
+    return subprocess.run([AIMAGE, name, "--help"], capture_output=True).returncode == 0
+
+
+def one_round(root: Path, number: int) -> Iterator[tuple[str, float]]:
+    """Each verb once."""
+    shutil.rmtree(root / ".aimage" / "listing", ignore_errors=True)
+    yield "ls, the first", seconds(root, "ls")
+    yield "ls", seconds(root, "ls")
+    yield "tag", seconds(root, "tag", name_of(number), "copy:v1")
+    yield "gc --dry-run", seconds(root, "gc", "--dry-run")
+    if has_verb("du"):
+        yield "du", seconds(root, "du")
+
+
+def measure_verbs(directory: Path, counts: list[int], rounds: int) -> None:
+    """The table of the verbs."""
+    stores = {}
+    for ours in (False, True):
+        for count in counts:
+            root = directory / f"store-{count}-{'ours' if ours else 'theirs'}"
+            shutil.rmtree(root, ignore_errors=True)
+            make_store(root, count, ours=ours)
+            stores["we" if ours else "another tool", count] = root
+    os.sync()
+    times: dict[str, dict[tuple[str, int], list[float]]] = {}
+    for number in range(rounds):
+        for key, root in stores.items():
+            for verb, took in one_round(root, number):
+                times.setdefault(verb, {}).setdefault(key, []).append(took)
+    print("\n| verb | names given by | " + " | ".join(f"N = {n:,}, s" for n in counts), end="")
+    print(" | growth | bar s |\n|---|---|" + "---|" * (len(counts) + 2))
+    for verb, values in times.items():
+        for who in ("another tool", "we"):
+            medians = [statistics.median(values[who, count]) for count in counts]
+            growth = f"{medians[-1] / medians[0]:.1f}x for {counts[-1] / counts[0]:.0f}x"
+            cells = [verb, who, *(f"{median:.2f}" for median in medians), growth]
+            print("| " + " | ".join([*cells, str(BARS.get(verb, ""))]) + " |")
+
+
+# -- durability
+
+
+def make_blobs() -> list[tuple[Descriptor, bytes]]:
+    rng = random.Random(7)
+    data = [os.urandom(int(64 * KIB * 2 ** rng.uniform(0, 4))) for _ in range(BLOBS)]
+    return [(Descriptor.of("application/vnd.example.weights", blob), blob) for blob in data]
+
+
+@contextlib.contextmanager
+def hasty(*, cached: bool) -> Iterator[None]:
+    """Leave fsync out; where it is ``cached``, no write goes past the page cache either."""
+    fsync, flag = os.fsync, direct._DIRECT
+    os.fsync = lambda fd: None  # type: ignore[assignment]
+    direct._DIRECT = 0 if cached else flag
+    try:
+        yield
+    finally:
+        os.fsync, direct._DIRECT = fsync, flag
+
+
+def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
+    """How long it takes to have them all in a new store."""
+    shutil.rmtree(root, ignore_errors=True)
+    os.sync()
+    layout = ImageLayout(root)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda one: layout.push(one[0], bytes_body(one[1])), blobs))
+    return time.perf_counter() - begun
+
+
+def measure_durability(directory: Path, rounds: int) -> None:
+    """The table of what fsync costs."""
+    blobs, root = make_blobs(), directory / "durable"
+    write_all(root, blobs)  # the directory's blocks, the threads, the allocator
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with hasty(cached=False):
+            times.setdefault("without fsync", []).append(write_all(root, blobs))
+        times.setdefault("durable", []).append(write_all(root, blobs))
+        with hasty(cached=True):
+            times.setdefault("in the page cache alone", []).append(write_all(root, blobs))
+    shutil.rmtree(root)
+    reference = statistics.median(times["without fsync"])
+    size = sum(content.size for content, _ in blobs) / KIB / KIB
+    print(f"\n| {BLOBS:,} blobs, {size:.0f} MiB, {THREADS} threads | s | ratio |\n|---|---|---|")
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"| {name} | {median:.2f} | {median / reference:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--counts", default="100,1000")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--durability", action="store_true")
+    parser.add_argument("--directory", type=Path)
+    options = parser.parse_args()
+    both = options.verbs == options.durability
+    with contextlib.ExitStack() as stack:
+        directory = options.directory
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.mkdir(parents=True, exist_ok=True)
+        if both or options.verbs:
+            measure_verbs(directory, [int(n) for n in options.counts.split(",")], options.rounds)
+        if both or options.durability:
+            measure_durability(directory, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""``aimage gc``, ``pin`` and ``unpin``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from tests.content.artifact import put, put_artifact
+
+DAY = 86400
+
+
+@pytest.fixture
+def stored(aimage):
+    """A store with two names that share a blob, used one and two days ago."""
+    here = aimage()
+    here.layout = ImageLayout(here.store)
+    here.made = {
+        name: put_artifact(here.layout, name, b"s" * 500, name[0].encode() * 1000)
+        for name in ("a:v1", "b:v1")
+    }
+    for days, made in enumerate(here.made.values(), 1):
+        when = time.time() - days * DAY
+        os.utime(here.store / ".aimage" / "used" / made.digest.encoded, (when, when))
+    return here
+
+
+def names(here):
+    return [row["reference"] for row in here("--json", "ls").value]
+
+
+def total(here):
+    return sum(path.stat().st_size for path in (here.store / "blobs" / "sha256").iterdir())
+
+
+def own(made):
+    """The bytes that only this one needs: its layer, its config and its manifest."""
+    return 1000 + made.config.size + len(made.raw)
+
+
+def test_what_was_removed_is_said(stored):
+    stored("rm", "b:v1")
+    left, whole = total(stored) - own(stored.made["b:v1"]), total(stored)
+    out = stored("gc").out
+    assert out.startswith("removed: 0 blobs, 0 B\n")
+    assert "left: 3 blobs" in out  # they came a moment ago
+    assert "--grace 0" in out
+    assert total(stored) == whole
+    assert stored("gc", "--grace", "0").out.startswith("removed: 3 blobs, ")
+    assert total(stored) == left
+    stored("gc", "--grace", "0")
+    assert total(stored) == left
+
+
+def test_json(stored):
+    stored("rm", "b:v1")
+    freed, left = own(stored.made["b:v1"]), total(stored) - own(stored.made["b:v1"])
+    young = stored("--json", "gc").value
+    assert young == {
+        "dryRun": False,
+        "forgotten": [],
+        "blobs": 0,
+        "size": 0,
+        "partials": {"count": 0, "size": 0},
+        "young": {"blobs": 3, "size": freed},
+        "left": left + freed,
+    }
+    wanted = young | {"blobs": 3, "size": freed, "young": {"blobs": 0, "size": 0}, "left": left}
+    trial = stored("--json", "gc", "--grace", "0", "--dry-run").value
+    assert trial == wanted | {"dryRun": True}
+    assert stored("--json", "gc", "--grace", "0").value == wanted
+
+
+def test_a_trial_says_what_it_would_do(stored):
+    before = {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")}
+    out = stored("gc", "--dry-run", "--grace", "0", "--max-age", "36h").out
+    assert "would be forgotten: b:v1 (not used for 2 days)" in out
+    assert "would be removed: 3 blobs" in out
+    assert {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")} == before
+
+
+def test_a_limit_of_age(stored):
+    value = stored("--json", "gc", "--grace", "0", "--max-age", "36h").value
+    assert value["forgotten"] == [{"reference": "b:v1", "reason": "not used for 2 days"}]
+    assert value["blobs"] == 3
+    assert names(stored) == ["a:v1"]
+
+
+def test_a_limit_of_size(stored):
+    done = stored("--json", "gc", "--grace", "0", "--max-size", total(stored) - 1)
+    assert [one["reference"] for one in done.value["forgotten"]] == ["b:v1"]
+    assert done.value["left"] == total(stored)
+    assert done.err == ""
+
+
+def test_a_limit_that_cannot_be_kept_is_told(stored):
+    stored("pin", "a:v1", "b:v1")
+    done = stored("gc", "--grace", "0", "--max-size", "1KB")
+    assert "more than 1 kB" in done.err
+    assert names(stored) == ["a:v1", "b:v1"]
+
+
+def test_names_to_keep(stored):
+    stored("gc", "--grace", "0", "--max-age", "0", "--keep", "b:*", "--keep", "x*")
+    assert names(stored) == ["b:v1"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--max-size", "lots"), ("--max-age", "7"), ("--grace", "-1h"), ("--grace", "1y")]
+)
+def test_what_cannot_be_meant(stored, wrong):
+    assert "is not a" in stored("gc", *wrong, code=2).err
+    assert names(stored) == ["a:v1", "b:v1"]
+
+
+@pytest.mark.parametrize("wishes", [(), ("--max-age", "0"), ("--max-size", "0"), ("--dry-run",)])
+def test_a_damaged_manifest_stops_it(stored, wishes):
+    stray = put(stored.layout, b"stray")
+    path = stored.layout.path(stored.made["b:v1"].descriptor)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"schemaVersion", b"SchemaVersion"))
+    before = total(stored)
+    err = stored("gc", "--grace", "0", *wishes, code=5).err
+    assert "b:v1" in err
+    assert "aimage verify --repair" in err
+    assert total(stored) == before
+    assert names(stored) == ["a:v1", "b:v1"]
+    assert stored.layout.exists(stray)
+
+
+def test_a_missing_manifest_stops_it_until_its_name_is_gone(stored):
+    stray = put(stored.layout, b"stray")
+    stored.layout.path(stored.made["b:v1"].descriptor).unlink()
+    err = stored("gc", "--grace", "0", code=5).err
+    assert "b:v1 names a manifest that is not here" in err
+    assert "aimage rm b:v1" in err
+    assert stored.layout.exists(stray)
+    stored("rm", "b:v1")
+    assert stored("--json", "gc", "--grace", "0").value["blobs"] == 3
+    assert not stored.layout.exists(stray)
+    assert stored.layout.exists(stored.made["a:v1"].layers[1])
+
+
+def test_no_store(aimage):
+    here = aimage()
+    assert here("gc").out == "removed: 0 blobs, 0 B\n"
+    assert here("--json", "gc", "--max-size", "0", "--max-age", "0").value["left"] == 0
+    assert here("pin").out.strip() == ""
+    assert not here.store.exists()
+
+
+def test_an_empty_store(aimage):
+    here = aimage()
+    here.store.mkdir()
+    assert here("--json", "gc", "--grace", "0").value["blobs"] == 0
+    assert here("ls").code == 0
+
+
+def test_what_is_pinned_is_not_taken(stored):
+    assert stored("pin", "b:v1").line == "b:v1"
+    assert stored("--json", "pin").value == {"pinned": ["b:v1"]}
+    stored("gc", "--grace", "0", "--max-age", "0")
+    assert names(stored) == ["b:v1"]
+    err = stored("rm", "b:v1", code=2).err
+    assert "b:v1 is pinned" in err
+    assert "aimage unpin b:v1" in err
+    assert stored("unpin", "b:v1").line == "b:v1"
+    assert stored("pin").out.strip() == ""
+    stored("rm", "b:v1")
+    assert names(stored) == []
+
+
+def test_a_pin_holds_a_name_and_not_what_it_names(stored):
+    stored("pin", "a:v1")
+    stored("tag", "b:v1", "a:v1")
+    stored("gc", "--grace", "0", "--max-age", "0")
+    assert names(stored) == ["a:v1"]
+    found = stored("--json", "ls").value[0]["digest"]
+    assert found == str(stored.made["b:v1"].digest)
+
+
+def test_a_short_name_is_pinned_in_full(stored):
+    stored("tag", "a:v1", "a")
+    assert stored("pin", "a").line == "a:latest"
+    stored("rm", "a:latest", code=2)
+    stored("unpin", "a:latest")
+
+
+def test_all_or_none_are_pinned_unpinned_and_removed(stored):
+    stored("pin", "a:v1", "absent:v1", code=3)
+    assert stored("pin").out.strip() == ""
+    stored("pin", "a:v1")
+    stored("unpin", "a:v1", "b:v1", code=3)
+    stored("rm", "b:v1", "a:v1", code=2)
+    assert names(stored) == ["a:v1", "b:v1"]
+    assert stored("pin").line == "a:v1"
+
+
+def test_a_pinned_name_that_another_tool_dropped_comes_back(stored):
+    stored("pin", "a:v1")
+    path = stored.store / "index.json"
+    path.write_text(json.dumps({"schemaVersion": 2, "manifests": []}))
+    stored("gc", "--grace", "0", "--max-age", "0")
+    assert names(stored) == ["a:v1"]
+
+
+def test_showing_and_tagging_do_not_count_as_much_as_a_pull_does(stored):
+    """What is named anew was used; what is listed was not."""
+    stored("ls")
+    stored("tag", "b:v1", "c:v1")
+    stored("gc", "--grace", "0", "--max-age", "12h")
+    assert names(stored) == ["b:v1", "c:v1"]

@@ -1,0 +1,208 @@
+"""One store, many processes: pulls beside collections, and eight pulls that are one download."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import threading
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.content.fetch import NOTED
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry import Connection, Repository
+from tests.content.artifact import blob, manifest
+from tests.process import Aimage
+from tests.proxy import Proxy
+
+MIB = 1024 * 1024
+BIG = hashlib.shake_128(b"big").digest(48 * MIB)
+SMALL = [hashlib.shake_128(b"%d" % number).digest(64 * 1024) for number in range(24)]
+SIZE = len(BIG) + sum(map(len, SMALL)) + 2  # and the config
+BUFFERS = 8 * MIB  # what may be on its way, sent and not yet received, over all connections
+PULLERS, ROUNDS = 4, 3
+
+
+def put_in(registry, docker, path, *layers):
+    """Have an artifact of those layers in a registry."""
+    config = blob(b"{}", "application/vnd.example.config")
+    made = manifest(config, [blob(layer) for layer in layers])
+    name = Reference.parse(f"{registry.host}/{path}")
+    with Repository(name, Connection(docker_config=docker)) as target:
+        for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
+            if not target.exists(content):
+                target.push(content, bytes_body(data))
+        target.push(made.descriptor, bytes_body(made.raw), name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def artifact(registry, tmp_path_factory):
+    """A large blob and many small ones."""
+    return put_in(registry, tmp_path_factory.mktemp("docker"), "shared/big:v1", BIG, *SMALL)
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+def check(here, made):
+    """It is here, in full, and nothing else is."""
+    layout = ImageLayout(here.store)
+    wanted = {content.digest for content in (made.descriptor, *made.children)}
+    for digest in wanted:
+        raw = (layout.root / "blobs" / "sha256" / digest.encoded).read_bytes()
+        assert Digest.of(raw) == digest
+    assert len(list((layout.root / "blobs" / "sha256").iterdir())) == len(wanted)
+    assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
+
+
+@pytest.fixture
+def here(aimage):
+    """The command line; what it has started ends with the test."""
+    made, started = aimage(), []
+
+    def start(*arguments):
+        started.append(Aimage.start(made, *arguments))
+        return started[-1]
+
+    made.start = start
+    yield made
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def leases(here):
+    return list((here.store / ".aimage" / "lease").glob("*"))
+
+
+def ended(process, code=0):
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, f"{process.returncode}: {out}\n{err}"
+    assert "Traceback" not in err
+
+
+def manifests(proxy):
+    return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
+
+
+# -- one download
+
+
+def test_eight_pulls_at_once_are_one_download(here, artifact, proxy):
+    proxy.hold = 8 * MIB
+    name = f"{proxy.host}/shared/big:v1"
+    first = here.start("pull", name, "--jobs", 1)
+    proxy.wait_until(proxy.is_holding)
+    others = [here.start("pull", name, "--jobs", 1) for _ in range(7)]
+    proxy.wait_until(lambda: manifests(proxy) == 8)
+    proxy.release()
+    for process in (first, *others):
+        ended(process)
+    check(here, artifact)
+    assert proxy.sent() == SIZE
+    assert leases(here) == []
+    assert len(json.loads((here.store / "index.json").read_bytes())["manifests"]) == 1
+
+
+def test_eight_pulls_that_begin_together_are_one_download(here, artifact, proxy):
+    """Nobody is first: each takes what no other is at. A connection whose second half another one
+    of its process takes over may have some of that on its way."""
+    name = f"{proxy.host}/shared/big:v1"
+    for process in [here.start("pull", name) for _ in range(8)]:
+        ended(process)
+    check(here, artifact)
+    assert SIZE <= proxy.sent() <= SIZE + NOTED
+
+
+def test_when_the_leader_of_eight_is_killed_the_others_go_on(here, artifact, proxy):
+    """What is fetched again is at most a part for each of its connections."""
+    proxy.hold = 40 * MIB
+    name = f"{proxy.host}/shared/big:v1"
+    leader = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: proxy.held == 2)
+    others = [here.start("pull", name, "--jobs", 2) for _ in range(7)]
+    proxy.wait_until(lambda: manifests(proxy) == 8)
+    leader.kill()
+    ended(leader, -signal.SIGKILL)
+    proxy.release()
+    for process in others:
+        ended(process)
+    check(here, artifact)
+    assert proxy.sent() <= SIZE + 2 * NOTED + BUFFERS
+
+
+# -- pulls beside collections
+
+
+@pytest.fixture
+def family(registry, repository, tmp_path):
+    """Artifacts that have most blobs in common; the names by what they are made of."""
+    path = repository.partition("/")[2]
+    common = SMALL[:16]
+    return {
+        f"{repository}:v{number}": put_in(
+            registry, tmp_path, f"{path}:v{number}", *common, *SMALL[16 + 2 * number :][:2]
+        )
+        for number in range(PULLERS)
+    }
+
+
+def test_collections_beside_four_that_pull_and_remove(here, family):
+    """After each pull all of it is there, whatever was collected meanwhile, and at the end too."""
+    failed, removed = [], []
+
+    def pull_and_remove(name):
+        try:
+            for _ in range(ROUNDS):
+                here("-q", "pull", name)
+                here("-q", "verify", name)
+                here("-q", "rm", name)
+            here("-q", "pull", name)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=pull_and_remove, args=(name,)) for name in family]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        removed.append(here("--json", "gc", "--grace", "0").value["blobs"])
+    assert failed == []
+    assert sum(removed) > 0  # else it would show nothing
+    for name in family:
+        here("verify", name)
+    here("gc", "--grace", "0")
+    here("verify")
+    layout = ImageLayout(here.store)
+    wanted = {c.digest for made in family.values() for c in (made.descriptor, *made.children)}
+    assert {path.name for path in (layout.root / "blobs" / "sha256").iterdir()} == {
+        digest.encoded for digest in wanted
+    }
+    assert leases(here) == []
+
+
+def test_a_collection_of_what_a_killed_pull_left(here, artifact, proxy):
+    """What it was about is not kept for it; what can be gone on with is."""
+    proxy.hold = 40 * MIB
+    name = f"{proxy.host}/shared/big:v1"
+    pull = here.start("pull", name, "--jobs", 2)
+    proxy.wait_until(lambda: proxy.held == 2)
+    assert here("--json", "gc", "--grace", "0").value["blobs"] == 0
+    pull.kill()
+    ended(pull, -signal.SIGKILL)
+    mark = len(proxy.seen)
+    proxy.release()
+    value = here("--json", "gc", "--grace", "0").value
+    assert value["left"] == 0
+    assert leases(here) == []
+    here("pull", name, "--jobs", 2)
+    check(here, artifact)
+    big = str(artifact.layers[0].digest)
+    assert proxy.sent(big, since=mark) <= len(BIG) - NOTED + BUFFERS  # it went on

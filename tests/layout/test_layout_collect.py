@@ -1,0 +1,702 @@
+"""Collection: what nothing needs goes, and nothing else does."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.layout import ImageLayout, collect
+from clowder_aimage.layout.collect import GRACE, STALE, Collector
+from clowder_aimage.oci import Digest, Reference, mediatype
+from tests.content.artifact import CONFIG, blob, index, manifest, put, put_artifact
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def collected(layout, *, grace=0.0, dry_run=False, stale=STALE, later=0.0, **wishes):
+    """Collect as if ``later`` seconds had passed."""
+    collector = Collector(
+        layout, grace=grace, dry_run=dry_run, stale=stale, now=lambda: time.time() + later
+    )
+    return collector.run(**wishes)
+
+
+def blobs(layout):
+    """The names of all files among the blobs."""
+    return {path.name for path in (layout.root / "blobs").rglob("*") if not path.is_dir()}
+
+
+def names(layout):
+    return {name for name, _ in layout.tags()}
+
+
+def encoded(*contents):
+    return {content.digest.encoded for content in contents}
+
+
+def all_of(made):
+    """What an artifact is made of."""
+    return encoded(made.descriptor, *made.children)
+
+
+def add_entry(layout, descriptor, name="", **fields):
+    """List a manifest as another tool does: in index.json, and nowhere else."""
+    path = layout.root / "index.json"
+    value = {"schemaVersion": 2, "manifests": []}
+    if path.exists():
+        value = json.loads(path.read_bytes())
+    entry = descriptor.to_json() | fields
+    if name:
+        entry["annotations"] = entry.get("annotations", {}) | {mediatype.REF_NAME: name}
+    value["manifests"].append(entry)
+    layout.root.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def put_raw(layout, value, media_type=mediatype.OCI_MANIFEST):
+    """Push a document as another tool would write it."""
+    raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return put(layout, raw, media_type)
+
+
+def foreign(layout, layers, config=None, **fields):
+    """A manifest with fields that we have never heard of."""
+    config = config or put(layout, b"{}", CONFIG)
+    document = {"config": config.to_json(), "layers": [layer.to_json() for layer in layers]}
+    return put_raw(layout, {"schemaVersion": 2, **document, **fields})
+
+
+def before_sweeping(monkeypatch, hook):
+    """Have something happen between the marking and the sweeping."""
+    held = collect.held
+
+    def wrapped(root, name, **options):
+        hook()
+        return held(root, name, **options)
+
+    monkeypatch.setattr(collect, "held", wrapped)
+
+
+# -- what goes and what stays
+
+
+def test_what_nothing_needs_goes_and_what_a_name_needs_stays(layout):
+    kept = put_artifact(layout, "kept:v1", b"shared", b"one")
+    gone = put_artifact(layout, "gone:v1", b"shared", b"two")
+    stray = put(layout, b"stray")
+    layout.untag(Reference.parse("gone:v1"))
+    freed = all_of(gone) - all_of(kept) | encoded(stray)
+    sizes = sum((layout.root / "blobs/sha256" / name).stat().st_size for name in freed)
+    done = collected(layout)
+    assert blobs(layout) == all_of(kept)
+    assert (done.blobs, done.size) == (len(freed), sizes)
+    assert done.left_size == sum(p.stat().st_size for p in (layout.root / "blobs").rglob("*/*"))
+    assert collected(layout).blobs == 0
+
+
+def test_sha512_too(layout):
+    data = b"by another algorithm"
+    content = blob(data)
+    stray = type(content)(content.media_type, Digest.of(data, "sha512"), len(data))
+    layout.push(stray, bytes_body(data))
+    kept = type(content)(content.media_type, Digest.of(b"kept", "sha512"), 4)
+    layout.push(kept, bytes_body(b"kept"))
+    made = foreign(layout, [kept])
+    layout.tag(made, Reference.parse("a"))
+    assert collected(layout).blobs == 1
+    assert kept.digest.encoded in blobs(layout)
+    assert stray.digest.encoded not in blobs(layout)
+
+
+def test_what_an_entry_without_a_name_lists_stays(layout):
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    add_entry(layout, made.descriptor)
+    assert collected(layout).blobs == 0
+    assert blobs(layout) == all_of(made)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"annotations": {"x": 7}},
+        {"size": None},
+        {"size": -1},
+        {"mediaType": 7},
+        {"annotations": []},
+    ],
+    ids=repr,
+)
+def test_an_entry_that_we_cannot_read_keeps_what_its_digest_names(layout, odd):
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    add_entry(layout, made.descriptor, **odd)
+    collected(layout)
+    assert blobs(layout) == all_of(made)
+
+
+def test_indexes_in_indexes(layout):
+    one, two = (put_artifact(layout, name, name.encode()) for name in ("one", "two"))
+    inner = index([one.descriptor])
+    outer = index([inner.descriptor, two.descriptor])
+    for document in (inner, outer):
+        layout.push(document.descriptor, bytes_body(document.raw))
+    layout.tag(outer.descriptor, Reference.parse("all"))
+    for name in ("one", "two"):
+        layout.untag(Reference.parse(name))
+    assert collected(layout).blobs == 0
+    assert blobs(layout) == all_of(one) | all_of(two) | encoded(inner.descriptor, outer.descriptor)
+    layout.untag(Reference.parse("all"))
+    collected(layout)
+    assert blobs(layout) == set()
+
+
+def test_a_chain_of_indexes_that_is_named_at_two_heights(layout):
+    """What one name reaches only far down is near for another: it stays, whichever comes first."""
+    made = put_artifact(layout, "a", b"one")
+    descriptor, chain = made.descriptor, []
+    for _ in range(8):
+        document = index([descriptor])
+        layout.push(document.descriptor, bytes_body(document.raw))
+        descriptor = document.descriptor
+        chain.append(descriptor)
+    add_entry(layout, chain[-1], "long:v1")
+    add_entry(layout, chain[3], "short:v1")
+    layout.untag(Reference.parse("a"))
+    collected(layout)
+    assert blobs(layout) == all_of(made) | encoded(*chain)
+
+
+def test_an_index_that_misses_variants(layout):
+    one = put_artifact(layout, "one", b"one")
+    absent = manifest(blob(b"{}", CONFIG), [])
+    document = index([absent.descriptor, one.descriptor])
+    layout.push(document.descriptor, bytes_body(document.raw))
+    layout.tag(document.descriptor, Reference.parse("all"))
+    layout.untag(Reference.parse("one"))
+    collected(layout)
+    assert blobs(layout) == all_of(one) | encoded(document.descriptor)
+
+
+def test_digests_in_fields_that_we_do_not_know_count(layout):
+    """A future manifest, a subject, an artifact's blobs, annotations: rather too much."""
+    extras = [put(layout, f"extra {n}".encode()) for n in range(4)]
+    made = foreign(
+        layout,
+        [put(layout, b"layer")],
+        blobs=[extras[0].to_json()],
+        subject=extras[1].to_json(),
+        annotations={"x": f"see {extras[2].digest}"},
+        x={"y": [{"z": str(extras[3].digest)}]},
+    )
+    add_entry(layout, made, "foreign:v1")
+    stray = put(layout, b"stray")
+    assert collected(layout).blobs == 1
+    assert encoded(*extras) <= blobs(layout)
+    assert stray.digest.encoded not in blobs(layout)
+
+
+def test_docker_manifests_and_lists(layout):
+    config, layer = put(layout, b"{}", mediatype.DOCKER_CONFIG), put(layout, b"layer")
+    made = put_raw(
+        layout,
+        {
+            "schemaVersion": 2,
+            "mediaType": mediatype.DOCKER_MANIFEST,
+            "config": config.to_json(),
+            "layers": [layer.to_json()],
+        },
+        mediatype.DOCKER_MANIFEST,
+    )
+    listed = put_raw(
+        layout,
+        {
+            "schemaVersion": 2,
+            "mediaType": mediatype.DOCKER_MANIFEST_LIST,
+            "manifests": [made.to_json()],
+        },
+        mediatype.DOCKER_MANIFEST_LIST,
+    )
+    add_entry(layout, listed, "docker:v1")
+    assert collected(layout).blobs == 0
+    assert encoded(config, layer, made, listed) == blobs(layout)
+
+
+def test_letters_that_are_spelt_in_a_roundabout_way(layout):
+    config, layer = put(layout, b"{}", CONFIG), put(layout, b"layer")
+    raw = json.dumps({"config": config.to_json(), "layers": [layer.to_json()]})
+    inner = put_raw(layout, raw.replace("sha256:", "\\u0073ha256:").encode())
+    text = json.dumps({"manifests": [inner.to_json()]}).replace("manifests", "m\\u0061nifests")
+    outer = put_raw(layout, text.encode(), mediatype.OCI_INDEX)
+    add_entry(layout, outer, "odd:v1")
+    assert collected(layout).blobs == 0
+    assert blobs(layout) == encoded(config, layer, inner, outer)
+
+
+@pytest.mark.parametrize("fields", [{}, {"annotations": {"x": "y"}}], ids=["plain", "annotated"])
+def test_inflated_copies_that_a_container_config_speaks_of(layout, fields):
+    plain = put(layout, b"what was compressed" * 9)
+    layer = put(layout, gzip.compress(b"what was compressed" * 9, mtime=0))
+    rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
+    config = put_raw(layout, {"os": "linux", "rootfs": rootfs}, mediatype.OCI_CONFIG)
+    described = type(config)(config.media_type, config.digest, config.size, **fields)
+    made = foreign(layout, [layer], described)
+    add_entry(layout, made, "container:v1")
+    assert collected(layout).blobs == 0
+    assert plain.digest.encoded in blobs(layout)
+
+
+def test_an_entry_that_names_a_blob(layout):
+    """As a tool might list a large file: it is no manifest, and is kept."""
+    content = put(layout, b"\xff\xfe no manifest")
+    add_entry(layout, content, "file:v1")
+    assert collected(layout).blobs == 0
+    assert blobs(layout) == encoded(content)
+
+
+# -- time
+
+
+def test_what_came_lately_is_left_to_whoever_is_about_to_name_it(layout):
+    stray = put(layout, b"stray")
+    done = collected(layout, grace=GRACE)
+    assert (done.blobs, done.young, done.young_size) == (0, 1, 5)
+    assert blobs(layout) == encoded(stray)
+    os.utime(layout.path(stray), (0, 0))  # a tool that restores times
+    assert collected(layout, grace=GRACE, later=GRACE - 60).young == 1
+    assert collected(layout, grace=GRACE, later=GRACE + 60).blobs == 1
+    assert blobs(layout) == set()
+
+
+def test_a_trial_removes_nothing(layout):
+    put_artifact(layout, "old:v1", b"one")
+    stray = put(layout, b"stray")
+    ingest = layout.root / ".aimage" / "ingest" / ("ab" * 32)
+    ingest.write_bytes(b"part")
+    dead = layout.root / ".aimage" / "lease" / "dead"
+    dead.parent.mkdir()
+    dead.write_text(f"{stray.digest}\n")
+    temporary = layout.root / ".aimage" / f"index.json.{'0' * 16}"
+    temporary.write_bytes(b"")
+    before = {path: path.lstat().st_mtime_ns for path in layout.root.rglob("*")}
+    done = collected(layout, dry_run=True, later=10 * DAY, max_age=DAY)
+    assert [one.name for one in done.forgotten] == ["old:v1"]
+    assert (done.blobs, done.partials) == (4, 1)
+    assert before == {path: path.lstat().st_mtime_ns for path in layout.root.rglob("*")}
+    real = collected(layout, later=10 * DAY, max_age=DAY)
+    assert (real.blobs, real.size, real.partials) == (done.blobs, done.size, done.partials)
+
+
+def test_a_store_that_is_not_there(layout):
+    done = collected(layout, max_age=0.0, max_size=0)
+    assert (done.blobs, done.left_size, done.forgotten) == (0, 0, [])
+    assert not layout.root.exists()
+
+
+def used(layout, made, when):
+    """Have a manifest been used at that time."""
+    layout.use(made.descriptor)
+    os.utime(layout.root / ".aimage" / "used" / made.digest.encoded, (when, when))
+
+
+@pytest.fixture
+def aged(layout):
+    """Three names of 1000 bytes each and 500 that they share, used one, two and three days ago."""
+    made = {
+        name: put_artifact(layout, name, b"s" * 500, name[0].encode() * 1000)
+        for name in ("a:v1", "b:v1", "c:v1")
+    }
+    now = time.time()
+    for days, name in enumerate(made, 1):
+        used(layout, made[name], now - days * DAY)
+    return made
+
+
+def total(layout):
+    return sum(path.stat().st_size for path in (layout.root / "blobs").rglob("*/*"))
+
+
+def test_what_was_not_used_for_long_is_forgotten(layout, aged):
+    done = collected(layout, max_age=1.5 * DAY)
+    assert {one.name for one in done.forgotten} == {"b:v1", "c:v1"}
+    assert "not used for 2 days" in [one.reason for one in done.forgotten]
+    assert names(layout) == {"a:v1"}
+    assert blobs(layout) == all_of(aged["a:v1"])
+
+
+def test_use_counts(layout, aged):
+    layout.use(aged["c:v1"].descriptor)
+    collected(layout, max_age=1.5 * DAY)
+    assert names(layout) == {"a:v1", "c:v1"}
+
+
+def test_a_name_of_another_tool_is_as_old_as_its_manifest(layout):
+    made = foreign(layout, [put(layout, b"layer")])
+    add_entry(layout, made, "foreign:v1")
+    assert collected(layout, max_age=DAY).forgotten == []
+    assert [one.name for one in collected(layout, max_age=DAY, later=2 * DAY).forgotten]
+    assert names(layout) == set()
+
+
+def test_the_least_recently_used_go_until_the_rest_fits(layout, aged):
+    whole = total(layout)
+    done = collected(layout, max_size=whole - 1)
+    assert [one.name for one in done.forgotten] == ["c:v1"]
+    assert done.left_size == total(layout) <= whole - 1
+    assert blobs(layout) == all_of(aged["a:v1"]) | all_of(aged["b:v1"])
+    done = collected(layout, max_size=0)
+    assert [one.name for one in done.forgotten] == ["b:v1", "a:v1"]
+    assert blobs(layout) == set()
+
+
+def test_what_is_shared_counts_once(layout, aged):
+    """Three times 500 bytes would not fit; they lie there once, and nothing must go."""
+    assert collected(layout, max_size=total(layout)).forgotten == []
+    assert collected(layout, max_size=total(layout) - 1).blobs == 3  # not what is shared
+
+
+def test_two_names_of_one_manifest_go_before_it_fits(layout, aged):
+    layout.tag(aged["c:v1"].descriptor, Reference.parse("c:v2"))
+    used(layout, aged["c:v1"], time.time() - 3 * DAY)
+    done = collected(layout, max_size=total(layout) - 1)
+    assert {one.name for one in done.forgotten} == {"c:v1", "c:v2"}
+    assert names(layout) == {"a:v1", "b:v1"}
+
+
+def test_names_to_keep(layout, aged):
+    done = collected(layout, max_age=0.0, keep=["b*", "*:v9"])
+    assert {one.name for one in done.forgotten} == {"a:v1", "c:v1"}
+    assert names(layout) == {"b:v1"}
+
+
+def test_what_is_pinned_stays(layout, aged):
+    layout.pins.put("c:v1", {}, durable=True)
+    done = collected(layout, max_age=0.0)
+    assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
+    assert collected(layout, max_size=0).forgotten == []
+    assert blobs(layout) == all_of(aged["c:v1"])
+
+
+def test_a_name_that_another_tool_wrote_short_is_pinned_all_the_same(layout):
+    made = foreign(layout, [put(layout, b"layer")])
+    add_entry(layout, made, "short")
+    layout.pins.put("short:latest", {}, durable=True)  # what 'aimage pin short' does
+    assert collected(layout, max_age=DAY, later=2 * DAY).forgotten == []
+    assert names(layout) == {"short"}
+
+
+def test_what_is_leased_is_not_forgotten(layout, aged):
+    with layout.lease(aged["c:v1"].digest):
+        done = collected(layout, max_age=0.0)
+        assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
+    collected(layout, max_age=0.0)
+    assert names(layout) == set()
+
+
+def test_a_name_that_no_reference_can_be_is_not_forgotten(layout):
+    made = foreign(layout, [put(layout, b"layer")])
+    add_entry(layout, made, "Not A Reference!")
+    assert collected(layout, max_age=DAY, later=2 * DAY).forgotten == []
+    assert names(layout) == {"Not A Reference!"}
+
+
+def test_a_name_that_has_moved_since_it_was_looked_at_stays(layout, aged, monkeypatch):
+    """It is pulled anew just as it is to be forgotten."""
+    forget = ImageLayout.forget
+
+    def moved(self, names):
+        assert "c:v1" in names
+        self.tag(aged["a:v1"].descriptor, Reference.parse("c:v1"))
+        return forget(self, names)
+
+    monkeypatch.setattr(ImageLayout, "forget", moved)
+    done = collected(layout, max_age=2.5 * DAY)
+    assert done.forgotten == []
+    assert layout.resolve(Reference.parse("c:v1")).digest == aged["a:v1"].digest
+    assert all_of(aged["a:v1"]) | all_of(aged["b:v1"]) <= blobs(layout)
+
+
+def test_what_is_named_between_marking_and_sweeping_stays(layout, monkeypatch):
+    late = put_artifact(layout, "late", b"late")
+    layout.untag(Reference.parse("late"))
+    stray = put(layout, b"stray")
+    before_sweeping(monkeypatch, lambda: layout.tag(late.descriptor, Reference.parse("late")))
+    assert collected(layout).blobs == 1
+    assert blobs(layout) == all_of(late)
+    assert stray.digest.encoded not in blobs(layout)
+
+
+def test_what_comes_between_marking_and_sweeping_stays(layout, monkeypatch):
+    put(layout, b"stray")
+    late = []
+    before_sweeping(monkeypatch, lambda: late.append(put(layout, b"late")))
+    collected(layout)
+    assert blobs(layout) == encoded(*late)
+
+
+def test_a_variant_that_comes_back_between_marking_and_sweeping(layout, monkeypatch):
+    """The index that lists it was there, and was looked at, all the time."""
+    made = put_artifact(layout, "one", b"one")
+    document = index([made.descriptor])
+    layout.push(document.descriptor, bytes_body(document.raw))
+    layout.tag(document.descriptor, Reference.parse("all"))
+    layout.untag(Reference.parse("one"))
+    path = layout.path(made.descriptor)
+    aside = layout.root / "aside"
+    path.rename(aside)
+    before_sweeping(monkeypatch, lambda: aside.rename(path))
+    collected(layout)
+    assert blobs(layout) == all_of(made) | encoded(document.descriptor)
+
+
+def test_a_config_that_comes_back_between_marking_and_sweeping(layout, monkeypatch):
+    """It says what compressed layers unpack to."""
+    plain = put(layout, b"what was compressed")
+    rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
+    config = put_raw(layout, {"os": "linux", "rootfs": rootfs}, mediatype.OCI_CONFIG)
+    made = foreign(layout, [put(layout, b"compressed")], config)
+    add_entry(layout, made, "container:v1")
+    path = layout.path(config)
+    aside = layout.root / "aside"
+    path.rename(aside)
+    before_sweeping(monkeypatch, lambda: aside.rename(path))
+    collected(layout)
+    assert plain.digest.encoded in blobs(layout)
+
+
+# -- what is damaged
+
+
+def damage(layout, content):
+    path = layout.path(content)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def state(layout):
+    return {path: path.lstat().st_size for path in layout.root.rglob("*") if path.name != "gc.lock"}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"max_age": DAY}, {"max_size": 0}], ids=repr)
+def test_a_damaged_manifest_stops_everything(layout, aged, wishes):
+    """Nobody knows what it needs: nothing is removed, and no name is forgotten for it."""
+    stray = put(layout, b"stray")
+    damage(layout, aged["b:v1"].descriptor)
+    before = state(layout)
+    with pytest.raises(VerificationError, match=r"which b:v1 names, is damaged: nothing was"):
+        collected(layout, **wishes)
+    assert state(layout) == before
+    assert names(layout) == set(aged)
+    assert stray.digest.encoded in blobs(layout)
+
+
+def test_a_damaged_manifest_in_an_index_stops_everything(layout):
+    one = put_artifact(layout, "one", b"one")
+    document = index([one.descriptor])
+    layout.push(document.descriptor, bytes_body(document.raw))
+    layout.tag(document.descriptor, Reference.parse("all"))
+    layout.untag(Reference.parse("one"))
+    put(layout, b"stray")
+    damage(layout, one.descriptor)
+    before = blobs(layout)
+    with pytest.raises(VerificationError, match="nothing was collected"):
+        collected(layout)
+    assert blobs(layout) == before
+
+
+def test_what_is_damaged_and_goes_does_not_matter(layout, aged):
+    damage(layout, aged["b:v1"].descriptor)
+    layout.untag(Reference.parse("b:v1"))
+    collected(layout)
+    assert blobs(layout) == all_of(aged["a:v1"]) | all_of(aged["c:v1"])
+
+
+@pytest.mark.parametrize("wishes", [{}, {"max_age": DAY}, {"max_size": 0}], ids=repr)
+def test_a_name_whose_manifest_is_not_there_stops_everything(layout, aged, wishes):
+    """Its layers may be, and nobody knows which they are."""
+    layout.path(aged["b:v1"].descriptor).unlink()
+    put(layout, b"stray")
+    before = state(layout)
+    with pytest.raises(VerificationError, match=r"b:v1 names a manifest that is not here"):
+        collected(layout, **wishes)
+    assert state(layout) == before
+    assert names(layout) == set(aged)
+    layout.untag(Reference.parse("b:v1"))
+    collected(layout)
+    assert blobs(layout) == all_of(aged["a:v1"]) | all_of(aged["c:v1"])
+
+
+# -- unfinished downloads, and what killed processes leave
+
+
+@pytest.fixture
+def ingests(layout):
+    """The directory of unfinished downloads."""
+    directory = layout.root / ".aimage" / "ingest"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def partial(directory, letter, *, journal=True):
+    path = directory / (letter * 64)
+    path.write_bytes(b"x" * 5000)
+    if journal:
+        Path(f"{path}.journal").write_text("\n0-5000\n")
+    return path
+
+
+def test_unfinished_downloads(layout, ingests):
+    old, young, busy = (partial(ingests, letter) for letter in "abc")
+    now = time.time()
+    for path in (old, busy):
+        os.utime(path, (now - 8 * DAY,) * 2)
+    os.utime(young, (now - 6 * DAY,) * 2)
+    taken = old.stat().st_blocks * 512
+    with busy.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = collected(layout)
+        assert (done.partials, done.partial_size) == (1, taken)
+        left = {path.name for path in ingests.iterdir()}
+        assert left == {p + suffix for p in (young.name, busy.name) for suffix in ("", ".journal")}
+    assert collected(layout).partials == 1  # nobody is at it any more
+
+
+def test_what_nobody_can_find_again_goes_at_once_unless_it_is_written(layout, ingests):
+    abandoned = ingests / f"upload.{'0' * 16}"
+    abandoned.write_bytes(b"x")
+    alive = layout.ingest("upload")
+    alive.write_at(0, b"abc")
+    assert collected(layout).partials == 1
+    assert not abandoned.exists()
+    content = blob(b"abc")
+    alive.commit(content)
+    assert layout.exists(content)
+
+
+def test_a_journal_without_its_download_goes(layout, ingests):
+    (ingests / f"{'a' * 64}.journal").write_text("\n0-5\n")
+    assert collected(layout).partials == 0
+    assert list(ingests.iterdir()) == []
+
+
+def test_an_ingest_goes_on_after_a_collection(layout, ingests):
+    content = blob(b"0123456789")
+    ingest = layout.ingest(content.digest.encoded, content)
+    ingest.write_at(0, b"01234")
+    collected(layout, later=30 * DAY)
+    ingest.write_at(5, b"56789")
+    ingest.commit(content)
+    assert layout.path(content).read_bytes() == b"0123456789"
+
+
+def test_what_killed_processes_left(layout):
+    made = put_artifact(layout, "a", b"one")
+    private = layout.root / ".aimage"
+    left = [
+        private / f"index.json.{'0' * 16}",
+        private / f"oci-layout.{'1' * 16}",
+        private / "names" / f"{'a' * 40}.{'2' * 16}",
+        private / "pins" / f"{'a' * 40}.{'3' * 16}",
+        private / "listing" / f"{made.digest.encoded}.{'4' * 16}",
+        private / f"damaged.{'b' * 64}",
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"?")
+    for kind in ("used", "listing"):
+        (private / kind / ("c" * 64)).write_bytes(b"")  # of a manifest that is gone
+        (private / kind / made.digest.encoded).write_bytes(b"")
+    collected(layout, grace=GRACE, later=2 * GRACE)
+    assert [path.name for path in left if path.exists()] == []
+    for kind in ("used", "listing"):
+        assert [path.name for path in (private / kind).iterdir()] == [made.digest.encoded]
+    assert names(layout) == {"a:latest"}
+    assert layout.pins.names() == set()
+
+
+def test_what_a_living_process_has_just_set_aside_stays(layout):
+    """A damaged blob keeps its old time when 'verify --repair' moves it out of the way."""
+    stray = put(layout, b"stray")
+    path = layout.path(stray)
+    os.utime(path, (0, 0))
+    aside = layout.root / ".aimage" / f"damaged.{path.name}"
+    path.rename(aside)
+    collected(layout)
+    assert aside.exists()
+    collected(layout, later=3600)
+    assert not aside.exists()
+
+
+def test_leases_of_dead_processes_are_removed(layout):
+    stray = put(layout, b"stray")
+    dead = layout.root / ".aimage" / "lease" / "dead"
+    dead.parent.mkdir()
+    dead.write_text(f"{stray.digest}\n")
+    assert collected(layout).blobs == 1
+    assert not dead.exists()
+
+
+# -- what else may lie there
+
+
+def test_what_is_no_blob_is_left(layout, tmp_path):
+    put(layout, b"stray")
+    directory = layout.root / "blobs" / "sha256"
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    (directory / ("ab" * 32)).symlink_to(secret)
+    (directory / ("cd" * 32)).mkdir()
+    (directory / ("cd" * 32) / "file").write_text("mine")
+    (directory / ("AB" * 32)).write_text("shouted")
+    (directory / ("ab" * 31)).write_text("short")
+    (directory / "README").write_text("mine")
+    (directory / os.fsdecode(b"\xff\xfe")).write_text("not text")
+    (directory / "new\nline").write_text("two")
+    (layout.root / "blobs" / "blake3").mkdir()
+    (layout.root / "blobs" / "blake3" / ("ef" * 32)).write_text("of tomorrow")
+    os.mkfifo(directory / ("ef" * 32))
+    before = blobs(layout)
+    assert collected(layout).blobs == 1
+    assert before - blobs(layout) == {blob(b"stray").digest.encoded}
+    assert secret.read_text() == "mine"
+    assert (directory / ("cd" * 32) / "file").exists()
+
+
+def test_what_is_no_download_among_the_downloads_is_left(layout, ingests, tmp_path):
+    stray = put(layout, b"stray")
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    os.utime(secret, (0, 0))
+    (ingests / ("ab" * 32)).symlink_to(secret)
+    (ingests / ("cd" * 32)).mkdir()
+    os.mkfifo(ingests / ("ef" * 32))
+    done = collected(layout, later=30 * DAY)
+    assert (done.blobs, done.partials) == (1, 0)
+    assert stray.digest.encoded not in blobs(layout)
+    assert secret.read_text() == "mine"
+    assert len(list(ingests.iterdir())) == 3
+
+
+def test_an_entry_without_a_digest_that_has_a_name(layout, aged):
+    """Beside one that can be read and is to go."""
+    path = layout.root / "index.json"
+    value = json.loads(path.read_bytes())
+    value["manifests"].append({"annotations": {mediatype.REF_NAME: "c:v1"}})
+    path.write_text(json.dumps(value))
+    done = collected(layout, max_age=2.5 * DAY)
+    assert [one.name for one in done.forgotten] == ["c:v1"]

@@ -1,0 +1,465 @@
+"""Leases: what a running process needs is not collected."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage import generate
+from clowder_aimage.cli.main import cli
+from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.create import create
+from clowder_aimage.errors import NotFoundError, StoreError
+from clowder_aimage.layout import ImageLayout, collect, lock
+from clowder_aimage.layout import lease as lease_module
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.lease import COLLECTION, FileLease, leased
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
+from clowder_aimage.pull import pull
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection
+from tests.content.artifact import manifest, put, put_artifact
+from tests.proxy import Proxy
+from tests.scripted import ScriptedRegistry, artifact, serving
+
+ROOT = Path(__file__).parent.parent.parent
+NOBODY = 65534
+HOLD = """
+import sys
+from pathlib import Path
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest
+with ImageLayout(Path(sys.argv[1])).lease(*map(Digest.parse, sys.argv[2:])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+# another user may not be allowed to read the code: it is read before we are that user
+AS_NOBODY = f"""
+import os, sys
+from pathlib import Path
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest
+import encodings.ascii
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+layout = ImageLayout(Path(sys.argv[1]))
+with layout.lease(Digest.parse(sys.argv[2])) as lease:
+    lease.add(Digest.of(b"more"))
+print("fine")
+"""
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+@pytest.fixture
+def stray(layout):
+    """A blob that nothing needs."""
+    return put(layout, b"stray")
+
+
+def gc(layout):
+    return Collector(layout, grace=0).run()
+
+
+def leases(layout):
+    return list((layout.root / ".aimage" / "lease").glob("*"))
+
+
+@pytest.fixture
+def holder(layout, stray):
+    """A process that holds a lease of the stray."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(layout.root), str(stray.digest)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+# -- what a lease is
+
+
+def test_a_lease_of_a_living_process_keeps_blobs(layout, stray, holder):
+    other = put(layout, b"other")
+    assert gc(layout).blobs == 1
+    assert layout.exists(stray)
+    assert not layout.exists(other)
+    assert len(leases(layout)) == 1
+    holder.communicate()  # it ends in peace, and takes its lease with it
+    assert leases(layout) == []
+    assert gc(layout).blobs == 1
+
+
+def test_a_lease_ends_with_its_process(layout, stray, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert len(leases(layout)) == 1
+    assert leased(layout.root, remove=False) == set()
+    assert len(leases(layout)) == 1
+    assert gc(layout).blobs == 1
+    assert not layout.exists(stray)
+    assert leases(layout) == []
+
+
+def test_what_is_added_is_kept_until_the_lease_is_closed(layout, stray):
+    later = put(layout, b"later")
+    with layout.lease(stray.digest) as lease:
+        lease.add(later.digest)
+        lease.add(later.digest, stray.digest)
+        assert leased(layout.root, remove=True) == {stray.digest, later.digest}
+        (path,) = leases(layout)
+        assert sorted(path.read_text().split()) == sorted([str(stray.digest), str(later.digest)])
+        assert gc(layout).blobs == 0
+    assert leases(layout) == []
+    assert gc(layout).blobs == 2
+
+
+def test_a_lease_of_a_manifest_keeps_what_is_leased_and_no_more(layout):
+    """Who leases names all that it needs."""
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    with layout.lease(made.digest, *(child.digest for child in made.children)):
+        assert gc(layout).blobs == 0
+    assert gc(layout).blobs == 3
+
+
+def test_threads_add_to_one_lease(layout, stray):
+    digests = [[Digest.of(f"{who}/{n}".encode()) for n in range(40)] for who in range(8)]
+    lease = layout.lease(stray.digest)
+
+    def add(mine):
+        for digest in mine:
+            lease.add(digest, stray.digest)
+
+    threads = [threading.Thread(target=add, args=(mine,)) for mine in digests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leased(layout.root, remove=True) == {
+        stray.digest,
+        *(digest for mine in digests for digest in mine),
+    }
+    (path,) = leases(layout)
+    assert len(path.read_text().split()) == 8 * 40 + 1  # each once, and whole
+    lease.close()
+    lease.close()  # again
+
+
+def test_a_lease_that_is_torn_keeps_what_can_be_read(layout, stray):
+    with layout.lease(stray.digest):
+        (path,) = leases(layout)
+        with path.open("ab") as file:
+            file.write(b"sha256:abc\n\xff\xff\n" + str(Digest.of(b"torn")).encode()[:-3])
+        assert leased(layout.root, remove=True) == {stray.digest}
+
+
+def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
+    """However little the system takes at once."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+    digests = {Digest.of(str(n).encode()) for n in range(100)}
+    with layout.lease(*digests):
+        assert leased(layout.root, remove=True) == digests
+
+
+def test_where_no_store_is_there_none_is_made_to_keep_nothing(layout):
+    with layout.lease():
+        assert not layout.root.exists()
+
+
+# -- a store that we may only read
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("what", ["locks", "files"])
+def test_a_store_that_may_only_be_read(layout, stray, monkeypatch, code, what):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lock if what == "locks" else lease_module, "open_shared", refuse)
+    with layout.lease(stray.digest) as lease:
+        lease.add(Digest.of(b"more"))
+    assert leases(layout) == []
+
+
+def test_a_disk_that_fails_is_told(layout, stray, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(lock, "open_shared", refuse)
+    with pytest.raises(StoreError, match="Input/output error"):
+        layout.lease(stray.digest)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_users_store(layout, stray):
+    for path in (layout.root, *layout.root.parents):
+        if not path.stat().st_mode & 0o005:
+            path.chmod(path.stat().st_mode | 0o005)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(layout.root), str(stray.digest)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd="/",
+    )
+    assert done.stdout == "fine\n", done.stderr
+    assert not (layout.root / ".aimage" / "lease").exists()
+
+
+def test_a_lease_that_may_not_be_read_stops_a_collection(layout, stray, monkeypatch):
+    """Nobody knows what it keeps."""
+    real = os.open
+
+    def refuse(path, *arguments, **options):
+        if Path(path).parent.name == "lease":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments, **options)
+
+    with layout.lease(stray.digest):
+        monkeypatch.setattr(os, "open", refuse)
+        put(layout, b"other")
+        with pytest.raises(StoreError, match="Permission denied"):
+            gc(layout)
+        assert len(list((layout.root / "blobs" / "sha256").iterdir())) == 2
+
+
+# -- leases and a collection that runs
+
+
+def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
+    """Who then asks whether the blob is there hears the truth."""
+    waiting, said = threading.Event(), []
+    flock = lock.flock
+
+    def noted(fd, operation):
+        if operation == fcntl.LOCK_SH:
+            waiting.set()
+        flock(fd, operation)
+
+    def add():
+        with layout.lease(stray.digest):
+            said.append(layout.exists(stray))
+
+    def sweep(self, *arguments):
+        thread.start()
+        assert waiting.wait(30)
+        assert leases(layout) == []
+        sweeping(self, *arguments)
+        said.append("removed")
+
+    thread = threading.Thread(target=add)
+    sweeping = Collector._sweep
+    monkeypatch.setattr(lock, "flock", noted)
+    monkeypatch.setattr(Collector, "_sweep", sweep)
+    assert gc(layout).blobs == 1
+    thread.join()
+    assert said == ["removed", False]
+
+
+def test_what_is_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
+    other = put(layout, b"other")
+    taken = []
+    held = collect.held
+
+    def wrapped(*arguments, **options):
+        taken.append(layout.lease(stray.digest))
+        return held(*arguments, **options)
+
+    monkeypatch.setattr(collect, "held", wrapped)
+    assert gc(layout).blobs == 1
+    assert layout.exists(stray)
+    assert not layout.exists(other)
+    taken[0].close()
+
+
+def test_keeping_everything_for_a_moment(layout, stray):
+    with layout.keep():
+        fd = os.open(layout.root / ".aimage" / COLLECTION, os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(fd)
+
+
+# -- who holds leases
+
+
+BLOBS = [b"{}", b"a" * 3000, b"b" * 2000, b"c" * 1000]
+
+
+def pulled(layout, tmp_path, during):
+    """Pull the blobs one after the other; ``during(number)`` runs before each is answered."""
+    raw, by_digest = artifact(*BLOBS)
+    answers, asked = serving(raw, by_digest), []
+
+    def script(seen):
+        if "/blobs/" in seen.path:
+            during(len(asked))
+            asked.append(seen.path.rpartition("/")[2])
+        return answers(seen)
+
+    with ScriptedRegistry(script).running() as registry:
+        name = Reference.parse(f"{registry.host}/team/x:v1")
+        pull(name, layout, Connection(docker_config=tmp_path, told_jobs=1))
+    whole = Manifest.parse(raw)
+    for content in (whole.descriptor, *whole.children):
+        assert layout.exists(content), content
+    assert layout.resolve(name).digest == whole.digest
+    return asked
+
+
+@pytest.mark.parametrize("store", ["new", "made", "empty"])
+def test_a_pull_keeps_what_it_has_fetched(layout, tmp_path, store):
+    if store == "made":
+        put_artifact(layout, "other", b"other")
+    elif store == "empty":
+        layout.root.mkdir()
+    removed = []
+    pulled(layout, tmp_path, lambda number: removed.append(gc(layout).blobs))
+    assert removed == [0] * 4
+    assert leases(layout) == []
+
+
+def test_a_pull_keeps_what_it_found(layout, tmp_path):
+    found, other = put(layout, BLOBS[1]), put(layout, b"other")
+    asked = pulled(layout, tmp_path, lambda number: gc(layout))
+    assert len(asked) == 3
+    assert str(found.digest) not in asked
+    assert not layout.exists(other)
+
+
+def test_a_copy_keeps_what_it_has_until_it_is_named(layout, tmp_path, monkeypatch):
+    """The manifest comes last; a collection just before it is named takes nothing."""
+    source = ImageLayout(tmp_path / "source")
+    made = put_artifact(source, "a", b"one", b"two")
+    tag = ImageLayout.tag
+
+    def late(self, *arguments, **options):
+        assert gc(self).blobs == 0
+        tag(self, *arguments, **options)
+
+    monkeypatch.setattr(ImageLayout, "tag", late)
+    copy(source, Reference.parse("a"), layout)
+    assert all(layout.exists(content) for content in (made.descriptor, *made.children))
+
+
+@pytest.mark.parametrize("store", ["new", "made"])
+def test_create_keeps_what_it_has_written(layout, tiny, store):
+    if store == "made":
+        put_artifact(layout, "other", b"other")
+    removed = []
+
+    def written(_):
+        removed.append(gc(layout).blobs)
+
+    create(layout, Reference.parse("x"), tiny, on_written=written)
+    assert sum(removed) == 0
+    assert len(removed) == 292
+    assert leases(layout) == []
+
+
+def test_a_push_keeps_what_it_sends(layout, registry, repository, tmp_path):
+    """The name is removed, and everything collected, while it is under way."""
+    with Proxy(registry.host).running() as proxy:
+        name = Reference.parse(f"{proxy.host}/{repository.partition('/')[2]}:v1")
+        made = put_artifact(layout, str(name), b"one", b"two")
+        removed = []
+
+        def instead(passed):
+            if not removed and passed.method == "POST":
+                removed.append(None)
+                layout.untag(name)
+                removed.append(gc(layout).blobs)
+
+        proxy.instead = instead
+        connection = Connection(docker_config=tmp_path)
+        assert push(layout, name, connection).digest == made.digest
+        assert removed == [None, 0]
+        assert gc(layout).blobs == 4
+        again = ImageLayout(tmp_path / "again")
+        pull(name, again, connection)
+    assert all(again.exists(content) for content in (made.descriptor, *made.children))
+
+
+def test_a_run_keeps_its_model(aimage, tiny, monkeypatch):
+    """From before it is looked at until the end."""
+    here = aimage()
+    here("create", "x", tiny)
+    layout = ImageLayout(here.store)
+    before = {path.name for path in (here.store / "blobs" / "sha256").iterdir()}
+
+    def load(*_, **__):
+        layout.untag(Reference.parse("x"))
+        assert gc(layout).blobs == 0
+        raise NotFoundError("the test has seen enough")
+
+    monkeypatch.setattr(generate, "load", load)
+    with pytest.raises(NotFoundError, match="seen enough"):
+        cli.main(["--store", str(here.store), "run", "x", "fox"], standalone_mode=False)
+    assert {path.name for path in (here.store / "blobs" / "sha256").iterdir()} == before
+    assert gc(layout).blobs == len(before)
+
+
+def test_several_stores_are_leased_and_none_is_made(layout, tmp_path, stray):
+    absent = tmp_path / "absent"
+    first = tmp_path / "first"
+    (first / "blobs").mkdir(parents=True)
+    with Stores([first, layout.root, absent]).lease(stray.digest):
+        assert gc(layout).blobs == 0
+    assert not absent.exists()
+    assert gc(layout).blobs == 1
+
+
+def test_a_lease_is_not_kept_by_a_child(layout, stray):
+    """Its file is closed in the programs that we start."""
+    lease = FileLease(layout.root, [stray.digest])
+    with subprocess.Popen(
+        [sys.executable, "-c", "print('here', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        close_fds=False,
+    ) as child:
+        assert child.stdout.readline() == b"here\n"
+        os.close(lease._fd)  # as if we had ended
+        lease._fd = -1
+        assert gc(layout).blobs == 1
+        child.communicate(b"\n")
+
+
+def test_the_manifest_of_a_lease_need_not_be_whole(layout):
+    """A lease lists what a process is about to fetch, too."""
+    absent = manifest(Descriptor.of("x/y", b"{}"), [])
+    layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
+    with layout.lease(absent.digest, absent.config.digest):
+        assert gc(layout).blobs == 0
+        assert layout.exists(absent.config)
+
+
+def test_what_a_lease_keeps_is_no_reason_to_read_it(layout):
+    """A damaged manifest that is leased, being mended, stops nothing."""
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    path = layout.path(made.descriptor)
+    path.chmod(0o644)
+    path.write_bytes(json.dumps({}).encode())
+    with layout.lease(made.digest):
+        gc(layout)
+        assert path.exists()

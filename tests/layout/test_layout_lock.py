@@ -1,0 +1,351 @@
+"""Locks between processes, file systems without them, and stores that a group shares."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import grp
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import copy
+from clowder_aimage.content.store import IngestBusyError
+from clowder_aimage.errors import StoreError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.index import edit_index
+from clowder_aimage.layout.ingest import JOURNALED
+from clowder_aimage.layout.lock import held
+from clowder_aimage.oci import Digest, Reference
+from tests.content.artifact import blob, put, put_artifact
+from tests.real_registry import RealRegistry
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = b"0123456789"
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+# -- locks
+
+
+def test_one_at_a_time_or_many_readers(layout):
+    layout.root.mkdir()
+    with held(layout.root, "x", shared=True), held(layout.root, "x", shared=True):
+        fd = os.open(layout.root / ".aimage" / "x", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+
+
+def test_a_lock_ends_with_what_was_done_under_it(layout):
+    layout.root.mkdir()
+    with pytest.raises(ZeroDivisionError), held(layout.root, "x"):
+        _ = 1 / 0
+    with held(layout.root, "x"):
+        pass
+
+
+# -- file systems without locks
+
+
+@pytest.fixture(params=["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def no_locks(request, monkeypatch):
+    code = getattr(errno, request.param)
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_everything_works_without_locks(layout, tmp_path, no_locks):
+    source = ImageLayout(tmp_path / "source")
+    put_artifact(source, "a:v1", b"one", b"x" * (JOURNALED + 1))
+    copy(source, Reference.parse("a:v1"), layout)
+    stray = put(layout, b"stray")
+    layout.tag(layout.resolve(Reference.parse("a:v1")), Reference.parse("b:v1"))
+    layout.untag(Reference.parse("a:v1"))
+    with edit_index(layout.root) as index:
+        index["x"] = 1
+    assert Collector(layout, grace=0).run().blobs == 1
+    assert not layout.exists(stray)
+    assert [name for name, _ in layout.tags()] == ["b:v1"]
+    for path in (layout.root / "blobs" / "sha256").iterdir():
+        assert Digest.of(path.read_bytes()).encoded == path.name
+
+
+def test_without_locks_two_that_fetch_one_blob_both_publish_what_is_right(layout, no_locks):
+    """Each goes on as if it were alone: none may write over, or cut, what the other has."""
+    content = blob(DATA)
+    first = layout.ingest(content.digest.encoded, content)
+    first.write_at(0, DATA[:5])
+    second = layout.ingest(content.digest.encoded, content)
+    second.write_at(0, DATA[:3])
+    first.write_at(5, DATA[5:])
+    first.commit(content)
+    assert layout.path(content).read_bytes() == DATA
+    second.write_at(3, DATA[3:])
+    second.commit(content)
+    assert layout.path(content).read_bytes() == DATA
+    assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
+
+
+def test_without_locks_a_lease_keeps_what_it_says(layout, no_locks):
+    """Nobody can tell whether its process lives: its blobs stay."""
+    stray = put(layout, b"stray")
+    lease = layout.lease(stray.digest)
+    assert Collector(layout, grace=0).run().blobs == 0
+    lease.close()
+    assert Collector(layout, grace=0).run().blobs == 1
+
+
+@pytest.mark.parametrize("what", ["index", "ingest", "lease"])
+def test_what_else_is_wrong_with_a_lock_is_told(layout, monkeypatch, what):
+    stray = put(layout, b"stray")
+
+    def refuse(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    begin = {
+        "index": lambda: edit_index(layout.root).__enter__(),
+        "ingest": lambda: layout.ingest("x"),
+        "lease": lambda: layout.lease(stray.digest),
+    }
+    with pytest.raises(StoreError, match="Input/output error"):
+        begin[what]()
+
+
+def test_with_locks_the_second_is_told_to_wait(layout):
+    content = blob(DATA)
+    first = layout.ingest(content.digest.encoded, content)
+    with pytest.raises(IngestBusyError):
+        layout.ingest(content.digest.encoded, content)
+    first.abort()
+
+
+def test_threads_that_name_things_lose_nothing(layout):
+    def name(who):
+        for n in range(5):
+            put_artifact(layout, f"t{who}:v{n}", f"{who}/{n}".encode())
+
+    threads = [threading.Thread(target=name, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = {f"t{who}:v{n}" for who in range(4) for n in range(5)}
+    assert {found for found, _ in layout.tags()} == wanted
+
+
+# -- a store that a group shares
+
+GROUP, ANNA, BERT = 61_000, 61_001, 61_002
+# another user may not be allowed to read the code: it is read before we are that user
+AS_MEMBER = """
+import difflib, importlib, os, pkgutil, stringprep, sys
+import encodings.ascii, encodings.idna, encodings.utf_8_sig
+import clowder_aimage
+for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
+    if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.server")) and (
+        module.name not in ("clowder_aimage.generate", "clowder_aimage.cli.__main__")
+    ):
+        importlib.import_module(module.name)
+import jsonschema
+from clowder_aimage.cli.main import main
+from clowder_aimage.schema import validate
+try:
+    validate("aimage-config", {})
+except Exception:
+    pass
+uid, umask, own, group = map(int, sys.argv[1:5])
+del sys.argv[1:5]
+os.setgroups([group])
+os.setgid(own)
+os.setuid(uid)
+os.umask(umask)
+os.chdir("/")
+main()
+"""
+TAKE_IN = """
+import os, sys
+from pathlib import Path
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor
+import encodings.ascii
+uid, group = int(sys.argv[1]), int(sys.argv[2])
+os.setgroups([group]); os.setgid(uid); os.setuid(uid); os.umask(0o022)
+data = b"0123456789abcdef" * int(sys.argv[4])
+content = Descriptor.of("application/vnd.example.blob", data)
+layout = ImageLayout(Path(sys.argv[3]))
+ingest = layout.ingest(content.digest.encoded, content)
+if sys.argv[5] == "kill":
+    ingest.write_at(0, data[:-5])
+    ingest.checkpoint()
+    os.kill(os.getpid(), 9)
+for start, end in ingest.missing():
+    ingest.write_at(start, data[start:end])
+ingest.commit(content)
+"""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+
+
+class Member:
+    """A user of the group, with a home of their own and a careful umask."""
+
+    def __init__(self, uid: int, directory: Path, store: Path) -> None:
+        self.uid, self.store = uid, store
+        self.home = directory / str(uid)
+        self.home.mkdir()
+        os.chown(self.home, uid, uid)
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("AIMAGE_", "DOCKER_"))}
+        who = map(str, (self.uid, 0o022, self.uid, GROUP))
+        return subprocess.Popen(
+            [sys.executable, "-c", AS_MEMBER, *who, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=kept
+            | {
+                "HOME": str(self.home),
+                "XDG_STATE_HOME": str(self.home / "state"),
+                "XDG_CONFIG_HOME": str(self.home / "config"),
+                "XDG_RUNTIME_DIR": str(self.home / "run"),
+                "DOCKER_CONFIG": str(self.home / "docker"),
+                "AIMAGE_STORE": str(self.store),
+                "PYTHONPATH": str(ROOT),
+            },
+        )
+
+    def __call__(self, *arguments: object) -> str:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, f"{arguments}: {out}\n{err}"
+        return out
+
+
+@pytest.fixture
+def shared():
+    """A directory that belongs to a group, and two of its members."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        store = directory / "store"
+        store.mkdir()
+        os.chown(store, 0, GROUP)
+        store.chmod(0o2775)
+        yield Member(ANNA, directory, store), Member(BERT, directory, store)
+
+
+@pytest.fixture
+def model(tmp_path_factory, tiny):
+    """The embedded model where everyone may read it."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        shutil.copytree(tiny, Path(name) / "tiny")
+        yield Path(name) / "tiny"
+
+
+def check_modes(store):
+    """Everything can be used by all of the group, and blobs can be changed by none."""
+    for path in [store, *store.rglob("*")]:
+        status = path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        assert status.st_gid == GROUP, path
+        if path.is_dir():
+            assert mode == 0o2775, f"{path}: {mode:o}"
+        elif "blobs" in path.parts:
+            assert mode == 0o444, f"{path}: {mode:o}"
+        else:
+            assert mode & 0o060 == 0o060, f"{path}: {mode:o}"
+            assert not mode & 0o002, f"{path}: {mode:o}"
+
+
+@needs_root
+def test_two_users_of_a_group_share_a_store(shared, model):
+    anna, bert = shared
+    first = anna("-q", "create", "anna:v1", model).strip()
+    assert bert("-q", "create", "bert:v1", model, "--license", "mit").strip() != first
+    check_modes(anna.store)
+    assert bert("tag", "anna:v1", "again:v1").strip() == first
+    anna("rm", "bert:v1", "again:v1")
+    bert("pin", "anna:v1")
+    anna("unpin", "anna:v1")
+    done = json.loads(anna("--json", "gc", "--grace", "0"))
+    assert done["blobs"] > 0
+    bert("rm", "anna:v1")
+    assert json.loads(bert("--json", "gc", "--grace", "0"))["left"] == 0
+    anna("-q", "create", "anna:v2", model)
+    bert("verify")
+    check_modes(anna.store)
+
+
+@needs_root
+def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, repository):
+    anna, bert = shared
+    with tempfile.TemporaryDirectory() as name:
+        elsewhere = Path(name)
+        here = ["--store", str(elsewhere)]
+        Path(name).chmod(0o777)
+        anna(*here, "-q", "create", f"{repository}:v1", model)
+        anna(*here, "-q", "push", f"{repository}:v1")
+    bert("-q", "pull", f"{repository}:v1")
+    anna("-q", "pull", f"{repository}:v1")
+    anna("verify")
+    check_modes(anna.store)
+
+
+@needs_root
+@pytest.mark.parametrize("journaled", [False, True], ids=["small", "large"])
+def test_what_another_user_left_unfinished_is_in_nobodys_way(shared, journaled):
+    """Anna's process is killed in the middle of a blob; Bert wants the same one."""
+    anna, bert = shared
+    data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
+    content = blob(data)
+
+    def run(member, what):
+        arguments = map(str, (member.uid, GROUP, member.store, len(data) // 16))
+        return subprocess.run(
+            [sys.executable, "-c", TAKE_IN, *arguments, what],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+
+    assert run(anna, "kill").returncode == -9
+    assert len(list((anna.store / ".aimage" / "ingest").iterdir())) == 1 + journaled
+    done = run(bert, "finish")
+    assert done.returncode == 0, done.stderr
+    assert ImageLayout(anna.store).path(content).read_bytes() == data
+    check_modes(anna.store)
+    assert list((anna.store / ".aimage" / "ingest").iterdir()) == []
+
+
+@needs_root
+def test_a_store_of_ones_own_is_not_opened_to_the_group(tmp_path):
+    layout = ImageLayout(tmp_path / "store")
+    put_artifact(layout, "a:v1", b"one")
+    with layout.lease(Digest.of(b"x")):
+        for path in layout.root.rglob("*"):
+            assert not path.stat().st_mode & 0o022, path
+
+
+def test_the_group_of_the_tests_is_nobodys():
+    """Else somebody on this machine could meddle."""
+    assert GROUP not in {group.gr_gid for group in grp.getgrall()}

@@ -1,0 +1,369 @@
+"""Names among tools that know no lock: ours outlive them, and theirs outlive us."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import index as index_module
+from clowder_aimage.layout.index import edit_index
+from clowder_aimage.oci import Digest, Reference, mediatype
+from tests.content.artifact import put_artifact
+
+ROOT = Path(__file__).parent.parent.parent
+WRITERS, NAMES = 8, 50
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def ref(name):
+    return Reference.parse(name)
+
+
+def file_of(layout):
+    return layout.root / "index.json"
+
+
+def listed(layout):
+    """The names in the file itself, as any other tool sees them."""
+    value = json.loads(file_of(layout).read_bytes())
+    entries = [entry for entry in value["manifests"] if isinstance(entry, dict)]
+    return [entry.get("annotations", {}).get(mediatype.REF_NAME) for entry in entries]
+
+
+def names(layout):
+    return {name for name, _ in layout.tags()}
+
+
+def entry(made, name=None, **fields):
+    """As another tool writes it."""
+    value = made.descriptor.to_json() | fields
+    return value | {"annotations": {mediatype.REF_NAME: name}} if name else value
+
+
+def overwrite(layout, *entries, **fields):
+    """Another tool replaces the file, from what it read long ago."""
+    value = {"schemaVersion": 2, "manifests": list(entries), **fields}
+    beside = layout.root / "index.foreign"
+    beside.write_text(json.dumps(value))
+    beside.replace(file_of(layout))
+
+
+# -- what other tools drop, add and change
+
+
+def test_a_name_that_another_tool_dropped_is_read_and_put_back(layout):
+    made = {name: put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1")}
+    theirs = put_artifact(layout, "theirs:v1", b"theirs")
+    layout.untag(ref("theirs:v1"))
+    overwrite(layout, entry(theirs, "theirs:v1"))
+    assert names(layout) == {"a:v1", "b:v1", "theirs:v1"}
+    assert layout.resolve(ref("a:v1")).digest == made["a:v1"].digest
+    assert listed(layout) == ["theirs:v1"]  # who only reads writes nothing
+    layout.tag(made["a:v1"].descriptor, ref("c:v1"))
+    assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
+
+
+def test_a_file_that_another_tool_removed(layout):
+    put_artifact(layout, "a:v1", b"one")
+    file_of(layout).unlink()
+    assert names(layout) == {"a:v1"}
+    put_artifact(layout, "b:v1", b"two")
+    assert sorted(listed(layout)) == ["a:v1", "b:v1"]
+
+
+def test_what_another_tool_names_anew_is_theirs(layout):
+    ours = put_artifact(layout, "a:v1", b"one")
+    theirs = put_artifact(layout, "b:v1", b"two")
+    overwrite(layout, entry(theirs, "a:v1"))
+    assert layout.resolve(ref("a:v1")).digest == theirs.digest
+    layout.tag(ours.descriptor, ref("c:v1"))
+    assert layout.resolve(ref("a:v1")).digest == theirs.digest
+    assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1"]
+
+
+def test_a_name_that_was_removed_does_not_come_back(layout):
+    made = put_artifact(layout, "a:v1", b"one")
+    put_artifact(layout, "b:v1", b"two")
+    layout.untag(ref("a:v1"))
+    assert names(layout) == {"b:v1"}
+    overwrite(layout)  # an old copy, from before either
+    assert names(layout) == {"b:v1"}
+    layout.tag(made.descriptor, ref("c:v1"))
+    assert sorted(listed(layout)) == ["b:v1", "c:v1"]
+
+
+def test_a_name_that_only_our_records_know_can_be_removed(layout):
+    put_artifact(layout, "a:v1", b"one")
+    overwrite(layout)
+    layout.untag(ref("a:v1"))
+    assert names(layout) == set()
+    with pytest.raises(NotFoundError):
+        layout.untag(ref("a:v1"))
+
+
+def test_a_name_that_another_tool_wrote_short_is_removed_once(layout):
+    """``a`` is ``a:latest``; ours must not come back in its place."""
+    made = put_artifact(layout, "a", b"one")
+    overwrite(layout, entry(made, "a"))
+    layout.untag(ref("a"))
+    assert names(layout) == set()
+    overwrite(layout)
+    assert names(layout) == set()
+
+
+@pytest.mark.parametrize("left", [None, b"{}"], ids=["gone", "cut"])
+def test_a_name_without_its_manifest_does_not_come_back(layout, left):
+    made = put_artifact(layout, "a:v1", b"one")
+    put_artifact(layout, "b:v1", b"two")
+    path = layout.path(made.descriptor)
+    path.unlink()
+    if left is not None:
+        path.write_bytes(left)
+    overwrite(layout)
+    assert names(layout) == {"b:v1"}
+
+
+def test_records_that_mean_nothing_are_passed_over(layout):
+    put_artifact(layout, "a:v1", b"one")
+    directory = layout.root / ".aimage" / "names"
+    for number, raw in enumerate(
+        [b"", b"{", b"[]", b'{"key": 7}', b'{"key": "x"}', b'{"key": "x", "entry": {"digest": 7}}']
+    ):
+        (directory / f"{number:040}").write_bytes(raw)
+    (directory / ("f" * 40)).mkdir()
+    overwrite(layout)
+    assert names(layout) == {"a:v1"}
+    put_artifact(layout, "b:v1", b"two")
+    assert sorted(listed(layout)) == ["a:v1", "b:v1"]
+
+
+def test_what_others_wrote_on_our_entry_comes_back_with_it(layout):
+    """Once we have written it ourselves."""
+    made = put_artifact(layout, "a:v1", b"one")
+    overwrite(layout, entry(made, "a:v1", platform={"os": "linux"}), **{"x-top": [1]})
+    layout.tag(made.descriptor, ref("a:v1"))
+    overwrite(layout)
+    (found,) = layout.entries()
+    assert found[1].extra["platform"] == {"os": "linux"}
+
+
+def test_a_write_that_fails_gives_no_name(layout, monkeypatch):
+    one, two = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1"))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(index_module, "write_file", full)
+    for name in ("a:v1", "c:v1"):
+        with pytest.raises(Exception, match="no space left"):
+            layout.tag(two.descriptor, ref(name))
+    assert names(layout) == {"a:v1", "b:v1"}
+    assert layout.resolve(ref("a:v1")).digest == one.digest
+    monkeypatch.undo()
+    overwrite(layout)
+    assert names(layout) == {"a:v1", "b:v1"}
+    assert layout.resolve(ref("a:v1")).digest == one.digest
+
+
+# -- written by another while we look, or write
+
+
+def test_a_file_that_is_being_written_in_place_is_waited_for(layout, monkeypatch):
+    """Truncated, half there, whole: each look finds it further on."""
+    made = put_artifact(layout, "a:v1", b"one")
+    whole = file_of(layout).read_bytes()
+    states = [whole[: len(whole) // 2], whole[:-3], whole]
+    file_of(layout).write_bytes(b"")
+    monkeypatch.setattr(
+        index_module.time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0))
+    )
+    assert layout.resolve(ref("a:v1")).digest == made.digest
+    assert states == []
+
+
+def test_a_file_that_was_broken_long_ago_is_not_waited_for(layout, monkeypatch):
+    put_artifact(layout, "a:v1", b"one")
+    file_of(layout).write_bytes(b'{"manifests": [')
+    os.utime(file_of(layout), (time.time() - 60,) * 2)
+    monkeypatch.setattr(index_module.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(FormatError, match="not an OCI index"):
+        list(layout.tags())
+
+
+def test_a_file_that_stays_broken_is_told(layout, monkeypatch):
+    put_artifact(layout, "a:v1", b"one")
+    file_of(layout).write_bytes(b'{"manifests": [')
+    looks = []
+    monkeypatch.setattr(index_module.time, "sleep", looks.append)
+    with pytest.raises(FormatError, match="not an OCI index"):
+        list(layout.tags())
+    assert sum(looks) < 1
+
+
+def test_a_half_written_file_is_not_written_over(layout, monkeypatch):
+    """Ours comes on top of what the other tool has to say."""
+    made = put_artifact(layout, "a:v1", b"one")
+    theirs = entry(put_artifact(layout, "b:v1", b"two"), "theirs:v1")
+    whole = json.dumps({"schemaVersion": 2, "manifests": [theirs]}).encode()
+    states = [whole]
+    file_of(layout).write_bytes(whole[:40])
+    monkeypatch.setattr(
+        index_module.time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0))
+    )
+    layout.tag(made.descriptor, ref("c:v1"))
+    assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
+
+
+@pytest.mark.parametrize("name", ["theirs:v1", "theirs", "Not A Reference!", None, 7], ids=repr)
+def test_what_another_tool_adds_between_our_look_and_our_write_is_kept(layout, name):
+    made = put_artifact(layout, "a:v1", b"one")
+    before = json.loads(file_of(layout).read_bytes())["manifests"]
+    added = entry(made, name, x=[None])
+    with edit_index(layout.root) as index:
+        index["manifests"].append(entry(made, "ours:v1"))
+        overwrite(layout, *before, added, "what", None)
+    value = json.loads(file_of(layout).read_bytes())["manifests"]
+    assert value == [*before, entry(made, "ours:v1"), added, "what", None]
+
+
+def test_whoever_names_it_last_wins(layout):
+    """What another tool names anew while we write something else is theirs; the same name, ours."""
+    one, two, three = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1", "c"))
+    before = json.loads(file_of(layout).read_bytes())["manifests"]
+    with edit_index(layout.root) as index:
+        index["manifests"][1] = entry(three, "b:v1")
+        overwrite(layout, entry(two, "a:v1"), entry(one, "b:v1"), before[2])
+    assert layout.resolve(ref("a:v1")).digest == two.digest
+    assert layout.resolve(ref("b:v1")).digest == three.digest
+    assert len(listed(layout)) == 3
+
+
+def test_another_tool_that_writes_again_and_again(layout, monkeypatch):
+    """Each of its entries is kept, however often the file changes under us."""
+    made = put_artifact(layout, "a:v1", b"one")
+    theirs = []
+    mark_of = index_module._mark_of
+
+    def just_before(root):
+        if len(theirs) < 5:
+            theirs.append(entry(made, f"theirs{len(theirs)}:v1"))
+            overwrite(layout, *theirs)
+        return mark_of(root)
+
+    monkeypatch.setattr(index_module, "_mark_of", just_before)
+    layout.tag(made.descriptor, ref("b:v1"))
+    assert sorted(listed(layout)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
+
+
+def test_a_file_that_another_tool_makes_while_we_make_it(layout):
+    made = put_artifact(layout, "a:v1", b"one")
+    file_of(layout).unlink()
+    with edit_index(layout.root) as index:
+        index["manifests"].append(entry(made, "ours:v1"))
+        overwrite(layout, entry(made, "theirs:v1"), **{"x-top": 1})
+    assert sorted(listed(layout)) == ["a:v1", "ours:v1", "theirs:v1"]
+
+
+# -- many processes
+
+
+def writers(root, count=WRITERS, names=NAMES):
+    """Processes that name so many artifacts each, and pass over no error."""
+    program = Path(__file__).parent / "layout_writer.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(program), str(root), str(who), str(names)],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for who in range(count)
+    ]
+
+
+def ended(processes):
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said.decode()
+
+
+def ours(count=WRITERS, names=NAMES):
+    return {f"writer{who}:v{n}" for who in range(count) for n in range(names)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A layout that eight processes wrote together."""
+    layout = ImageLayout(tmp_path_factory.mktemp("written") / "store")
+    ended(writers(layout.root))
+    return layout
+
+
+def test_eight_processes_give_four_hundred_names(written):
+    assert len(listed(written)) == WRITERS * NAMES
+    assert set(listed(written)) == ours()
+    for name, descriptor in written.tags():
+        raw = written.path(descriptor).read_bytes()
+        assert Digest.of(raw) == descriptor.digest, name
+
+
+def test_skopeo_reads_what_eight_processes_wrote(written, skopeo, tmp_path):
+    for name in ("writer0:v0", f"writer{WRITERS - 1}:v{NAMES - 1}"):
+        copied = tmp_path / name.replace(":", "-")
+        command = [skopeo, "copy", "-q", f"oci:{written.root}:{name}", f"dir:{copied}"]
+        subprocess.run(command, check=True, capture_output=True)
+        raw = (copied / "manifest.json").read_bytes()
+        assert Digest.of(raw) == written.resolve(ref(name)).digest
+
+
+def test_umoci_reads_what_eight_processes_wrote(written):
+    umoci = shutil.which("umoci")
+    if umoci is None:
+        pytest.skip("umoci is not installed")
+    done = subprocess.run(
+        [umoci, "ls", "--layout", str(written.root)], check=True, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == ours()
+
+
+def test_eight_of_skopeo_beside_eight_of_ours(layout, skopeo, tmp_path):
+    """skopeo knows no lock: of its own names it may lose some, of ours none is lost."""
+    source = ImageLayout(tmp_path / "source")
+    put_artifact(source, "x:v1", b"theirs")
+    put_artifact(layout, "first:v1", b"first")
+
+    def copy_in(who):
+        for n in range(3):
+            target = f"oci:{layout.root}:theirs{who}:v{n}"
+            command = [skopeo, "copy", "-q", f"oci:{source.root}:x:v1", target]
+            subprocess.run(command, capture_output=True)  # it may trip over itself
+
+    threads = [threading.Thread(target=copy_in, args=(who,)) for who in range(8)]
+    for thread in threads:
+        thread.start()
+    ended(writers(layout.root, names=10))
+    for thread in threads:
+        thread.join()
+    left = set(listed(layout))
+    assert any(name.startswith("theirs") for name in left)
+    last = put_artifact(layout, "last:v1", b"last")  # our next command
+    wanted = ours(names=10) | {"first:v1", "last:v1"}
+    assert set(listed(layout)) == wanted | left
+    assert len(listed(layout)) == len(wanted | left)
+    assert layout.resolve(ref("last:v1")).digest == last.digest
+    for name, descriptor in layout.tags():
+        assert layout.exists(descriptor), name
