@@ -18,7 +18,7 @@ from typing import BinaryIO
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 from clowder_aimage.layout.direct import DirectFile
-from clowder_aimage.layout.record import sync_directory
+from clowder_aimage.layout.lock import sync_directory
 from clowder_aimage.oci import Digest
 
 _PARTING = 1.0  # seconds that a write under way gets when the rest has failed

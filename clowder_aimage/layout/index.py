@@ -18,8 +18,8 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory
-from clowder_aimage.layout.record import Records, file_name, sync_directory, write_file
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, sync_directory
+from clowder_aimage.layout.record import Records, file_name, write_file
 from clowder_aimage.oci import Digest, Reference, mediatype
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'

@@ -21,8 +21,14 @@ from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.batch import Batch
 from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, flock, is_locked, make_directory, open_shared
-from clowder_aimage.layout.record import sync_directory
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    flock,
+    is_locked,
+    make_directory,
+    open_shared,
+    sync_directory,
+)
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.oci.digest import new_hasher
 

@@ -28,8 +28,8 @@ from clowder_aimage.layout.index import (
 from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.listing import remember
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, open_shared
-from clowder_aimage.layout.record import Records, sync_directory
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, open_shared, sync_directory
+from clowder_aimage.layout.record import Records
 from clowder_aimage.oci import (
     Descriptor,
     Digest,

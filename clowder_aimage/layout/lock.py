@@ -103,7 +103,10 @@ def make_directory(root: Path, *names: str) -> Path:
     if path.is_dir():
         return path
     if not root.is_dir():
+        new = [place for place in (root, *root.parents) if not place.exists()]
         root.mkdir(parents=True, exist_ok=True)
+        for place in new:
+            sync_directory(place.parent)
     wanted = stat.S_IMODE(root.stat().st_mode)
     part = root
     for name in names:
@@ -112,4 +115,14 @@ def make_directory(root: Path, *names: str) -> Path:
             part.mkdir()
             if wanted & stat.S_ISGID and wanted & stat.S_IWGRP:
                 part.chmod(wanted)
+            sync_directory(part.parent)
     return path
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make renames into a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

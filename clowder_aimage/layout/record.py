@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, make_directory, share
+from clowder_aimage.layout.lock import PRIVATE, make_directory, share, sync_directory
 
 _MAX_SIZE = 1024 * 1024
 
@@ -108,12 +108,3 @@ def write_file(path: str, data: bytes, *, durable: bool = True, room: str = "") 
         raise
     if durable:
         sync_directory(directory)
-
-
-def sync_directory(path: str | Path) -> None:
-    """Make renames into a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

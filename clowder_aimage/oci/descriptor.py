@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci.digest import Digest
 
-_KNOWN = ("mediaType", "digest", "size", "annotations")
+_KNOWN = frozenset({"mediaType", "digest", "size", "annotations"})
 MAX_SIZE = 1 << 50  # one pebibyte: a larger size is a mistake or an attack
 
 
@@ -46,6 +47,8 @@ class Descriptor:
             raise FormatError(f"{where}: size must be a number of bytes, not {size!r:.60}")
         annotations = read_annotations(value, where)
         extra = {key: item for key, item in value.items() if key not in _KNOWN}
+        if extra:
+            check_spelling(extra, _KNOWN, where)
         return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
 
     @classmethod
@@ -63,6 +66,22 @@ class Descriptor:
         if self.annotations:
             value["annotations"] = dict(self.annotations)
         return value
+
+
+def check_spelling(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Refuse keys that are known ones but for upper and lower case.
+
+    Tools written in Go take ``Layers`` for ``layers``, so that one document could be two things
+    (CVE-2021-41190). Raises FormatError.
+    """
+    for key in value:
+        if key not in known and key.casefold() in _folded(known):
+            raise FormatError(f"{where}: {key!r} is not how the specification spells it")
+
+
+@functools.cache
+def _folded(known: frozenset[str]) -> frozenset[str]:
+    return frozenset(key.casefold() for key in known)
 
 
 def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:

@@ -13,10 +13,14 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
-from clowder_aimage.oci.descriptor import Descriptor, read_annotations
+from clowder_aimage.oci.descriptor import Descriptor, check_spelling, read_annotations
 from clowder_aimage.oci.digest import Digest
+from clowder_aimage.oci.text import read_json
 
 MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should take 4 MB
+_FIELDS = frozenset(
+    "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +141,10 @@ def _load(raw: bytes) -> dict[str, Any]:
             f"a manifest of {len(raw)} bytes is too large: registries take {MAX_MANIFEST_SIZE}",
             hint="pack the model into fewer layers, its experts together",
         )
-    try:
-        value = json.loads(raw.decode("utf-8"))  # never UTF-16, which others would not read
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}") from None
+    value = read_json(raw, "the manifest")
     if not isinstance(value, dict):
         raise FormatError("a manifest must be a JSON object")
+    check_spelling(value, _FIELDS, "the manifest")
     if value.get("schemaVersion") == 1:
         raise FormatError(
             "this is a Docker schema 1 manifest, which has no config and no sizes",

@@ -22,6 +22,7 @@ _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECAS
 _MAX_PORT = 65535
 DEFAULT_TAG = "latest"
 _MAX_REPOSITORY = 255
+_MAX_TEXT = 1024  # a host, a repository, a tag and a digest of the longest kind are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Reference:
         Raises:
             UsageError: with what is wrong and, where it can be guessed, what was meant.
         """
+        if len(text) > _MAX_TEXT:
+            raise UsageError(f"{text[:60]!r}... is not a reference: it has {len(text)} characters")
         rest, at, encoded = text.partition("@")
         digest = _digest(text, encoded) if at else None
         registry, path = _split_registry(rest)

@@ -1,0 +1,375 @@
+"""The command line over a file system that is watched, fills up, or stops at a call.
+
+``python -m tests.crash.recorder`` reads orders from stdin, one JSON object a line, runs each in a
+process of its own that begins as a copy of this one, and answers ``{"code": ...}``. An order has
+``argv``, ``environ``, ``cwd`` and ``out`` (where stdout and stderr go); ``top``, the directory
+whose files are watched; and what is to happen, all optional:
+
+log      every call that writes is noted in this file, what it wrote in the one beside it (.data)
+kill     the process ends itself by SIGKILL before the writing call of this number
+torn     ... and where that is a write, half of it is done first
+full     the allocating call of this number finds the disk full
+ever     ... and all after it; where it is a write, half of it still fits
+locks    false: flock does nothing
+after    the process is killed after so many seconds
+"""
+
+from __future__ import annotations
+
+import _pyio
+import builtins
+import contextlib
+import ctypes
+import errno
+import fcntl
+import importlib
+import io
+import json
+import os
+import pkgutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_WRITING = set("wax+")
+_APART = ("clowder_aimage.model", "clowder_aimage.server", "clowder_aimage.generate")
+
+
+class Layer:
+    """Stands between the process and the files in ``top``. One call at a time passes."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.top = os.path.realpath(order["top"])
+        self._kill, self._torn = order.get("kill", -1), order.get("torn", False)
+        self._full, self._ever = order.get("full", -1), order.get("ever", False)
+        self._log = self._data = -1
+        if log := order.get("log"):
+            self._log, self._data = (os.open(p, _FLAGS, 0o600) for p in (log, f"{log}.data"))
+        self._write, self._stat, self._fstat = os.write, os.stat, os.fstat
+        self._noted = 0  # bytes of data
+        self._calls = self._allocations = 0
+        self._files: dict[int, tuple[str, int]] = {}
+        self._lock = threading.Lock()
+
+    # -- what is watched
+
+    def inside(self, path: Any) -> str | None:
+        """A path from ``top``, or None for one that is elsewhere."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return None
+        whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 (no link is followed)
+        if whole != self.top and not whole.startswith(self.top + os.sep):
+            return None
+        return os.path.relpath(whole, self.top)
+
+    def known(self, fd: int) -> str | None:
+        """The path that an open file had, if it is watched."""
+        if fd in self._files:
+            path, ino = self._files[fd]
+            with contextlib.suppress(OSError):
+                if self._fstat(fd).st_ino == ino:
+                    return path
+        return None
+
+    # -- what happens
+
+    def pass_on(
+        self,
+        call: dict[str, Any],
+        real: Callable[[], Any],
+        *,
+        allocates: bool = False,
+        half: Callable[[], Any] | None = None,
+        after: Callable[[Any], dict[str, Any]] = lambda result: {},
+        data: Any = b"",
+    ) -> Any:
+        """Do a call that writes, if it comes to that, and note it."""
+        with self._lock:
+            if self._calls == self._kill:
+                if half is not None and self._torn:
+                    half()
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._calls += 1
+            if allocates:
+                number, self._allocations = self._allocations, self._allocations + 1
+                if number == self._full and self._ever and half is not None:
+                    real = half
+                elif number == self._full or (self._ever and -1 < self._full < number):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.get("path"))
+            result = real()
+            if self._log >= 0:
+                call |= after(result) | {"allocates": allocates}
+                if call["op"] == "write":
+                    call |= {"at": self._noted, "size": result}
+                    self._noted += self._write_all(self._data, bytes(data[:result]))
+                self._write_all(self._log, json.dumps(call).encode() + b"\n")
+            return result
+
+    def _write_all(self, fd: int, data: bytes) -> int:
+        done = 0
+        while done < len(data):
+            done += self._write(fd, data[done:])
+        return done
+
+    # -- the calls
+
+    def install(self) -> None:
+        """Be what this process calls."""
+        for name in ("fsync", "fdatasync"):
+            if hasattr(os, name):
+                self._wrap_sync(name)
+        for name in ("rename", "replace"):
+            self._wrap_rename(name)
+        for name in ("unlink", "remove", "rmdir", "mkdir", "chmod", "utime", "truncate"):
+            self._wrap_path(name)
+        for name in ("link", "symlink"):
+            self._wrap_link(name)
+        for name in ("ftruncate", "fchmod"):
+            self._wrap_fd(name)
+        self._wrap_open()
+        self._wrap_write()
+        self._refuse()
+        self._wrap_files()
+        self._wrap_syncfs()
+
+    def _wrap_open(self) -> None:
+        real = os.open
+
+        def wrapped(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            inner = self.inside(path) if dir_fd is None else None
+            is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
+
+            def really() -> int:
+                return real(path, flags, mode, dir_fd=dir_fd)
+
+            if inner is None:
+                fd = really()
+            elif is_new:
+                call = {"op": "create", "path": inner}
+                fd = self.pass_on(call, really, allocates=True, after=self._look)
+            elif flags & os.O_TRUNC:
+                call = {"op": "truncate", "path": inner, "length": 0}
+                fd = self.pass_on(call, really, after=self._look)
+            else:
+                fd = really()
+            self._files.pop(fd, None)
+            if inner is not None:
+                self._files[fd] = inner, self._fstat(fd).st_ino
+            return fd
+
+        os.open = wrapped
+
+    def _look(self, fd: int) -> dict[str, Any]:
+        status = self._fstat(fd)
+        return {"ino": status.st_ino, "mode": status.st_mode & 0o7777}
+
+    def _wrap_write(self) -> None:
+        real_write, real_pwrite = os.write, os.pwrite
+
+        def write(fd: int, data: Any, /) -> int:
+            path = self.known(fd)
+            if path is None:
+                return real_write(fd, data)
+            view = memoryview(data).cast("B")
+            appends = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND
+            offset = self._fstat(fd).st_size if appends else os.lseek(fd, 0, os.SEEK_CUR)
+            call = {"op": "write", "path": path, "ino": self._fstat(fd).st_ino, "offset": offset}
+            half = (lambda: real_write(fd, view[: len(view) // 2])) if len(view) > 1 else None
+            return self.pass_on(
+                call, lambda: real_write(fd, view), allocates=True, half=half, data=view
+            )
+
+        def pwrite(fd: int, data: Any, offset: int, /) -> int:
+            path = self.known(fd)
+            if path is None:
+                return real_pwrite(fd, data, offset)
+            view = memoryview(data).cast("B")
+            call = {"op": "write", "path": path, "ino": self._fstat(fd).st_ino, "offset": offset}
+            left = view[: len(view) // 2 & -4096 or len(view) // 2]  # past the cache: pages only
+            half = (lambda: real_pwrite(fd, left, offset)) if len(view) > 1 else None
+            return self.pass_on(
+                call, lambda: real_pwrite(fd, view, offset), allocates=True, half=half, data=view
+            )
+
+        os.write, os.pwrite = write, pwrite
+
+    def _wrap_sync(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def wrapped(fd: Any) -> None:
+            number = fd if isinstance(fd, int) else fd.fileno()
+            path = self.known(number)
+            if path is None:
+                return real(fd)
+            call = {"op": "sync", "path": path, "ino": self._fstat(number).st_ino}
+            return self.pass_on(call, lambda: real(fd), allocates=True)
+
+        setattr(os, name, wrapped)
+
+    def _wrap_rename(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def wrapped(old: Any, new: Any, **rest: Any) -> None:
+            here, there = self.inside(old), self.inside(new)
+            if here is None and there is None:
+                return real(old, new, **rest)
+            if here is None or there is None:
+                raise AssertionError(f"renamed over the border: {old} {new}")
+            call = {"op": "rename", "path": here, "to": there}
+            is_new = not os.path.lexists(new)
+            return self.pass_on(call, lambda: real(old, new, **rest), allocates=is_new)
+
+        setattr(os, name, wrapped)
+
+    def _wrap_path(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def wrapped(path: Any, *arguments: Any, **rest: Any) -> Any:
+            inner = self.inside(path)
+            if inner is None:
+                return real(path, *arguments, **rest)
+            call = {"op": {"remove": "unlink"}.get(name, name), "path": inner}
+            if name == "truncate":
+                call["length"] = arguments[0]
+
+            def after(result: Any) -> dict[str, Any]:
+                if name not in ("mkdir", "chmod", "truncate"):
+                    return {}
+                status = self._stat(path)
+                return {"ino": status.st_ino, "mode": status.st_mode & 0o7777}
+
+            def really() -> Any:
+                return real(path, *arguments, **rest)
+
+            return self.pass_on(call, really, allocates=name == "mkdir", after=after)
+
+        setattr(os, name, wrapped)
+
+    def _wrap_link(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def wrapped(source: Any, path: Any, **rest: Any) -> None:
+            if (inner := self.inside(path)) is None:
+                return real(source, path, **rest)
+            call = {"op": name, "path": inner}  # nothing of ours makes any
+            return self.pass_on(call, lambda: real(source, path, **rest), allocates=True)
+
+        setattr(os, name, wrapped)
+
+    def _wrap_fd(self, name: str) -> None:
+        real = getattr(os, name)
+
+        def wrapped(fd: int, value: int, /) -> None:
+            path = self.known(fd)
+            if path is None:
+                return real(fd, value)
+            call = {"op": name.removeprefix("f"), "path": path, "ino": self._fstat(fd).st_ino}
+            call |= {"length": value} if name == "ftruncate" else {"mode": value}
+            return self.pass_on(call, lambda: real(fd, value))
+
+        setattr(os, name, wrapped)
+
+    def _refuse(self) -> None:
+        """What nothing of ours calls for a watched file, and what would go unseen."""
+        for name in ("writev", "pwritev", "sendfile", "copy_file_range", "posix_fallocate"):
+            if real := getattr(os, name, None):
+                setattr(os, name, self._refusing(name, real))
+
+    def _refusing(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        place = 1 if name == "copy_file_range" else 0
+
+        def wrapped(*arguments: Any, **rest: Any) -> Any:
+            if self.known(arguments[place]) is not None:
+                raise AssertionError(f"{name} is not watched")
+            return real(*arguments, **rest)
+
+        return wrapped
+
+    def _wrap_files(self) -> None:
+        """Files that are opened for writing are written by Python, through ``os``."""
+        real = io.open
+
+        def wrapped(file: Any, mode: str = "r", *arguments: Any, **rest: Any) -> Any:
+            if isinstance(file, int):
+                ours = self.known(file) is not None
+            else:
+                ours = self.inside(file) is not None
+            if ours and set(mode) & _WRITING:
+                return _pyio.open(file, mode, *arguments, **rest)
+            return real(file, mode, *arguments, **rest)
+
+        io.open = builtins.open = wrapped
+
+    def _wrap_syncfs(self) -> None:
+        from clowder_aimage.layout import batch
+
+        found = batch._syncfs()
+        if found is None:
+            return
+
+        def wrapped(fd: int) -> int:
+            try:
+                call = {"op": "syncfs", "path": self.known(fd) or "."}
+                result: int = self.pass_on(call, lambda: found(fd), allocates=True)
+                return result
+            except OSError as error:
+                ctypes.set_errno(error.errno)
+                return -1
+
+        batch._syncfs = lambda: wrapped
+
+
+# -- processes
+
+
+def _become(order: dict[str, Any]) -> None:
+    """What is left is as if the command line had been started so. Raises SystemExit."""
+    from clowder_aimage.cli.main import main
+
+    for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0), 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(order["environ"])
+    os.chdir(order["cwd"])
+    sys.argv = ["aimage", *order["argv"]]
+    if not order.get("locks", True):
+        fcntl.flock = lambda fd, operation: None
+    Layer(order).install()
+    main()
+
+
+def _wait(pid: int, after: float | None) -> int:
+    if after is not None:
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)  # nobody has waited for it: the number is still its own
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _import_all() -> None:
+    import clowder_aimage
+
+    for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
+        if not module.name.startswith((*_APART, "clowder_aimage.cli.__main__")):
+            importlib.import_module(module.name)
+    importlib.import_module("jsonschema")
+
+
+def serve() -> None:
+    """Carry out orders until there are no more."""
+    _import_all()
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            _become(order)
+        print(json.dumps({"code": _wait(pid, order.get("after"))}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,294 @@
+"""Stores to be broken, commands on them, and what must hold of a store whatever happened."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.record import Records
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.verify import verify
+from tests.content.artifact import blob, manifest, put_artifact
+from tests.process import Aimage, Done
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 1024 * 1024
+BIG = hashlib.shake_128(b"big").digest(20 * MIB)  # more than 16 MiB: a journal is kept of it
+SMALL = [hashlib.shake_128(b"%d" % number).digest(100_000) for number in range(3)]
+KILLED = -9
+WORKERS = 2
+
+
+class Machine:
+    """Processes that begin as copies of one that has imported everything."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.recorder"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+
+    def run(self, order: dict[str, Any]) -> Done:
+        assert self._process.stdin
+        assert self._process.stdout
+        out = self._directory / str(next(self._numbers))
+        self._process.stdin.write(json.dumps(order | {"out": str(out)}) + "\n")
+        self._process.stdin.flush()
+        code = json.loads(self._process.stdout.readline())["code"]
+        said = [out.with_suffix(end) for end in (".out", ".err")]
+        texts = [path.read_text() if path.exists() else "" for path in said]
+        return Done(code, *texts)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+class Machines:
+    """Several; each command takes one that is free."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self._all, self._free = [], queue.SimpleQueue()
+        for number in range(count):
+            (directory / str(number)).mkdir()
+            self._all.append(Machine(directory / str(number)))
+            self._free.put(self._all[-1])
+
+    def run(self, order: dict[str, Any]) -> Done:
+        machine = self._free.get()
+        try:
+            return machine.run(order)
+        finally:
+            self._free.put(machine)
+
+    def close(self) -> None:
+        for machine in self._all:
+            machine.close()
+
+
+@dataclass
+class Place:
+    """A store alone in a directory ``top``, and a home elsewhere."""
+
+    directory: Path
+    machines: Machines
+
+    @property
+    def top(self) -> Path:
+        return self.directory / "top"
+
+    @property
+    def store(self) -> Path:
+        return self.top / "store"
+
+    def run(self, *arguments: str, **order: Any) -> Done:
+        """Run a verb; ``order`` says what happens to it, as in recorder.py."""
+        here = Aimage(self.directory / "home", self.store)
+        order = {key: str(v) if isinstance(v, Path) else v for key, v in order.items()}
+        done = self.machines.run(
+            {
+                "argv": arguments,
+                "environ": here.env(),
+                "cwd": str(here.home),
+                "top": str(self.top),
+                **order,
+            }
+        )
+        assert "Traceback" not in done.err, done.err
+        return done
+
+    def names(self) -> dict[str, str]:
+        return names(self.store)
+
+
+class Places:
+    """New ones, as often as they are wanted."""
+
+    def __init__(self, directory: Path, machines: Machines) -> None:
+        self._directory = directory
+        self.machines = machines
+        self._numbers = itertools.count()
+
+    def new(self, template: Path | None = None) -> Place:
+        """A place with a copy of a store. Blobs are never changed, so they are linked."""
+        place = Place(self._directory / str(next(self._numbers)), self.machines)
+        (place.directory / "home").mkdir(parents=True)
+        place.top.mkdir()
+        if template is not None:
+            shutil.copytree(template, place.store, copy_function=_link_or_copy)
+        return place
+
+    def drop(self, place: Place) -> None:
+        shutil.rmtree(place.directory)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    if "/blobs/" in source:
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+# -- what must hold
+
+
+def names(store: Path) -> dict[str, str]:
+    """What the store names, as a user is told."""
+    return {name: str(found.digest) for name, found in ImageLayout(store).tags()}
+
+
+def blobs(store: Path) -> set[str]:
+    return {f"{p.parent.name}:{p.name}" for p in (store / "blobs").glob("*/*")}
+
+
+def check_sound(store: Path, *, keeps: dict[str, str]) -> dict[str, str]:
+    """Every blob is what its name says, all that is named is complete, and what was is. What is
+    named now."""
+    report = verify(ImageLayout(store))
+    assert report.problems == []
+    found = names(store)
+    assert keeps.items() <= found.items()
+    return found
+
+
+def check_finished(
+    store: Path, wanted: dict[str, str], *, foreign: frozenset[str] = frozenset()
+) -> None:
+    """What is named, and in which words: also for tools that read index.json alone. What is
+    ``foreign`` was named by another tool."""
+    assert check_sound(store, keeps={}) == wanted
+    index = json.loads((store / "index.json").read_bytes())
+    name = "io.containerd.image.name"
+    raw = {entry["annotations"][name]: entry["digest"] for entry in index["manifests"]}
+    assert raw == wanted
+    records = dict(Records(store, "names").items())
+    ours = {name: digest for name, digest in wanted.items() if name not in foreign}
+    assert {key: record["entry"]["digest"] for key, record in records.items()} == ours
+
+
+def check_idle(store: Path, wanted: dict[str, str]) -> None:
+    """Nothing is left of what was on its way in; a collection takes a journal without a blob and
+    leases without a process, and not more."""
+    private = store / ".aimage"
+    assert {path.suffix for path in private.glob("ingest/*")} <= {".journal"}
+    Collector(ImageLayout(store), grace=0).run()
+    assert [*private.glob("ingest/*"), *private.glob("lease/*")] == []
+    assert check_sound(store, keeps={}) == wanted
+
+
+# -- commands
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command on a copy of a store, and what must be named after it. ``loses`` are the names
+    that it removes or gives another meaning."""
+
+    verb: str
+    argv: tuple[str, ...]
+    template: Path | None
+    before: dict[str, str] = field(default_factory=dict)
+    wanted: dict[str, str] = field(default_factory=dict)
+    foreign: frozenset[str] = frozenset()  # what another tool named
+    blobs: frozenset[str] = frozenset()
+    calls: int = 0  # that write
+    allocations: int = 0
+
+    @property
+    def keeps(self) -> dict[str, str]:
+        """Names that mean before it what they mean after it."""
+        return dict(self.before.items() & self.wanted.items())
+
+    def check_broken(self, place: Place) -> None:
+        """After it broke off: each name means what it meant, or what it shall mean."""
+        found = check_sound(place.store, keeps=self.keeps)
+        assert found.items() <= self.before.items() | self.wanted.items()
+
+    def finish(self, place: Place) -> None:
+        """The same command again does what was left to do."""
+        done = place.run(*self.argv)
+        gone = self.verb == "rm" and self.wanted == place.names()
+        assert done.code == 0 or (gone and done.code == 3), done.err
+        check_finished(place.store, self.wanted, foreign=self.foreign)
+        assert blobs(place.store) == self.blobs
+        assert (ImageLayout(place.store).pins.get("keep:v1") is not None) == self.verb.startswith(
+            "pin"
+        )
+        check_idle(place.store, self.wanted)
+
+
+def measured(job: Job, places: Places) -> tuple[Job, Place]:
+    """The job with what it does when nothing happens to it, and where it did that."""
+    place = places.new(job.template)
+    before, records = place.names(), Records(place.store, "names")
+    foreign = frozenset(before.keys() - {name for name, _ in records.items()})
+    log = place.directory / "log"
+    done = place.run(*job.argv, log=log)
+    assert done.code == 0, done.err
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    return (
+        replace(
+            job,
+            before=before,
+            foreign=foreign,
+            wanted=place.names(),
+            blobs=frozenset(blobs(place.store)),
+            calls=len(calls),
+            allocations=sum(call["allocates"] for call in calls),
+        ),
+        place,
+    )
+
+
+def fill(store: Path) -> None:
+    """Two AImages that share a blob, a third that is named twice, and what nothing needs."""
+    layout = ImageLayout(store)
+    put_artifact(layout, "keep:v1", b"shared", b"kept", SMALL[0])
+    put_artifact(layout, "old:v1", b"shared", b"old")
+    put_artifact(layout, "gone:v1", b"shared", b"gone", b"gone too")
+    layout.tag(layout.resolve(Reference.parse("keep:v1")), Reference.parse("twice:v1"))
+    layout.untag(Reference.parse("gone:v1"))
+
+
+def put_in(host: str, path: str, docker: Path, *layers: bytes) -> str:
+    """Have an artifact of those layers in a registry; its name."""
+    config = blob(b"{}", "application/vnd.example.config")
+    made = manifest(config, [blob(layer) for layer in layers])
+    name = Reference.parse(f"{host}/{path}")
+    with Repository(name, Connection(docker_config=docker)) as target:
+        for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
+            if not target.exists(content):
+                target.push(content, bytes_body(data))
+        target.push(made.descriptor, bytes_body(made.raw), name)
+    return str(name)
+
+
+def side_by_side(calls: Sequence[Any]) -> None:
+    """All of them, a few at a time; the first failure is raised."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()

@@ -1,0 +1,66 @@
+"""The disk is full at each call that needs room: exit code 6 and a sentence, nothing half-written
+under a final name, all that was there intact, and the same command goes on where there is room."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from tests.crash.scene import Job, Places, check_finished, side_by_side
+
+VERBS = "tag retag pin pull create pull-new create-new tag-foreign pin-foreign".split()
+FEW = 5  # moments of a command in the fast suite
+NO_SPACE = 6
+TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
+
+
+@pytest.fixture(params=VERBS)
+def writer(request, make_job) -> Job:
+    """Each of the commands that need room."""
+    return make_job(request.param)
+
+
+def fill_up(job: Job, places: Places, codes: Counter[int], number: int, *, ever: bool) -> None:
+    place = places.new(job.template)
+    done = place.run(*job.argv, full=number, ever=ever)
+    codes[done.code] += 1
+    try:
+        if done.code == 0:  # it was room for what may be missing: which AImage was used when
+            check_finished(place.store, job.wanted, foreign=job.foreign)
+        else:
+            assert done.code == NO_SPACE, f"{done.code}: {done.err}"
+            assert "no space left for the store" in done.err
+            assert "free some space" in done.err
+            left = (place.store / ".aimage").rglob("*.*")
+            assert [path for path in left if TEMPORARY.fullmatch(path.name)] == []
+        job.check_broken(place)
+        job.finish(place)
+    except AssertionError as error:
+        error.add_note(f"{job.verb}, full at {number}, ever: {ever}, {place.directory}")
+        raise
+    places.drop(place)
+
+
+def fill_up_at(job: Job, places: Places, numbers: range) -> None:
+    codes: Counter[int] = Counter()
+    calls = [
+        partial(fill_up, job, places, codes, number, ever=ever)
+        for number in numbers
+        for ever in (False, True)
+    ]
+    side_by_side(calls)
+    assert codes[NO_SPACE] > codes[0]
+
+
+def test_the_disk_is_full_at_some_calls(writer, places):
+    stride = max(1, writer.allocations // FEW)
+    fill_up_at(writer, places, range(random.randrange(stride), writer.allocations, stride))
+
+
+@pytest.mark.slow
+def test_the_disk_is_full_at_every_call(writer, places):
+    fill_up_at(writer, places, range(writer.allocations))

@@ -1,0 +1,101 @@
+"""kill -9 before every call that writes, and at moments of its own: nothing named is lost, what is
+there is right, and the same command finishes the job."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from functools import partial
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.collect import Collector
+from tests.crash.scene import KILLED, Job, Places, check_sound, names, side_by_side
+
+FEW = 8  # kills of a command in the fast suite
+
+
+def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> None:
+    place = places.new(job.template)
+    done = place.run(*job.argv, kill=number, torn=torn)
+    assert done.code in (KILLED, 0), done.err  # threads: it may have had fewer calls this time
+    try:
+        job.check_broken(place)
+        job.finish(place)
+    except AssertionError as error:
+        error.add_note(f"{job.verb}, killed before call {number}, torn: {torn}, {place.directory}")
+        raise
+    places.drop(place)
+
+
+def test_killed_at_some_calls(job, places):
+    """Spread evenly over the command, from another place each time."""
+    stride = max(1, job.calls // FEW)
+    numbers = range(random.randrange(stride), job.calls, stride)
+    side_by_side([partial(break_off, job, places, n, torn=n % 2 == 1) for n in numbers])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
+def test_killed_at_every_call(job, places, torn):
+    side_by_side([partial(break_off, job, places, n, torn=torn) for n in range(job.calls)])
+
+
+# -- at random
+
+
+def live_through(places: Places, make_job, seed: int, kills: int) -> None:
+    """One store, one killed command after the other, and none of them is run again at once."""
+    draw = random.Random(seed)
+    place = places.new(make_job("tag").template)
+    (remote, pulled), (made, created) = (
+        next((name, digest) for name, digest in job.wanted.items() if name not in job.before)
+        for job in (make_job("pull-new"), make_job("create-new"))
+    )
+    pull, create = make_job("pull-new").argv, make_job("create-new").argv
+    killed = 0
+    for _ in range(20 * kills):
+        before = names(place.store)
+        source, name = draw.choice(sorted(before)), f"tagged:v{draw.randrange(4)}"
+        victim = draw.choice([*sorted(before.keys() - {"keep:v1"}), ""])
+        verb = draw.choice(["pull", "create", "tag", "rm" if victim else "tag", "gc"])
+        argv, change = {
+            "pull": (pull, {remote: pulled}),
+            "create": (create, {made: created}),
+            "tag": (("tag", source, name), {name: before[source]}),
+            "rm": (("rm", victim), {victim: ""}),
+            "gc": (("gc", "--grace", "0"), {}),
+        }[verb]
+        done = place.run(*argv, after=draw.expovariate(1 / 0.03))
+        killed += done.code == KILLED
+        said = f"seed {seed}: {argv} ended with {done.code} in {place.directory}\n{done.err}"
+        assert done.code in (KILLED, 0), said
+        try:
+            kept = {name: digest for name, digest in before.items() if name not in change}
+            found = check_sound(place.store, keeps=kept)
+            wanted = {name: digest for name, digest in (before | change).items() if digest}
+            assert found.items() <= before.items() | wanted.items()
+            assert done.code == KILLED or found == wanted
+        except AssertionError as error:
+            error.add_note(said)
+            raise
+        if killed == kills:
+            break
+    assert killed == kills
+    for argv in (pull, create):
+        assert place.run(*argv).code == 0
+    wanted = names(place.store)
+    assert (wanted[remote], wanted[made]) == (pulled, created)
+    Collector(ImageLayout(place.store), grace=0).run()
+    assert list((place.store / ".aimage" / "ingest").iterdir()) == []
+    assert check_sound(place.store, keeps={}) == wanted
+
+
+@pytest.mark.parametrize("kills", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random(places, make_job, kills):
+    """Half of them in each of two stores."""
+    halves = (kills // 2, kills - kills // 2)
+    for verb in ("pull-new", "create-new", "tag"):
+        make_job(verb)
+    side_by_side([partial(live_through, places, make_job, secrets.randbits(32), n) for n in halves])

@@ -1,0 +1,123 @@
+"""Where locks lie: flock says yes to everybody. Some bytes may be fetched twice; no byte is wrong,
+and no name is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.verify import verify
+from tests.crash.scene import (
+    KILLED,
+    Machines,
+    Place,
+    Places,
+    check_finished,
+    check_sound,
+)
+from tests.process import Done
+
+PROCESSES, NAMES, ROUNDS = 4, 4, 3
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory) -> Iterator[Machines]:
+    made = Machines(tmp_path_factory.mktemp("crowd"), PROCESSES + 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place(tmp_path, crowd, template) -> Place:
+    return Places(tmp_path, crowd).new(template)
+
+
+def run(place: Place, *argv: str) -> Done:
+    done = place.run(*argv, locks=False)
+    assert done.code == 0, f"{argv}: {done.err}"
+    return done
+
+
+def together(*calls) -> None:
+    """Each in a thread of its own; they begin at the same time."""
+    barrier = threading.Barrier(len(calls))
+
+    def one(call) -> None:
+        barrier.wait()
+        call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures: list[Future] = [pool.submit(one, call) for call in calls]
+    for future in futures:
+        future.result()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_that_locks_lie_is_noticed(place: Place, make_job, locks):
+    """Else the other tests would show nothing: a blob then comes in under a name of its own."""
+    job = make_job("pull")
+    assert place.run(*job.argv, kill=job.calls // 2, locks=locks).code == KILLED
+    left = {path.suffix for path in (place.store / ".aimage" / "ingest").iterdir()}
+    assert left <= {"", ".journal"} if locks else not left & {"", ".journal"}
+
+
+@pytest.mark.parametrize("round_", range(ROUNDS))
+def test_four_that_tag_and_pull_at_once(place, remote, make_job, round_):
+    before = place.names()
+    pulled = make_job("pull-new").wanted
+
+    def one(who: int) -> None:
+        run(place, "-q", "pull", remote, "--jobs", "2")
+        for number in range(NAMES):
+            run(place, "tag", "keep:v1", f"who{who}:v{number}")
+
+    together(*(lambda who=who: one(who) for who in range(PROCESSES)))
+    tagged = {f"who{who}:v{n}": before["keep:v1"] for who in range(PROCESSES) for n in range(NAMES)}
+    wanted = before | pulled | tagged
+    assert check_sound(place.store, keeps={}) == wanted  # our verbs see all of them already
+    last = place.run("tag", "keep:v1", "last:v1")
+    assert last.code == 0
+    wanted |= {"last:v1": before["keep:v1"]}
+    check_finished(place.store, wanted)
+    listed = json.loads(place.run("ls", "--json").out)
+    assert {entry["reference"] for entry in listed} == wanted.keys()
+
+
+def collect_beside(place: Place, *arguments: str, pull) -> None:
+    """Collections, one after the other, until four have done ``pull``."""
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.is_set():
+            place.run("gc", *arguments, locks=False)
+
+    with ThreadPoolExecutor(1) as pool:
+        collecting = pool.submit(collect)
+        try:
+            together(*[pull] * PROCESSES)
+        finally:
+            ended.set()
+    collecting.result()
+
+
+def test_collections_beside_four_that_pull(place, remote, make_job):
+    """At the grace period that they have unless told otherwise."""
+    wanted = place.names() | make_job("pull-new").wanted
+    collect_beside(place, pull=lambda: run(place, "-q", "pull", remote))
+    assert check_sound(place.store, keeps={}) == wanted
+
+
+def test_what_collections_without_grace_take_is_found_and_fetched_again(place, remote, make_job):
+    """Nothing keeps a collection from looking away while a pull begins."""
+    before = place.names()
+    collect_beside(place, "--grace", "0", pull=lambda: place.run("-q", "pull", remote, locks=False))
+    report = verify(ImageLayout(place.store))
+    assert {problem.kind for problem in report.problems} <= {"missing"}
+    assert before.items() <= place.names().items()
+    run(place, "-q", "pull", remote)
+    assert check_sound(place.store, keeps=before) == before | make_job("pull-new").wanted
