@@ -19,6 +19,7 @@ from typing import Any
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.lock import check_own
 from clowder_aimage.layout.mention import (
     LARGEST,
     MAX_DEPTH,
@@ -234,7 +235,7 @@ class _Needs:
 def _partials(root: Path) -> Iterator[os.stat_result]:
     """The unfinished downloads."""
     with store_errors(root), contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(root / ".aimage" / "ingest"):
+        for entry in os.scandir(check_own(root, "ingest")):
             if not entry.name.endswith(".journal") and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     yield entry.stat(follow_symlinks=False)

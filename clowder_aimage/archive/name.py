@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.index import entry_name
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci import Descriptor, Reference, read_json
 
 _MOST = 4096  # entries; each name is a durable write of its own
 
@@ -24,8 +23,8 @@ class Names:
 def check_layout(raw: bytes, where: str) -> None:
     """Raise FormatError unless these are the bytes of an oci-layout of the version there is."""
     try:
-        version = json.loads(raw.decode("utf-8"))["imageLayoutVersion"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        version = read_json(raw, "oci-layout")["imageLayoutVersion"]
+    except (FormatError, LookupError, TypeError):
         version = None
     if version != "1.0.0":
         raise FormatError(f"oci-layout in {where} does not say version 1.0.0")
@@ -38,8 +37,8 @@ def read_entries(raw: bytes, where: str) -> list[Descriptor]:
         FormatError: it is no index, or ``where`` has none or too many of them in it.
     """
     try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError):
+        value = read_json(raw, "index.json")
+    except FormatError:
         value = None
     entries = value.get("manifests") if isinstance(value, dict) else None
     if not isinstance(entries, list):

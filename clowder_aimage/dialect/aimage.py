@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.oci import Descriptor, mediatype, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,7 @@ class AImage:
     @property
     def properties(self) -> Mapping[str, Any]:
         """The config, parsed. Raises FormatError."""
-        try:
-            value = json.loads(self.config_text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the AImage config is not JSON: {error}") from None
+        value = read_json(self.config, "the AImage config")
         if not isinstance(value, dict):
             raise FormatError("the AImage config must be a JSON object")
         return value

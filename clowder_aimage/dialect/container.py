@@ -8,14 +8,13 @@ layers too, and a compressed blob is found again by its diff_id.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
 
 CARRIED_LAYERS = "vnd.clowder.aimage.layers"
@@ -31,9 +30,9 @@ class Container:
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         try:
-            value = json.loads(config)
+            value = read_json(config, "the image config")
             texts = value["rootfs"]["diff_ids"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (FormatError, KeyError, TypeError):
             raise FormatError("the image config has no rootfs.diff_ids") from None
         if not isinstance(texts, list) or len(texts) != len(manifest.layers):
             raise FormatError("the image config has another number of diff_ids than of layers")

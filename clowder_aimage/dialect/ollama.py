@@ -6,12 +6,11 @@ read: layers of ``application/vnd.ollama.image.config`` as well as ``.json``.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
 
 # A foreign tool keeps unknown fields of a config, so the AImage config travels in one.
@@ -86,8 +85,8 @@ def carried_config(config: bytes) -> bytes | None:
         FormatError: it cannot be one.
     """
     try:
-        carried = json.loads(config)[CARRIED_CONFIG]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        carried = read_json(config, "the config")[CARRIED_CONFIG]
+    except (FormatError, KeyError, TypeError):
         return None
     if not isinstance(carried, str):
         return None

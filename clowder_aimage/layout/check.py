@@ -24,6 +24,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.lock import open_plain
 from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
 
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
@@ -185,9 +186,7 @@ class Check:
     def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
         hasher, size = content.digest.hasher(), 0
         buffer = new_buffer()
-        if path.is_symlink():  # it leads who knows where
-            raise FileNotFoundError
-        with path.open("rb", buffering=0) as file:
+        with open(open_plain(path), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_mode & 0o222:
                 with self._lock:
                     self._report.writable.append(path)

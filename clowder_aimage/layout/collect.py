@@ -174,11 +174,10 @@ class Collector:
     def _read(self, digest: Digest, name: str) -> bytes | None:
         content = Descriptor("application/octet-stream", digest, 0)
         try:
-            path = self._layout.path(content)
+            with self._layout.open(content) as file, store_errors(self._layout.root):
+                raw = file.read(LARGEST + 1) or b""
         except NotFoundError:
             return None
-        with store_errors(self._layout.root), path.open("rb", buffering=0) as file:
-            raw = file.read(LARGEST + 1) or b""
         if len(raw) > LARGEST:
             return b""  # no manifest is as large: an entry that names a blob
         if Digest.of(raw, digest.algorithm) != digest:
@@ -191,9 +190,9 @@ class Collector:
     def _peek(self, digest: str) -> bytes | None:
         """A config, as far as it is one; None where it is not here."""
         content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
-        with contextlib.suppress(NotFoundError, OSError):
-            path = self._layout.path(content)
-            return plain(path.read_bytes()) if path.stat().st_size <= LARGEST else b""
+        with contextlib.suppress(NotFoundError, OSError), self._layout.open(content) as file:
+            raw = file.read(LARGEST + 1) or b""
+            return plain(raw) if len(raw) <= LARGEST else b""
         return None
 
     # -- names

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE, held, make_directory, sync_directory
 from clowder_aimage.layout.record import Records, file_name, write_file
-from clowder_aimage.oci import Digest, Reference, mediatype
+from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 MAX_INDEX_SIZE = 64 * 1024 * 1024
@@ -29,6 +30,7 @@ _NAMES = (  # the best first: what containerd exports has the tag alone as ref.n
     mediatype.CONTAINERD_NAME_MISSPELT,
     mediatype.REF_NAME,
 )
+_HINT = "it was not written by aimage; move it away to begin with an empty one"
 _PATIENCE = 20  # looks at an index that another tool is in the middle of writing
 _LOOK = 0.02  # seconds between them
 
@@ -49,8 +51,11 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     for left in reversed(range(_PATIENCE)):
         with store_errors(root):
             try:
-                with path.open("rb") as file:
-                    mark = _mark(os.fstat(file.fileno()))
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                with open(fd, "rb") as file:
+                    status = os.fstat(fd)
+                    mark = _mark(status)
+                    _check_file(path, status)
                     raw = file.read(MAX_INDEX_SIZE + 1)
             except FileNotFoundError:
                 if root.exists() and not root.is_dir():
@@ -69,6 +74,17 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     raise AssertionError
 
 
+def _check_file(path: Path, status: os.stat_result) -> None:
+    """Raise FormatError for what must not even be read: a pipe, a device, far too much."""
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path} is no file", hint=_HINT)
+    if status.st_size > MAX_INDEX_SIZE:
+        raise FormatError(
+            f"{path} is not an OCI index: it has {status.st_size} bytes, over {MAX_INDEX_SIZE}",
+            hint=_HINT,
+        )
+
+
 def _mark(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -79,16 +95,13 @@ def _is_old(mark: tuple[int, int, int]) -> bool:
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    broken = FormatError(
-        f"{path} is not an OCI index",
-        hint="it was not written by aimage; move it away to begin with an empty one",
-    )
+    broken = FormatError(f"{path} is not an OCI index", hint=_HINT)
     if len(raw) > MAX_INDEX_SIZE:
         raise broken
     try:
-        value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise broken from None
+        value = read_json(raw, str(path))
+    except FormatError as error:
+        raise FormatError(f"{broken.message}: {error.message}", hint=_HINT) from None
     if isinstance(value, dict) and value.get("manifests", 0) is None:
         value["manifests"] = []  # how Go writes an empty list
     if not isinstance(value, dict) or not isinstance(value.get("manifests"), list):

@@ -23,6 +23,7 @@ from clowder_aimage.layout.direct import DirectFile
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import (
     PRIVATE,
+    check_own,
     flock,
     is_locked,
     make_directory,
@@ -70,6 +71,7 @@ class FileIngest:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
+        check_own(root, "ingest")
         name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
         self._path = os.path.join(root, _DIRECTORY, name)  # thousands of blobs: paths are slow
         self._direct = DirectFile(self._path)
@@ -104,6 +106,8 @@ class FileIngest:
                 with contextlib.suppress(FileNotFoundError):
                     if os.fstat(fd).st_ino != os.stat(self._path).st_ino:
                         pass  # it was committed or aborted while we waited: begin anew
+                    elif os.fstat(fd).st_nlink > 1:
+                        os.unlink(self._path)  # it is a file elsewhere, too: not ours to write
                     elif not is_locked(self._path):
                         is_alone = True
                     elif os.fstat(fd).st_uid == os.geteuid() or not os.geteuid():

@@ -28,7 +28,14 @@ from clowder_aimage.layout.index import (
 from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.listing import remember
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, open_shared, sync_directory
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    held,
+    make_directory,
+    open_plain,
+    open_shared,
+    sync_directory,
+)
 from clowder_aimage.layout.record import Records
 from clowder_aimage.oci import (
     Descriptor,
@@ -94,15 +101,21 @@ class ImageLayout:
             self._batch.settle()
         path = Path(self.place(content))
         if path.is_symlink() or not path.is_file():  # a link leads who knows where
-            raise NotFoundError(
-                f"{content.digest} is not in the store {self.root}",
-                hint="pull the AImage again to complete it",
-            )
+            raise self._absent(content)
         return path
+
+    def _absent(self, content: Descriptor) -> NotFoundError:
+        return NotFoundError(
+            f"{content.digest} is not in the store {self.root}",
+            hint="pull the AImage again to complete it",
+        )
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         with store_errors(self.root):
-            file = self.path(content).open("rb", buffering=0)
+            try:
+                file = io.FileIO(open_plain(self.path(content)))
+            except FileNotFoundError:
+                raise self._absent(content) from None
             file.seek(offset)
         if length is None:
             return cast(BinaryIO, file)
@@ -147,8 +160,10 @@ class ImageLayout:
         """Note that a manifest is used now; where we may not write, nobody will know."""
         path = os.path.join(self.root, PRIVATE, "used", content.digest.encoded)
         try:
-            if time.time() - os.stat(path).st_mtime > _TOUCHED:
-                os.utime(path)
+            if os.path.islink(os.path.dirname(path)):
+                return
+            if time.time() - os.lstat(path).st_mtime > _TOUCHED:
+                os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             with contextlib.suppress(OSError, AImageError):
                 make_directory(self.root, PRIVATE, "used")
@@ -161,7 +176,7 @@ class ImageLayout:
         encoded = content.digest.encoded
         for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.place(content)):
             with contextlib.suppress(OSError):
-                return os.stat(path).st_mtime
+                return os.lstat(path).st_mtime
         return 0.0
 
     @property

@@ -23,6 +23,7 @@ from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
+    check_own,
     flock,
     held,
     locks_work,
@@ -99,7 +100,7 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
         StoreError: a lease cannot be read; then nothing may be collected.
     """
     digests: set[Digest] = set()
-    if not (root / PRIVATE / _DIRECTORY).is_dir():
+    if not Path(check_own(root, _DIRECTORY)).is_dir():
         return digests
     can_lock = locks_work(root)
     for path in sorted((root / PRIVATE / _DIRECTORY).glob("*")):

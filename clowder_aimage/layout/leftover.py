@@ -7,10 +7,11 @@ import fcntl
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, flock, locks_work
+from clowder_aimage.layout.lock import PRIVATE, check_own, flock, locks_work
 
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 _ALGORITHMS = ("sha256", "sha512")
@@ -25,7 +26,7 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
     Raises:
         StoreError: one cannot be removed.
     """
-    directory = root / PRIVATE / "ingest"
+    directory = Path(check_own(root, "ingest"))
     removed: list[int] = []
     if not directory.is_dir():
         return removed
@@ -68,16 +69,23 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
         os.close(fd)
 
 
+def _own(private: Path) -> Iterator[Path]:
+    """What is written in our directories, but for the ingests."""
+    for directory in private.glob("[!i]*"):
+        if not directory.is_symlink():
+            yield from directory.glob("*.*")
+
+
 def tidy(root: Path, latest: float) -> None:
     """Remove facts about manifests that are gone, and temporary files from before ``latest``."""
     private = root / PRIVATE
     for kind in ("used", "listing"):
-        for path in (private / kind).glob("*"):
+        for path in Path(check_own(root, kind)).glob("*"):
             places = (root / "blobs" / algorithm / path.name for algorithm in _ALGORITHMS)
             if "." not in path.name and not any(place.exists() for place in places):
                 with contextlib.suppress(OSError):
                     path.unlink()
-    for path in [*private.glob("*.*"), *private.glob("[!i]*/*.*")]:  # but for the ingests
+    for path in [*private.glob("*.*"), *_own(private)]:
         if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
             with contextlib.suppress(OSError):
                 if path.lstat().st_ctime < latest:  # a damaged blob keeps its old mtime

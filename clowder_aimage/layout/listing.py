@@ -11,8 +11,8 @@ from typing import Any
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import detect
-from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.lock import PRIVATE, make_directory
+from clowder_aimage.errors import AImageError, StoreError
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain
 from clowder_aimage.layout.record import write_file
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
@@ -26,8 +26,10 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
     if descriptor.media_type in mediatype.INDEXES:
         return {"size": None, "kind": "index"}
     path = os.path.join(root, PRIVATE, _KIND, descriptor.digest.encoded)
-    with contextlib.suppress(OSError, ValueError), open(path, "rb", buffering=0) as file:
-        value = json.loads(file.read(4096))
+    with contextlib.suppress(OSError, ValueError, RecursionError, StoreError):
+        check_own(root, _KIND)
+        with open(open_plain(path), "rb", buffering=0) as file:
+            value = json.loads(file.read(4096))
         if isinstance(value, dict) and value.keys() == _UNKNOWN.keys():
             return value
     try:

@@ -89,6 +89,33 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
     return fd
 
 
+def open_plain(path: str | Path) -> int:
+    """Open a file to read it. A link, a pipe or the like in its place is as good as nothing: it
+    leads who knows where, or nowhere. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return fd
+
+
+def check_own(root: Path, kind: str) -> str:
+    """The path of a directory of ours, there or not. Raises StoreError where it is a link: what is
+    removed and written there must be ours."""
+    path = os.path.join(root, PRIVATE, kind)
+    if os.path.islink(path):
+        raise StoreError(
+            f"{path} is a link, and what it leads to may be anybody's",
+            hint="remove the link; aimage makes the directory when it needs it",
+        )
+    return path
+
+
 def share(fd: int, directory: str | Path, wanted: int = 0o660) -> None:
     """Give a new file to the group of a directory that is a group's (setgid, writable)."""
     mode = os.stat(directory).st_mode
@@ -99,6 +126,8 @@ def share(fd: int, directory: str | Path, wanted: int = 0o660) -> None:
 
 def make_directory(root: Path, *names: str) -> Path:
     """Make ``root/names...`` where it is not there. In a group's store it is the group's."""
+    if names[0] == PRIVATE and len(names) > 1:
+        check_own(root, names[1])
     path = root.joinpath(*names)
     if path.is_dir():
         return path

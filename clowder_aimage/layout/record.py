@@ -14,8 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import PRIVATE, make_directory, share, sync_directory
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    make_directory,
+    open_plain,
+    share,
+    sync_directory,
+)
+from clowder_aimage.oci import read_json
 
 _MAX_SIZE = 1024 * 1024
 
@@ -31,8 +40,9 @@ class Records:
     def names(self) -> set[str]:
         """The names of the files; ``file_name`` gives that of a key."""
         try:
-            return {name for name in os.listdir(self._directory) if "." not in name}
-        except OSError:
+            directory = check_own(self._root, self._kind)
+            return {name for name in os.listdir(directory) if "." not in name}
+        except (OSError, StoreError):
             return set()
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -44,15 +54,18 @@ class Records:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """What is known of ``key``."""
-        value = self.read(file_name(key))
-        return value if value is not None and value["key"] == key else None
+        with contextlib.suppress(StoreError):
+            check_own(self._root, self._kind)
+            value = self.read(file_name(key))
+            return value if value is not None and value["key"] == key else None
+        return None
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What a file says; None where it is gone, or damaged."""
         try:
-            with open(os.path.join(self._directory, name), "rb", buffering=0) as file:
-                value = json.loads(file.read(_MAX_SIZE))
-        except (OSError, ValueError, RecursionError):
+            with open(open_plain(os.path.join(self._directory, name)), "rb", buffering=0) as file:
+                value = read_json(file.read(_MAX_SIZE) or b"", name)
+        except (OSError, FormatError):
             return None
         return value if isinstance(value, dict) and isinstance(value.get("key"), str) else None
 
@@ -72,6 +85,7 @@ class Records:
 
     def remove(self, key: str) -> None:
         """Forget ``key``, durably. Raises StoreError."""
+        check_own(self._root, self._kind)
         with store_errors(self._root):
             try:
                 os.unlink(os.path.join(self._directory, file_name(key)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -36,10 +37,17 @@ class Stores(ImageLayout):
     def place(self, content: Descriptor) -> str:
         own = super().place(content)
         places = [own, *(blob_path(other.root, content) for other in self._others)]
-        return next((path for path in places if os.path.isfile(path)), own)
+        return next((path for path in places if _is_file(path)), own)
 
     def lease(self, *digests: Digest) -> FileLease:
         return _Leases([self.root, *(other.root for other in self._others)], digests)
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)  # a link leads who knows where
+    except OSError:
+        return False
 
 
 class _Leases(FileLease):

@@ -97,7 +97,9 @@ class Failure:
             text = detail if isinstance(detail, str) else json.dumps(detail)
             code, message = str(error.get("code", "")), str(error.get("message", ""))
             return cls(host, status, code[:60], message[:300], text[:500])
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, AImageError):
+        except (
+            ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AImageError
+        ):  # fmt: skip
             return cls(host, status, "", "", "")
 
     @property

@@ -196,7 +196,7 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         self.session.answer = None
         try:
             token = self._exchange(challenge, scopes, trusted)
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             token = None  # what it sent is not the JSON object that it should be
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
             answer = self.session.answer

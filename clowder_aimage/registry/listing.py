@@ -6,14 +6,13 @@ rest is. We follow it only within the registry's own origin, and not for ever.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from urllib.parse import urljoin, urlsplit
 
 import requests
 
 from clowder_aimage.errors import FormatError, RegistryError
-from clowder_aimage.oci import MAX_MANIFEST_SIZE
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, read_json
 from clowder_aimage.registry.answer import failure, read_capped
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
@@ -40,8 +39,8 @@ def tags(session: Session, name: str) -> list[str]:
 def _tags(raw: bytes, name: str) -> list[str]:
     """The tags in one page; ``null`` is how some registries write an empty list."""
     try:
-        listed = json.loads(raw)["tags"] or []
-    except (ValueError, KeyError, TypeError, RecursionError):
+        listed = read_json(raw, "the answer")["tags"] or []
+    except (FormatError, KeyError, TypeError):
         raise FormatError(f"the answer about the tags of {name} is no list of tags") from None
     if not isinstance(listed, list) or not all(
         isinstance(tag, str) and tag.isprintable() for tag in listed

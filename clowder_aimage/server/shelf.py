@@ -40,8 +40,8 @@ class Shelf:
         """
         try:
             if not self._is_gone(digest):
-                return self._layout.path(Descriptor(MEDIA_TYPE, digest, 0)).open("rb")
-        except (NotFoundError, FileNotFoundError):
+                return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
+        except NotFoundError:
             pass
         raise ApiError("BLOB_UNKNOWN", {"digest": str(digest)})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -208,14 +207,14 @@ def refused(aimage, tiny, monkeypatch):
 
     def refuse(code, what="layer"):
         path = path_of(here, blobs(here)[5] if what == "layer" else digest(here))
-        real = Path.open
+        real = os.open
 
-        def opened(self, *arguments, **options):
-            if self == path:
+        def opened(name, *arguments, **options):
+            if str(name) == str(path):
                 raise OSError(code, os.strerror(code))
-            return real(self, *arguments, **options)
+            return real(name, *arguments, **options)
 
-        monkeypatch.setattr(Path, "open", opened)
+        monkeypatch.setattr(os, "open", opened)
         return here.store, path
 
     return refuse

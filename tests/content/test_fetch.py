@@ -478,6 +478,7 @@ def test_a_failure_is_told_though_the_journal_cannot_be_written(layout, monkeypa
 
     source = Counted(BIG, other, together=2)
     source.fail = Failing(3 * MIB, NetworkError("gone"))  # before a first part is whole
+    fetch(Counted(b"first"), layout, blob(b"first"))  # the directories are there
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(NetworkError, match="gone"):

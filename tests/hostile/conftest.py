@@ -1,0 +1,48 @@
+"""The world of the hostile tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.registry import retry
+from tests.hostile.hostile_server import Ours
+from tests.hostile.hostile_world import SECRET, World
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> World:
+    """A home, a store, and what is outside of both."""
+    for name in list(os.environ):
+        if name.startswith(("AIMAGE_", "DOCKER_", "XDG_", "SSL_CERT")):
+            monkeypatch.delenv(name)
+    home, store, outside = (tmp_path / name for name in ("home", "store", "outside"))
+    for directory in (home, outside):
+        directory.mkdir()
+    (outside / "secret").write_bytes(SECRET)
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("AIMAGE_STORE", str(store))
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power cut is awaited here
+    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    return World(home, store, outside, capture=capfd)
+
+
+@pytest.fixture
+def running_registry() -> Iterator[Callable[[Path], Callable[..., tuple[int, bytes]]]]:
+    """``running_registry(store)``: what asks a registry of ours over that store."""
+    servers: list[Ours] = []
+
+    def serve(store: Path) -> Callable[..., tuple[int, bytes]]:
+        servers.append(Ours(store))
+        return servers[-1].ask
+
+    yield serve
+    for server in servers:
+        server.close()

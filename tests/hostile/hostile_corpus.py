@@ -1,0 +1,55 @@
+"""What is no digest, though somebody says so (CVE-2024-37032, CVE-2024-3727, CVE-2026-7020)."""
+
+from __future__ import annotations
+
+HEX = "0123456789abcdef" * 4
+
+TEXTS = {
+    "climbs": "sha256:../../outside/secret",
+    "climbs_in_full": f"sha256:{'../' * 17}outside/secr",
+    "climbs_before": f"../outside:{HEX}",
+    "dots": "sha256:..",
+    "absolute": "sha256:/etc/passwd",
+    "absolute_before": f"/etc/passwd:{HEX}",
+    "no_colon": f"sha256-{HEX}",
+    "slash": f"sha256/{HEX}",
+    "upper": f"sha256:{HEX.upper()}",
+    "upper_algorithm": f"SHA256:{HEX}",
+    "short": f"sha256:{HEX[:-1]}",
+    "long": f"sha256:{HEX}0",
+    "very_long": f"sha256:{'a' * 100_000}",
+    "sha512_short": f"sha512:{HEX}",
+    "other": f"md5:{HEX[:32]}",
+    "unregistered": f"blake3:{HEX}",
+    "compound": f"sha256+b64u:{HEX}",
+    "nul": f"sha256:{HEX[:-1]}\0",
+    "nul_after": f"sha256:{HEX}\0",
+    "nul_inside": "sha256:\0/../../outside/secret",
+    "newline": f"sha256:{HEX}\n",
+    "header": f"sha256:{HEX}\r\nX-Injected: yes",
+    "wide_digits": "sha256:" + "０" * 64,
+    "arabic_digits": "sha256:" + "٠" * 64,
+    "one_wide_digit": f"sha256:{HEX[:-1]}１",
+    "percent": "sha256:..%2f..%2foutside%2fsecret",
+    "percent_colon": f"sha256%3a{HEX}",
+    "backslash": "sha256:..\\..\\outside\\secret",
+    "query": f"sha256:{HEX}?x=y",
+    "fragment": f"sha256:{HEX}#x",
+    "space": f" sha256:{HEX}",
+    "twice": f"sha256:sha256:{HEX}",
+    "not_hex": f"sha256:{'g' * 64}",
+    "half_a_pair": f"sha256:{HEX[:-1]}\ud800",
+    "without_value": "sha256:",
+    "without_algorithm": f":{HEX}",
+    "hex": HEX,
+    "empty": "",
+    "url": f"http://127.0.0.1:1/sha256:{HEX}",
+}
+VALUES: dict[str, object] = {
+    **TEXTS,
+    "null": None,
+    "number": 7,
+    "truth": True,
+    "list": [f"sha256:{HEX}"],
+    "object": {"sha256": HEX},
+}

@@ -1,0 +1,220 @@
+"""A store, a home and a command line in this process, and an eye on every file that is touched.
+
+What lies in ``outside`` is nobody's business: no verb may open, change or remove anything there,
+whichever name leads to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from clowder_aimage.cli import main as program
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import mediatype
+from tests.process import Done
+
+SECRET = b"what nobody was to read"
+_ROOT = Path(__file__).parents[2]
+_ALWAYS = (  # Python's own files, the machine's settings
+    str(_ROOT),
+    sys.prefix,
+    sys.base_prefix,
+    os.path.realpath(sys.base_prefix),
+    "/dev",
+    "/etc/containers",
+    "/etc/docker",
+    "/etc/ssl",
+    "/usr/lib/ssl",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+    "/proc",
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_EVENTS = {  # which of the arguments are paths
+    "os.chmod": 1,
+    "os.chown": 1,
+    "os.link": 2,
+    "os.listdir": 1,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.scandir": 1,
+    "os.symlink": 2,
+    "os.truncate": 1,
+    "os.utime": 1,
+}
+_READS = {"os.listdir", "os.scandir"}
+_FOLLOWS = {"os.chmod", "os.chown", "os.listdir", "os.scandir", "os.truncate", "os.utime"}
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A file that was touched: its path as it was given, the place it leads to, and how."""
+
+    event: str
+    path: str
+    place: str
+    writes: bool
+
+
+@dataclass
+class _Eye:
+    """What is seen while it is open. An audit hook stays for ever, so there is one."""
+
+    touches: list[Touch] | None = None
+    is_there: bool = False
+
+    def see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        touches = self.touches
+        if touches is None:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            if isinstance(path, str | bytes | os.PathLike):
+                writes = bool(flags & _WRITES) or any(c in (mode or "") for c in "wax+")
+                touches.append(_touch(event, path, not flags & os.O_NOFOLLOW, writes))
+        elif event in _EVENTS:
+            for path in arguments[: _EVENTS[event]]:
+                if isinstance(path, str | bytes | os.PathLike):
+                    follows = event in _FOLLOWS
+                    touches.append(_touch(event, path, follows, event not in _READS))
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[list[Touch]]:
+        if not self.is_there:
+            sys.addaudithook(self.see)
+            self.is_there = True
+        self.touches = found = []
+        try:
+            yield found
+        finally:
+            self.touches = None
+
+
+def _touch(event: str, path: Any, follows: bool, writes: bool) -> Touch:
+    text = os.fsdecode(path)
+    head, name = os.path.split(text)
+    place = os.path.realpath(text) if follows else f"{os.path.realpath(head)}/{name}"
+    return Touch(event, text, place, writes)
+
+
+EYE = _Eye()
+
+
+@dataclass
+class World:
+    """The place where a test happens."""
+
+    home: Path
+    store: Path
+    outside: Path
+    allowed: list[Path] = field(default_factory=list)
+    capture: Any = None
+
+    @property
+    def layout(self) -> ImageLayout:
+        return ImageLayout(self.store)
+
+    def aimage(self, *arguments: object, code: int | tuple[int, ...] = 0) -> Done:
+        """Run a verb as a process would: it ends with that code, in words, and touches nothing
+        that it should not."""
+        texts = list(map(str, arguments))
+        self.capture.readouterr()
+        with pytest.MonkeyPatch.context() as patch, self.watched():
+            patch.setattr(sys, "argv", ["aimage", *texts])
+            patch.setattr(program, "_leave", _leave)
+            with pytest.raises(SystemExit) as ended:
+                program.main()
+        out, err = self.capture.readouterr()
+        codes = (code,) if isinstance(code, int) else code
+        assert ended.value.code in codes, f"{texts[0]} {ended.value.code}: {out[:999]}\n{err[:999]}"
+        assert len(err) < 4000, "nobody reads that much"
+        return Done(int(str(ended.value.code)), out, err)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What happens meanwhile happens in the store and at home."""
+        before = snapshot(self.outside)
+        with EYE.open() as touches:
+            yield
+        wrong = [touch for touch in touches if not self._may(touch)]
+        assert not wrong, wrong
+        assert snapshot(self.outside) == before
+
+    def _may(self, touch: Touch) -> bool:
+        if any(ord(c) < 32 for c in touch.path) or ".." in Path(touch.path).parts:
+            return False
+        own = [os.path.realpath(place) for place in (self.home, self.store, *self.allowed)]
+        if os.path.commonpath([touch.place, os.path.realpath(self.outside)]) == str(
+            self.outside.resolve()
+        ):
+            return False
+        places = own if touch.writes else [*own, *_ALWAYS, *filter(None, sys.path)]
+        return _is_below(touch.place, places) or touch.place == str(Path(own[1]).parent)
+
+
+def _is_below(path: str, places: list[str] | tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
+
+
+def _leave(code: int, message: str) -> None:
+    """As the program leaves, but that the tests go on."""
+    assert message.strip()
+    click.echo(f"aimage: {message}", err=True)
+    raise SystemExit(code)
+
+
+def snapshot(directory: Path) -> dict[str, tuple[Any, ...]]:
+    """All that is below a directory: what it is, when it was changed, and what is in it."""
+    found = {}
+    for path in sorted([directory, *directory.rglob("*")]):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        facts = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+        found[str(path)] = facts if path != directory else facts[:2]
+    return found
+
+
+# -- what is planted
+
+
+def digest_of(data: bytes, algorithm: str = "sha256") -> str:
+    return f"{algorithm}:{hashlib.new(algorithm, data).hexdigest()}"
+
+
+def described(data: bytes, media_type: str = "application/vnd.example.blob") -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+
+def plant(store: Path, data: bytes) -> Path:
+    """Put a blob where its digest says, as any tool would."""
+    path = store / "blobs" / "sha256" / hashlib.sha256(data).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_bytes(data)
+        path.chmod(0o444)
+    return path
+
+
+def entry(data: bytes, name: str, media_type: str = mediatype.OCI_MANIFEST) -> dict[str, Any]:
+    """An entry of index.json."""
+    return {**described(data, media_type), "annotations": {mediatype.REF_NAME: name}}
+
+
+def write_index(store: Path, *entries: Any) -> None:
+    store.mkdir(parents=True, exist_ok=True)
+    (store / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
+    value = {"schemaVersion": 2, "manifests": list(entries)}
+    (store / "index.json").write_bytes(json.dumps(value).encode())

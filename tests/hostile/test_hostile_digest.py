@@ -1,0 +1,431 @@
+"""What is no digest, wherever one may stand: nothing is asked for and no path is made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from typing import Any
+
+import pytest
+
+from clowder_aimage.oci import mediatype
+from tests.hostile.hostile_corpus import HEX, TEXTS, VALUES
+from tests.hostile.hostile_server import serving
+from tests.hostile.hostile_world import described, digest_of, entry, plant, write_index
+from tests.scripted import Answer, ScriptedRegistry
+
+CONFIG, LAYER = b"{}", b"weights"
+SUBJECT = {"mediaType": mediatype.OCI_MANIFEST, "digest": f"sha256:{HEX}", "size": 2}
+NAME = "local/x:v1"
+ALL = pytest.mark.parametrize("bad", VALUES.values(), ids=list(VALUES))
+SPELT = pytest.mark.parametrize("bad", TEXTS.values(), ids=list(TEXTS))
+
+
+def manifest(**fields: Any) -> dict[str, Any]:
+    return {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "config": described(CONFIG, mediatype.AIMAGE_CONFIG),
+        "layers": [described(LAYER)],
+        **fields,
+    }
+
+
+def index(**fields: Any) -> dict[str, Any]:
+    child = json.dumps(manifest()).encode()
+    return {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_INDEX,
+        "manifests": [described(child, mediatype.OCI_MANIFEST)],
+        **fields,
+    }
+
+
+def documents(bad: object) -> dict[str, bytes]:
+    """A document for each field that may hold a digest, with ``bad`` there."""
+    wrong = {**described(LAYER), "digest": bad}
+    wrong_child = {**wrong, "mediaType": mediatype.OCI_MANIFEST}
+    good_child = index()["manifests"]
+    return {
+        field: json.dumps(document).encode()
+        for field, document in {
+            "config": manifest(config={**wrong, "mediaType": mediatype.AIMAGE_CONFIG}),
+            "layers": manifest(layers=[described(LAYER), wrong]),
+            "subject": manifest(subject={**SUBJECT, "digest": bad}),
+            "blobs": {
+                **manifest(mediaType="application/vnd.oci.artifact.manifest.v1+json"),
+                "blobs": [wrong],
+            },
+            "manifests": index(manifests=[*good_child, wrong_child]),
+            "manifests_only": index(manifests=[wrong_child]),
+            "index_subject": index(subject={**SUBJECT, "digest": bad}),
+        }.items()
+    }
+
+
+def some_of(found: dict[str, bytes], bad: object) -> dict[str, bytes]:
+    """One of the fields for each text, and all of them for the worst: they go through one door."""
+    if bad == TEXTS["climbs"]:
+        return found
+    field = list(found)[len(repr(bad)) % len(found)]
+    return {field: found[field]}
+
+
+def kind_of(raw: bytes) -> str:
+    return str(json.loads(raw)["mediaType"])
+
+
+def store_with(world: Any, raw: bytes, kind: str = "") -> None:
+    """The document in the store, as another tool may have put it there."""
+    for data in (raw, CONFIG, LAYER, json.dumps(manifest()).encode()):
+        plant(world.store, data)
+    write_index(world.store, entry(raw, NAME, kind or kind_of(raw)))
+
+
+@ALL
+def test_pulled(world, bad):
+    """Every document is refused before anything else is asked for."""
+    found = documents(bad)
+
+    def script(seen):
+        raw = found[seen.path.rpartition("/")[2]]
+        return Answer(200, {"Content-Type": kind_of(raw)}, raw)
+
+    with ScriptedRegistry(script).running() as registry:
+        for field in found:
+            for options in ((), ("--whole",)):
+                registry.seen.clear()
+                done = world.aimage("pull", f"{registry.host}/x:{field}", *options, code=5)
+                assert "Traceback" not in done.err
+                assert [seen.path for seen in registry.seen] == [f"/v2/x/manifests/{field}"]
+    assert not (world.store / "index.json").exists()
+
+
+@ALL
+def test_in_a_stored_document(world, bad):
+    for field, raw in some_of(documents(bad), bad).items():
+        store_with(world, raw)
+        with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
+            name = f"{registry.host}/x:v1"
+            write_index(world.store, entry(raw, NAME, kind_of(raw)), entry(raw, name, kind_of(raw)))
+            world.aimage("push", name, code=5)
+            assert registry.seen == [], field
+        for verb in ("show", "diff"):
+            names = (NAME,) if verb == "show" else (NAME, name)
+            world.aimage(verb, *names, code=(0, 5) if verb == "diff" else 5)
+        world.aimage("tag", NAME, "y", code=5)
+        world.aimage("save", NAME, "-o", world.home / "x.tar", code=5)
+        if field != "blobs":  # of a kind that nobody knows, it is a blob like others
+            world.aimage("verify", code=5)
+            world.aimage("verify", NAME, code=5)
+        for verb in ("ls", "du", "df"):
+            world.aimage(verb)
+        world.aimage("gc", "--grace", "0")
+        assert NAME in world.aimage("ls").out
+
+
+@ALL
+def test_in_an_entry_of_the_index(world, bad):
+    """It is another tool's: passed over by all but verify, and it stays."""
+    good = json.dumps(manifest()).encode()
+    store_with(world, good)
+    wrong = {**entry(good, "bad/x:v1"), "digest": bad}
+    write_index(world.store, wrong, entry(good, NAME))
+    listed = world.aimage("ls").out
+    assert NAME in listed
+    assert "bad/x" not in listed
+    for verb in (("show",), ("rm",), ("save", "-o", world.home / "x.tar")):
+        world.aimage(*verb, "bad/x:v1", code=3)
+    world.aimage("tag", NAME, "y")
+    for verb in (("gc", "--grace", "0"), ("du",), ("df",)):
+        world.aimage(*verb)
+    world.aimage("verify", code=5)
+    world.aimage("rm", "y")
+    assert json.loads((world.store / "index.json").read_bytes())["manifests"][0] == wrong
+
+
+@ALL
+def test_in_a_record_of_a_name(world, bad):
+    """What we wrote down beside the index may have been written by another, too."""
+    good = json.dumps(manifest()).encode()
+    store_with(world, good)
+    world.aimage("tag", NAME, "y")
+    for path in (world.store / ".aimage" / "names").iterdir():
+        record = json.loads(path.read_bytes())
+        for elsewhere in (False, True):
+            record["entry"]["digest"] = bad
+            path.write_text(json.dumps(record | {"elsewhere": elsewhere}))
+            write_index(world.store, entry(good, NAME))
+            assert world.aimage("ls").out.count("v1") == 1
+            world.aimage("gc", "--grace", "0")
+            world.aimage("tag", NAME, "z")
+            world.aimage("rm", "z")
+
+
+@SPELT
+def test_in_a_lease(world, bad):
+    good = json.dumps(manifest()).encode()
+    store_with(world, good)
+    leases = world.store / ".aimage" / "lease"
+    leases.mkdir(parents=True)
+    (leases / "a").write_bytes(f"\n{bad}\n".encode("utf-8", "surrogatepass"))
+    world.aimage("gc", "--grace", "0")
+
+
+def container(**change: Any) -> bytes:
+    config: dict[str, Any] = {
+        "rootfs": {"type": "layers", "diff_ids": [digest_of(LAYER)]},
+        "vnd.clowder.aimage.layers": [{**described(LAYER, mediatype.AIMAGE_FILE), "name": "a"}],
+    }
+    return json.dumps(config | change).encode()
+
+
+@ALL
+@pytest.mark.parametrize("where", ["diff_ids", "layers"])
+def test_in_an_image_config(world, bad, where):
+    """Of a container image, as which an AImage may travel."""
+    row = {**described(LAYER, mediatype.AIMAGE_FILE), "name": "a"}
+    config = {
+        "diff_ids": container(rootfs={"type": "layers", "diff_ids": [bad]}),
+        "layers": container(**{"vnd.clowder.aimage.layers": [{**row, "digest": bad}]}),
+    }[where]
+    raw = json.dumps(manifest(config=described(config, mediatype.OCI_CONFIG))).encode()
+    with ScriptedRegistry(serving(raw, config, LAYER)).running() as registry:
+        name = f"{registry.host}/x:v1"
+        world.aimage("pull", name)  # kept as it is: it may be an image of another kind
+        assert {seen.path for seen in registry.seen} == {
+            "/v2/x/manifests/v1",
+            *(f"/v2/x/blobs/{digest_of(data)}" for data in (config, LAYER)),
+        }
+    world.aimage("show", name, code=5)
+    world.aimage("run", name, "a prompt", code=5)
+    world.aimage("verify")
+    for verb in (("ls",), ("du",), ("gc", "--grace", "0")):
+        world.aimage(*verb)
+    world.aimage("verify")
+
+
+@ALL
+def test_among_referrers(world, bad):
+    """From the API, and from the index under a tag."""
+    raw = json.dumps(manifest()).encode()
+    wrong = {**SUBJECT, "digest": bad}
+    listed = json.dumps({**index(), "manifests": [wrong]}).encode()
+    kind = {"Content-Type": mediatype.OCI_INDEX}
+
+    state = {"has_api": True}
+
+    def script(seen):
+        if "/referrers/" in seen.path:
+            return Answer(200, kind, listed) if state["has_api"] else Answer(404)
+        if seen.path.endswith("/v1"):
+            return Answer(200, {"Content-Type": mediatype.OCI_MANIFEST}, raw)
+        return Answer(200, kind, listed)
+
+    for state["has_api"] in (True, False):
+        with ScriptedRegistry(script).running() as registry:
+            world.aimage("referrers", f"{registry.host}/x:v1", code=5)
+            allowed = ("/v2/x/manifests/v1", f"/v2/x/referrers/{digest_of(raw)}")
+            tag = f"/v2/x/manifests/{digest_of(raw).replace(':', '-')}"
+            assert {seen.path for seen in registry.seen} <= {*allowed, tag}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [text for text in TEXTS.values() if text.isprintable() and text.isascii()],
+    ids=lambda text: text[:40],
+)
+def test_in_the_header_of_a_manifest(world, bad):
+    """It is compared, where it is a digest of a kind that we know, and otherwise means nothing."""
+    raw = json.dumps(manifest()).encode()
+
+    def script(seen):
+        answer = serving(raw, CONFIG, LAYER)(seen)
+        answer.headers["Docker-Content-Digest"] = bad[:9000]
+        return answer
+
+    with ScriptedRegistry(script).running() as registry:
+        code = 5 if bad.strip().startswith("sha256:") else 0
+        world.aimage("pull", f"{registry.host}/x:v1", code=code)
+        assert all(seen.path.count("/") == 4 and ".." not in seen.path for seen in registry.seen)
+
+
+LOCATIONS = [
+    "../../../outside/secret",
+    "file:///etc/passwd",
+    "file://localhost/etc/passwd",
+    "/v2/x/blobs/uploads/../../../../outside",
+    "//",
+    "http://",
+    "http://[",
+    "http://[::1",
+    "http://127.0.0.1:99999/x",
+    "http://127.0.0.1:port/x",
+    "http:///etc/passwd",
+    "gopher://127.0.0.1/x",
+    "\\\\host\\share",
+    "?",
+    "#",
+    "%00",
+    "http://%2e%2e/",
+    "http://a b/",
+    "javascript:alert(1)",
+    "data:text/plain,x",
+    "a" * 9000,
+]
+
+
+@pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
+def test_where_an_upload_goes(world, where):
+    raw = json.dumps(manifest()).encode()
+    store_with(world, raw)
+
+    def script(seen):
+        if seen.method == "POST":
+            return Answer(202, {"Location": where})
+        return Answer(404 if seen.method in ("HEAD", "GET") else 400)
+
+    with ScriptedRegistry(script).running() as registry:
+        write_index(world.store, entry(raw, f"{registry.host}/x:v1"))
+        world.aimage("push", f"{registry.host}/x:v1", "--jobs", "1", code=(1, 3, 4, 5))
+
+
+@pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
+@pytest.mark.parametrize("of", ["manifests", "blobs"])
+def test_where_a_redirect_leads(world, where, of):
+    raw = json.dumps(manifest()).encode()
+
+    def script(seen):
+        if f"/{of}/" in seen.path:
+            return Answer(307, {"Location": where})
+        return serving(raw, CONFIG, LAYER)(seen)
+
+    with ScriptedRegistry(script).running() as registry:
+        world.aimage("pull", f"{registry.host}/x:v1", "--jobs", "1", code=(1, 3, 4, 5))
+    assert not (world.store / "index.json").exists()
+
+
+@SPELT
+def test_in_a_name_on_the_command_line(world, bad):
+    if "\0" in bad:
+        pytest.skip("no argument can hold it")
+    with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
+        for verb in ("pull", "push", "show", "rm", "referrers"):
+            world.aimage(verb, f"{registry.host}/x@{bad[:5000]}", code=2)
+        assert registry.seen == []
+
+
+@SPELT
+def test_pushed_to_a_registry_of_ours(world, bad, running_registry):
+    """A manifest, by HTTP: refused as the specification says, and nothing is kept of it."""
+    ask = running_registry(world.store)
+    for field, raw in documents(bad).items():
+        with world.watched():
+            status, body = ask("PUT", "/v2/x/manifests/v1", raw, kind_of(raw))
+        assert (status, json.loads(body)["errors"][0]["code"]) == (400, "MANIFEST_INVALID"), field
+    assert not list(world.store.glob("blobs/*/*"))
+
+
+# -- archives
+
+
+def archive(**members: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+@ALL
+def test_in_an_archive(world, bad):
+    good = json.dumps(manifest()).encode()
+    path = world.home / "x.tar"
+    wrong_entry = json.dumps(
+        {"schemaVersion": 2, "manifests": [{**entry(good, NAME), "digest": bad}]}
+    ).encode()
+    found = some_of(documents(bad), bad)
+    blobs = {f"blobs/{digest_of(data).replace(':', '/')}": data for data in (good, CONFIG, LAYER)}
+    cases = [(wrong_entry, good)]
+    for field, raw in found.items():
+        if field != "blobs":
+            listed = {"schemaVersion": 2, "manifests": [entry(raw, NAME, kind_of(raw))]}
+            cases.append((json.dumps(listed).encode(), raw))
+    for listing, raw in cases:
+        members = {
+            "oci-layout": b'{"imageLayoutVersion":"1.0.0"}',
+            "index.json": listing,
+            f"blobs/{digest_of(raw).replace(':', '/')}": raw,
+            **blobs,
+        }
+        path.write_bytes(archive(**members))
+        world.aimage("load", path, code=5)
+    assert NAME not in world.aimage("ls").out
+
+
+# -- names of layers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "a//b",
+        "a/",
+        "..\\x",
+        "C:\\x",
+        "a\0b",
+        "a\nb",
+        "\x7f",
+        "\ud800",
+        "a" * 1025,
+    ],
+    ids=lambda name: repr(name)[:30],
+)
+@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
+def test_a_name_of_a_layer_that_climbs(world, name, dialect):
+    """It is kept as it came, for it harms nobody; it is no AImage, and cannot be run."""
+    annotations = {mediatype.NAME: name, mediatype.MEDIATYPE: mediatype.AIMAGE_FILE}
+    row = {**described(LAYER, mediatype.OLLAMA_JSON), "name": name}
+    config = (
+        CONFIG
+        if dialect != "container"
+        else container(
+            **{"vnd.clowder.aimage.layers": [{**row, "mediaType": mediatype.AIMAGE_FILE}]}
+        )
+    )
+    kind, layer = {
+        "clowder": (mediatype.AIMAGE_CONFIG, {**described(LAYER), "annotations": annotations}),
+        "ollama": (mediatype.DOCKER_CONFIG, row),
+        "container": (mediatype.OCI_CONFIG, {**described(LAYER), "annotations": annotations}),
+    }[dialect]
+    raw = json.dumps(manifest(config=described(config, kind), layers=[layer])).encode()
+    with ScriptedRegistry(serving(raw, config, LAYER)).running() as registry:
+        target = f"{registry.host}/x:v1"
+        world.aimage("pull", target)
+        world.aimage("push", target, code=(0, 1))
+    world.aimage("show", "--layers", target, code=5)
+    world.aimage("run", target, "a prompt", code=5)
+    world.aimage("diff", target, target)
+    world.aimage("verify")
+
+
+@pytest.mark.parametrize("title", ["../../outside/x", "/etc/passwd", "a/../../b", "C:\\x", "\n"])
+def test_a_title_names_no_file(world, title):
+    annotations = {"org.opencontainers.image.title": title}
+    raw = json.dumps(manifest(layers=[{**described(LAYER), "annotations": annotations}])).encode()
+    with ScriptedRegistry(serving(raw, CONFIG, LAYER)).running() as registry:
+        target = f"{registry.host}/x:v1"
+        world.aimage("pull", target)
+    world.aimage("diff", target, target)
+    world.aimage("save", target, "-o", world.home / "x.tar")
+    with tarfile.open(world.home / "x.tar") as tar:
+        assert all(n.split("/")[0] in ("blobs", "oci-layout", "index.json") for n in tar.getnames())
