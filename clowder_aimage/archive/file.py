@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -18,7 +20,7 @@ from typing import BinaryIO
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 from clowder_aimage.layout.direct import DirectFile
-from clowder_aimage.layout.lock import sync_directory
+from clowder_aimage.layout.lock import flock, is_locked, open_plain, sync_directory
 from clowder_aimage.oci import Digest
 
 _PARTING = 1.0  # seconds that a write under way gets when the rest has failed
@@ -43,36 +45,76 @@ def whole_file(path: Path, size: int, *, hashed: bool) -> Iterator[Writer]:
         if mode is not None and stat.S_ISDIR(mode):
             raise UsageError(f"{path} is a directory", hint=f"name a file in it: {path}/NAME.tar")
         if mode is not None and not stat.S_ISREG(mode):
-            with final.open("wb", buffering=0) as file, Writer(file, path, hashed=hashed) as writer:
+            with final.open("wb", buffering=0) as pipe, Writer(pipe, path, hashed=hashed) as writer:
                 yield writer
             return
         if not final.parent.is_dir():
             raise StoreError(f"there is no directory {path.parent}")
-        free = shutil.disk_usage(final.parent).free
-    if size > free:
-        raise NoSpaceError(
-            f"the archive has {size} bytes, and {path.parent} has room for {free}",
-            hint="free some space, or write it to another disk",
-        )
-    with _beside(path, final, mode, hashed) as writer:
-        yield writer
+        temporary, file = _new(final)
+    with _beside(path, final, temporary, file):
+        _remove_leftovers(final, temporary)
+        with _faults(path):
+            free = shutil.disk_usage(final.parent).free
+        if size > free:
+            raise NoSpaceError(
+                f"the archive has {size} bytes, and {path.parent} has room for {free}",
+                hint="free some space, or write it to another disk",
+            )
+        direct = DirectFile(str(temporary))
+        with Writer(file, path, hashed=hashed, direct=direct) as writer:
+            yield writer
+        if mode is not None:
+            with _faults(path):
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+
+
+def _prefix(final: Path) -> str:
+    """What the names of files begin with that shall become ``final``."""
+    return f".{final.name[:100]}."
+
+
+def _new(final: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside ``final``, locked as long as it is open. Raises OSError."""
+    while True:
+        path = final.with_name(f"{_prefix(final)}{secrets.token_hex(4)}")
+        file = path.open("xb", buffering=0)
+        flock(file.fileno(), fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return path, file
+        file.close()  # it was taken for a leftover before it was locked
+
+
+def _remove_leftovers(final: Path, temporary: Path) -> None:
+    """Remove what killed processes have left beside ``final``: what nobody has locked, where our
+    own ``temporary`` shows that locks work. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        if not is_locked(temporary):
+            return
+        for path in final.parent.iterdir():
+            if re.fullmatch(re.escape(_prefix(final)) + "[0-9a-f]{8}", path.name):
+                with contextlib.suppress(OSError):
+                    _remove_idle(path)
+
+
+def _remove_idle(path: Path) -> None:
+    fd = open_plain(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    finally:
+        os.close(fd)
 
 
 @contextmanager
-def _beside(path: Path, final: Path, mode: int | None, hashed: bool) -> Iterator[Writer]:
-    """A new file in the same directory, renamed when it is whole. ``mode`` is the old one's."""
-    temporary = final.with_name(f".{final.name[:100]}.{secrets.token_hex(4)}")
+def _beside(path: Path, final: Path, temporary: Path, file: BinaryIO) -> Iterator[None]:
+    """Give ``temporary``, which is open as ``file``, its name when the block has ended well."""
     try:
-        with _faults(path), temporary.open("xb", buffering=0) as file:
-            direct = DirectFile(str(temporary))
-            with Writer(file, path, hashed=hashed, direct=direct) as writer:
-                yield writer
-            if mode is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(mode))
-            os.fsync(file.fileno())
-        with _faults(path):
-            temporary.replace(final)
-            sync_directory(final.parent)
+        with file:
+            yield
+            with _faults(path):
+                os.fsync(file.fileno())
+                temporary.replace(final)  # while it is locked: it is no leftover
+                sync_directory(final.parent)
     finally:
         with contextlib.suppress(OSError):  # why it was not finished is worth more
             temporary.unlink(missing_ok=True)

@@ -32,13 +32,20 @@ def pin(refs: tuple[str, ...]) -> None:
 
 
 def _names(layout: ImageLayout, reference: Reference) -> list[str]:
-    """A name in the store, or all that a digest has. Raises NotFoundError."""
+    """A name in the store, or all that a digest has. Raises NotFoundError, also where it is in a
+    store that is only read: nothing would keep it there."""
     from clowder_aimage.layout.layout import index_name
+    from clowder_aimage.layout.stores import only_read
 
     digest = layout.resolve(reference).digest
+    names = [name for name, root in layout.tags() if root.digest == digest]
     if reference.tag is not None:
-        return [index_name(reference)]
-    return [name for name, root in layout.tags() if root.digest == digest]
+        names = [index_name(reference)]
+    borrowed = layout.borrowed()
+    ours = [name for name in names if name not in borrowed]
+    if names and not ours:
+        raise only_read(reference, borrowed[names[0]], "pin")
+    return ours
 
 
 @click.command(short_help="Let a pinned name go.")

@@ -7,7 +7,7 @@ import click
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import plain, result
 from clowder_aimage.errors import UsageError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, mediatype
 
 
 @click.command(short_help="Give an AImage another name.")
@@ -23,6 +23,7 @@ def tag(src: str, dst: str) -> None:
     chosen.layout.resolve(source)  # before a store is made just to look into it
     with chosen.layout.keep():
         descriptor = chosen.layout.resolve(source)
-        chosen.layout.tag(descriptor, target)
+        is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
+        chosen.layout.tag(descriptor, target, is_partial=is_partial)
     value = {"reference": str(target), **plain(descriptor)}
     result(value, str(descriptor.digest), as_json=chosen.as_json)

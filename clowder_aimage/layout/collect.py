@@ -205,8 +205,8 @@ class Collector:
         max_size: int | None,
         keep: Sequence[str],
     ) -> set[str]:
-        """The names that were let go."""
-        entries = [(name, root) for name, root in self._layout.entries() if name]
+        """The names that were let go; those of stores that are only read are none of ours."""
+        entries = [(name, root) for name, root in ImageLayout.entries(self._layout) if name]
         pinned = {name for name, _ in self._layout.pins.items()}
         free = [
             (self._layout.used(descriptor), name, descriptor)

@@ -125,6 +125,21 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _learn(root: Path, entries: list[Any]) -> None:
+    """Write down what another tool has named by our names: what they meant before must not come
+    back when it drops them."""
+    records = Records(root, "names")
+    ours = records.names()
+    for entry in entries if ours else ():
+        name = entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+        if file_name(name) not in ours:
+            continue
+        ours.discard(file_name(name))  # of two, the first counts
+        known = (records.get(name) or {}).get("entry")
+        if isinstance(known, dict) and known.get("digest") != entry.get("digest"):
+            records.put(name, {"entry": entry}, durable=True)
+
+
 def _is_here(root: Path, entry: Any) -> bool:
     """Whether the manifest of an entry is in the store; without it the name means nothing."""
     try:
@@ -177,6 +192,7 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
                 sync_directory(root.parent)
         value, mark = _read(root)
         before = copy.deepcopy(value)
+        _learn(root, value["manifests"])
         value = _restored(root, value)
         yield value
         while value != before or mark is None:

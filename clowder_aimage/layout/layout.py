@@ -30,6 +30,7 @@ from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.listing import remember
 from clowder_aimage.layout.lock import (
     PRIVATE,
+    check_own,
     held,
     make_directory,
     open_plain,
@@ -49,6 +50,7 @@ from clowder_aimage.oci import (
 _TOUCHED = 60.0  # seconds in which a second use is no news
 _WRITTEN = 5.0  # seconds after its last change in which another tool may be at a file
 _LOOKS, _LOOK = 20, 0.02  # how often, and how long in between
+_PATIENCE, _SPEED = 2.0, 50e6  # seconds, and bytes in each, that another gets to write what we have
 
 
 class ImageLayout:
@@ -62,6 +64,15 @@ class ImageLayout:
         self.root = root
         self._names = Records(root, "names")
         self._batch: Batch | None = None
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """The directories whose names are read; the first is written."""
+        return (self.root,)
+
+    def borrowed(self) -> dict[str, Path]:
+        """The names that only another store has, and which: they are none of ours to change."""
+        return {}
 
     # -- reading
 
@@ -158,17 +169,15 @@ class ImageLayout:
 
     def use(self, content: Descriptor) -> None:
         """Note that a manifest is used now; where we may not write, nobody will know."""
-        path = os.path.join(self.root, PRIVATE, "used", content.digest.encoded)
         try:
-            if os.path.islink(os.path.dirname(path)):
-                return
+            path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
             if time.time() - os.lstat(path).st_mtime > _TOUCHED:
                 os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             with contextlib.suppress(OSError, AImageError):
                 make_directory(self.root, PRIVATE, "used")
                 os.close(open_shared(path))
-        except OSError:
+        except (OSError, AImageError):
             pass
 
     def used(self, content: Descriptor) -> float:
@@ -233,15 +242,9 @@ class ImageLayout:
             self.tag(content, reference)
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
-        while True:
-            try:
-                ingest = self.ingest(content.digest.encoded, content)
-            except IngestBusyError:
-                if self.exists(content):  # another thread has it in the batch
-                    return
-                time.sleep(_LOOK)
-            else:
-                break
+        ingest = self._ingest_or_own(content)
+        if ingest is None:
+            return
         if self.exists(content):  # another process was at it, and has finished
             ingest.abort()
             return
@@ -256,6 +259,23 @@ class ImageLayout:
             ingest.abort()
             raise
         ingest.commit(content)
+
+    def _ingest_or_own(self, content: Descriptor) -> FileIngest | None:
+        """An ingest for content that we have at hand; None where it has come meanwhile.
+
+        Another process that is at it is waited for as long as writing takes. One that is stopped,
+        or has it from a slow registry, is left to it: then the content is written twice.
+        """
+        last = time.monotonic() + _PATIENCE + content.size / _SPEED
+        while True:
+            try:
+                return self.ingest(content.digest.encoded, content)
+            except IngestBusyError:
+                if self.exists(content):  # another thread has it in the batch
+                    return None
+                if time.monotonic() > last:
+                    return self.ingest(f"push-{content.digest.encoded}")
+            time.sleep(_LOOK)
 
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False

@@ -104,15 +104,17 @@ def open_plain(path: str | Path) -> int:
     return fd
 
 
-def check_own(root: Path, kind: str) -> str:
-    """The path of a directory of ours, there or not. Raises StoreError where it is a link: what is
-    removed and written there must be ours."""
-    path = os.path.join(root, PRIVATE, kind)
-    if os.path.islink(path):
-        raise StoreError(
-            f"{path} is a link, and what it leads to may be anybody's",
-            hint="remove the link; aimage makes the directory when it needs it",
-        )
+def check_own(root: Path, *kind: str) -> str:
+    """The path of a directory of ours, there or not. Raises StoreError where a link leads to it:
+    what is removed and written there must be ours."""
+    path = os.path.join(root, PRIVATE)
+    for name in ("", *kind):
+        path = os.path.join(path, name) if name else path
+        if os.path.islink(path):
+            raise StoreError(
+                f"{path} is a link, and what it leads to may be anybody's",
+                hint="remove the link; aimage makes the directory when it needs it",
+            )
     return path
 
 
@@ -126,8 +128,8 @@ def share(fd: int, directory: str | Path, wanted: int = 0o660) -> None:
 
 def make_directory(root: Path, *names: str) -> Path:
     """Make ``root/names...`` where it is not there. In a group's store it is the group's."""
-    if names[0] == PRIVATE and len(names) > 1:
-        check_own(root, names[1])
+    if names[0] == PRIVATE:
+        check_own(root, *names[1:])
     path = root.joinpath(*names)
     if path.is_dir():
         return path

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout.index import same_name
 from clowder_aimage.layout.ingest import blob_path
-from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import FileLease
-from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 class Stores(ImageLayout):
@@ -25,6 +27,19 @@ class Stores(ImageLayout):
     def __init__(self, roots: Sequence[Path]) -> None:
         super().__init__(roots[0])
         self._others = [ImageLayout(root) for root in roots[1:]]
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        return (self.root, *(other.root for other in self._others))
+
+    def borrowed(self) -> dict[str, Path]:
+        own = {name for name, _ in super().entries()}
+        found: dict[str, Path] = {}
+        for other in self._others:
+            for name, _ in other.tags():
+                if name not in own:
+                    found.setdefault(name, other.root)
+        return found
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
         seen: set[str] = set()
@@ -39,8 +54,25 @@ class Stores(ImageLayout):
         places = [own, *(blob_path(other.root, content) for other in self._others)]
         return next((path for path in places if _is_file(path)), own)
 
+    def untag(self, reference: Reference, /) -> None:
+        try:
+            super().untag(reference)
+        except NotFoundError:
+            for name, root in self.borrowed().items():
+                if name == index_name(reference) or same_name(name, reference):
+                    raise only_read(reference, root, "rm") from None
+            raise
+
     def lease(self, *digests: Digest) -> FileLease:
-        return _Leases([self.root, *(other.root for other in self._others)], digests)
+        return _Leases(self.roots, digests)
+
+
+def only_read(reference: Reference, root: Path, verb: str) -> NotFoundError:
+    """That a name is not in the store that is written."""
+    return NotFoundError(
+        f"{reference} is in the store {root}, which is only read",
+        hint=f"to change that one: aimage --store {root} {verb} {reference}",
+    )
 
 
 def _is_file(path: str) -> bool:

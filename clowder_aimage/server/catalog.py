@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.errors import ContentError, NotFoundError, UsageError
@@ -19,7 +20,7 @@ from clowder_aimage.layout.mention import LARGEST, documents, plain
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.server.summary import Summaries, Summary
 
-Version = tuple[int, int, int]
+Version = tuple[tuple[int, int, int] | None, ...]
 _FRESH = 100_000_000  # nanoseconds
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
@@ -32,6 +33,14 @@ class Entry:
     repository: str
     tag: str | None
     descriptor: Descriptor
+
+
+def _version(index: Path) -> tuple[int, int, int] | None:
+    try:
+        found = index.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class Catalog:
@@ -47,13 +56,9 @@ class Catalog:
         self._searching = threading.Lock()
         self._known: tuple[Version, dict[str, list[Entry]]] | None = None
 
-    def version(self) -> Version | None:
-        """Differs where the names do: the index is replaced whole. None where there is none."""
-        try:
-            found = (self._layout.root / "index.json").stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+    def version(self) -> Version:
+        """Differs where the names do: each index is replaced whole. None where there is none."""
+        return tuple(_version(root / "index.json") for root in self._layout.roots)
 
     def repositories(self) -> list[str]:
         """All that have a name."""
@@ -65,11 +70,11 @@ class Catalog:
 
     def _names(self) -> dict[str, list[Entry]]:
         version = self.version()  # before reading: what is newer than it is read again
-        if version is None or self._known is None or self._known[0] != version:
+        if self._known is None or self._known[0] != version:
             names: dict[str, list[Entry]] = {}
             for entry in self._read_names():
                 names.setdefault(entry.repository, []).append(entry)
-            if version is None or abs(time.time_ns() - version[1]) < _FRESH:
+            if any(each is None or abs(time.time_ns() - each[1]) < _FRESH for each in version):
                 return names  # it may be replaced again within one tick of the file system's clock
             self._known = version, names
         return self._known[1]

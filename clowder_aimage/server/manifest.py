@@ -11,6 +11,7 @@ from aiohttp import web
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
@@ -143,18 +144,24 @@ class ManifestRoutes:
             entries = self._catalog.entries(reference.repository)
             gone = [entry for entry in entries if _means(reference, entry)]
             kept = [entry for entry in entries if not _means(reference, entry)]
+            self._check_names({entry.name for entry in gone})
             if reference.digest is None:
                 self._keep_by_digest(gone, kept, reference)
             elif self._catalog.reach(kept, reference.digest):
-                message = "an index of this repository holds the manifest: delete that first"
-                raise ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
-            pinned = {name for name, _ in self._layout.pins.items()}
-            if any(entry.name in pinned for entry in gone):
-                message = "the name is pinned in this store"
-                raise ApiError("DENIED", message=message)
+                raise _unsupported(
+                    "an index of this repository holds the manifest: delete that first"
+                )
             meant = {entry.name: entry.descriptor.digest for entry in gone}
             if not self._layout.forget(meant):
                 raise manifest_unknown(reference)  # or another process was first
+
+    def _check_names(self, names: set[str]) -> None:
+        """Raise ApiError where one of them may not be taken away."""
+        if names & self._layout.borrowed().keys():
+            raise _unsupported("it is in a store that is only read here")
+        written = {index_name(Reference.parse(name)) for name in names}
+        if any(name in names | written for name, _ in self._layout.pins.items()):
+            raise ApiError("DENIED", message="the name is pinned in this store")
 
     def _keep_by_digest(self, gone: list[Entry], kept: list[Entry], reference: Reference) -> None:
         """Name a manifest by its digest where nothing but the tag leads to it."""
@@ -164,6 +171,10 @@ class ManifestRoutes:
                 name = self._catalog.stored(reference.with_digest(digest))
                 with contextlib.suppress(NotFoundError):  # its bytes are not here
                     self._layout.tag(entry.descriptor, name)
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
 
 
 def _means(reference: Reference, entry: Entry) -> bool:

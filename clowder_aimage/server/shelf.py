@@ -30,7 +30,7 @@ class Shelf:
         self._layout = layout
         self._catalog = catalog
         self._kept = kept
-        self._gone: dict[Digest, Version | None] = {}  # with the names that did not need it
+        self._gone: dict[Digest, Version] = {}  # with the names that did not need it
 
     def open(self, digest: Digest) -> BinaryIO:
         """The file of a blob; it stays readable if its name goes away meanwhile.

@@ -316,5 +316,7 @@ def test_an_aimage_that_is_here_in_part_may_lack_blobs(stored):
     layout.tag(layout.resolve(reference), reference, is_partial=True)
     path_of(stored, blobs(stored)[0]).unlink()
     stored("verify")
-    stored("tag", stored.name, "whole")
+    stored("tag", stored.name, "part")  # another name does not make it whole
+    stored("verify")
+    layout.tag(layout.resolve(reference), Reference.parse("whole"))
     assert "missing" in stored("verify", code=5).out

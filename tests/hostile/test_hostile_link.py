@@ -263,6 +263,18 @@ def test_a_directory_of_ours_that_leads_elsewhere(world, kind):
     everything(world, (0, 1, 5))
 
 
+def test_a_corner_of_ours_that_leads_elsewhere(world):
+    stored(world, "x:v1")
+    for kind in ("", *PRIVATE):
+        (world.outside / kind).mkdir(exist_ok=True)
+        for name in ("letter", "letter.txt.0123456789abcdef"):
+            (world.outside / kind / name).write_bytes(b"mine")
+            os.utime(world.outside / kind / name, (1, 1))
+    (world.store / ".aimage").symlink_to(world.outside)
+    everything(world, (0, 1, 5))
+    assert "is a link" in world.aimage("gc", code=1).err
+
+
 @pytest.mark.parametrize("name", ["lock", "gc.lock"])
 def test_a_lock_that_leads_elsewhere(world, name):
     stored(world, "x:v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import io
@@ -13,6 +14,7 @@ import threading
 import pytest
 
 from clowder_aimage.archive import load, save
+from clowder_aimage.archive.file import whole_file
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import (
     FormatError,
@@ -215,6 +217,35 @@ def test_a_file_that_exists_is_replaced_whole(here, file):
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600
     assert members(file)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_one(here, file):
+    """And nothing else: not what another process is writing, nor what is called otherwise."""
+    artifact.put_artifact(here, "x", b"1")
+    left, busy = (file.with_name(f".x.tar.{digit * 8}") for digit in "1a")
+    others = [file.with_name(name) for name in (".x.tar.1234567", ".y.tar.12345678", ".x.tar.old")]
+    for path in (left, busy, *others):
+        path.write_text("half")
+    with busy.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        save(here, names("x"), file)
+    assert not left.exists()
+    assert busy.exists()
+    assert all(path.exists() for path in others)
+    for path in (busy, *others):
+        path.unlink()
+    assert members(file)
+
+
+def test_two_saves_to_one_file(here, file, monkeypatch):
+    """Neither takes the other's unfinished file for a leftover; where locks lie, too."""
+    artifact.put_artifact(here, "x", b"1")
+    for flock in (fcntl.flock, lambda fd, operation: None):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with whole_file(file, 1, hashed=False) as outer:
+            save(here, names("x"), file)
+            outer.write(b"1")
+        assert file.read_bytes() == b"1"
 
 
 def test_places_that_cannot_be(here, file):

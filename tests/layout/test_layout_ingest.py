@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from clowder_aimage.content import IngestBusyError, bytes_body
 from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
+from clowder_aimage.layout import layout as layout_module
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.content.artifact import BLOB, blob, manifest, put, put_artifact
 
@@ -152,6 +153,23 @@ def test_known_content_is_taken_in_by_one_at_a_time(layout):
     two.write_at(0, DATA)
     two.commit(CONTENT)
     assert layout.path(CONTENT).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
+def test_content_at_hand_is_not_waited_for_when_whoever_is_at_it_stands_still(
+    layout, monkeypatch, algorithm
+):
+    monkeypatch.setattr(layout_module, "_PATIENCE", 0.05)
+    content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
+    still = layout.ingest(content.digest.encoded, content)
+    still.write_at(0, DATA[:50])
+    layout.push(content, bytes_body(DATA))
+    assert layout.path(content).read_bytes() == DATA
+    assert [path.name for path in ingests(layout)] == [content.digest.encoded]
+    still.write_at(50, DATA[50:])  # and it may go on
+    still.commit(content)
+    assert layout.path(content).read_bytes() == DATA
+    assert ingests(layout) == []
 
 
 def test_unknown_content_never_meets_another(layout):

@@ -95,6 +95,22 @@ def test_what_another_tool_names_anew_is_theirs(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1"]
 
 
+def test_what_a_name_meant_before_another_tool_gave_it_anew_does_not_come_back(layout):
+    """Once a command of ours has seen it; each name for itself, and the first entry of two."""
+    ours = put_artifact(layout, "a:v1", b"one")
+    theirs, third = (put_artifact(layout, name, name.encode()) for name in ("b:v1", "c:v1"))
+    overwrite(layout, entry(theirs, "a:v1", x=1), entry(third, "a:v1"), entry(theirs, "b:v1"))
+    layout.tag(ours.descriptor, ref("d:v1"))
+    overwrite(layout)
+    found = dict(layout.tags())
+    assert found["a:v1"].digest == theirs.digest
+    assert found["a:v1"].extra["x"] == 1
+    assert found["c:v1"].digest == third.digest
+    layout.untag(ref("a:v1"))
+    overwrite(layout)
+    assert "a:v1" not in names(layout)
+
+
 def test_a_name_that_was_removed_does_not_come_back(layout):
     made = put_artifact(layout, "a:v1", b"one")
     put_artifact(layout, "b:v1", b"two")

@@ -71,6 +71,32 @@ def test_all_are_read_and_the_first_is_written(two):
     }
 
 
+@pytest.mark.parametrize("verb", ["rm", "pin"])
+def test_a_name_that_is_only_read_is_not_said_to_be_missing(two, verb):
+    """Nor is it said to be kept: a collection of that store would not know."""
+    digest = two("show", "theirs", "--json").value["digest"]
+    names = {"theirs": "theirs:latest", "theirs:latest": "theirs:latest"}
+    if verb == "pin":
+        names[f"theirs@{digest}"] = f"theirs@{digest}"
+    for name, told in names.items():
+        done = two(verb, name, code=3)
+        assert f"{told} is in the store {two.other}, which is only read" in done.err
+        assert f"aimage --store {two.other} {verb} {told}" in done.err
+    assert "no mine:latest in the store" in two(verb, "mine", code=3).err
+    two("tag", "theirs", "theirs")
+    two(verb, "theirs")  # that of our own
+    if verb == "rm":
+        two("rm", "theirs", code=3)
+
+
+def test_a_collection_lets_go_of_no_name_that_is_only_read(two):
+    two("tag", "theirs", "ours")
+    for options in (["--dry-run"], []):
+        done = two("gc", "--max-age", "0s", *options, "--json").value
+        assert [one["reference"] for one in done["forgotten"]] == ["ours:latest"]
+    assert [row["reference"] for row in two("ls", "--json").value] == ["theirs:latest"]
+
+
 def test_what_another_store_has_is_not_written_again(two, tiny):
     run(two, "create", "mine", tiny)
     blobs = [path for path in (two.home / "first" / "blobs").rglob("*") if path.is_file()]

@@ -21,7 +21,7 @@ OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 PROGRAM = """
 import sys
 from pathlib import Path
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, Stores
 from clowder_aimage.server import body, idle, serve
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
@@ -39,8 +39,9 @@ if "upstream" in flags:
         registries={flags["upstream"]: HostSettings(mirrors=mirrors)},
     )
     upstream = upstream_module.Upstream.parse(flags["upstream"], connection)
+roots = [Path(sys.argv[1]), *map(Path, filter(None, [flags.get("other")]))]
 serve.serve(
-    ImageLayout(Path(sys.argv[1])),
+    Stores(roots) if len(roots) > 1 else ImageLayout(*roots),
     sys.argv[2],
     readonly="readonly" in flags,
     allow_remote="remote" in flags,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from served import (
@@ -18,7 +21,9 @@ from served import (
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.record import file_name
 from clowder_aimage.oci import Reference, parse_document
+from tests.content.artifact import put_artifact
 
 BLOB = b"0123456789abcdef"
 
@@ -262,6 +267,50 @@ def test_deleting_a_tag_leaves_the_manifest(server: Server) -> None:
     assert server.ask("GET", path).content == raw
     assert server.ask("DELETE", path).status_code == 202
     assert error_of(server.ask("GET", path)) == (404, "MANIFEST_UNKNOWN")
+
+
+def test_a_pinned_name_is_not_deleted(server: Server) -> None:
+    """And nothing else changes where that is refused, whoever wrote the name, and how."""
+    raw = server.push("latest", BLOB, name="pin/ned")
+    layout = ImageLayout(server.root)
+    layout.pins.put("pin/ned:latest", {}, durable=True)
+    for name in ("pin/ned:latest", "pin/ned"):
+        index = json.loads((server.root / "index.json").read_bytes())
+        for entry in index["manifests"]:
+            notes = entry["annotations"]
+            if notes["org.opencontainers.image.ref.name"].startswith("pin/ned"):
+                notes |= dict.fromkeys(notes, name)
+        beside = server.root / "index.foreign"
+        beside.write_text(json.dumps(index))
+        beside.replace(server.root / "index.json")
+        (server.root / ".aimage" / "names" / file_name("pin/ned:latest")).unlink(missing_ok=True)
+        before = sorted(layout.tags(), key=str)
+        for reference in ("latest", digest_of(raw)):
+            answer = server.ask("DELETE", f"/v2/pin/ned/manifests/{reference}")
+            assert error_of(answer) == (403, "DENIED")
+        assert sorted(layout.tags(), key=str) == before
+
+
+def test_a_second_store_is_read(serve_layout: Callable[..., Server], tmp_path: Path) -> None:
+    """Its names come and go while it is served, and only its own tools take them away."""
+    first, second = (ImageLayout(tmp_path / name) for name in ("first", "second"))
+    put_artifact(first, "mine:v1", b"one")
+    made = put_artifact(second, "theirs:v1", b"two")
+    server = serve_layout(first.root, f"other={second.root}")
+    for layout in (first, second):
+        os.utime(layout.root / "index.json", ns=(0, 0))  # older than any clock's tick
+    assert server.ask("GET", "/v2/_catalog").json() == {"repositories": ["mine", "theirs"]}
+    second.tag(made.descriptor, Reference.parse("more:v1"))
+    listed = {"repositories": ["mine", "more", "theirs"]}
+    assert server.ask("GET", "/v2/_catalog").json() == listed
+    assert server.ask("GET", "/v2/more/manifests/v1").content == made.raw
+    before = (first.root / "index.json").read_bytes()
+    for reference in ("v1", str(made.digest)):
+        answer = server.ask("DELETE", f"/v2/more/manifests/{reference}")
+        assert error_of(answer) == (405, "UNSUPPORTED")
+    assert server.ask("GET", "/v2/_catalog").json() == listed
+    assert (first.root / "index.json").read_bytes() == before
+    assert server.ask("DELETE", "/v2/mine/manifests/v1").status_code == 202
 
 
 def test_manifest_that_an_index_holds_is_not_deleted(server: Server) -> None:
