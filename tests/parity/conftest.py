@@ -1,6 +1,7 @@
-"""Makes the helpers of tests/model importable here."""
+"""Makes the helpers of tests/model and examples/shapes importable here."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "model"), str(ROOT / "examples" / "shapes")]

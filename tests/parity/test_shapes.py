@@ -1,0 +1,68 @@
+"""How the model of examples/shapes is trained, next to what diffusers does."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import network
+    import torch
+    from make_model import reference
+
+from scene import compose
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@torch.no_grad()
+def test_a_training_batch_is_what_the_transformer_says() -> None:
+    """The batched way through its layers, next to its own ``forward``, captions of two lengths."""
+    torch.manual_seed(3)
+    tokenizer = network.make_tokenizer()
+    transformer, text_encoder = (
+        network.make_transformer(),
+        network.make_text_encoder(len(tokenizer)),
+    )
+    captions = ["red star", "a large green triangle to the left of a small blue cross on black"]
+    ids, lengths = network.encode_captions(tokenizer, captions)
+    assert lengths[0] < lengths[1]
+    features = network.embed(text_encoder, ids, lengths)
+    latents, time = torch.randn(2, 16, 12, 8), torch.rand(2)
+    said = network.velocity(transformer, latents, time, features, lengths)
+    texts = [one[:length] for one, length in zip(features, lengths, strict=True)]
+    own = transformer(list(latents[:, :, None]), time, texts, return_dict=False)[0]
+    assert (said - torch.stack(own)[:, :, 0]).abs().max() < 1e-5 * said.abs().max()
+
+
+def test_every_caption_fits_a_training_batch() -> None:
+    rng = random.Random(5)
+    captions = [compose(rng, 64, 64).caption for _ in range(3000)]
+    ids, _ = network.encode_captions(network.make_tokenizer(), captions)  # raises, if not
+    assert len(ids) == 3000
+
+
+def test_the_program_trains_and_writes_what_diffusers_opens(tmp_path: Path) -> None:
+    """A step or two of each stage."""
+    small = ["--vae-steps", "2", "--steps", "2", "--scenes", "1"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SHAPES / "train.py"), str(tmp_path / "model"), *small],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    pipeline = reference(tmp_path / "model")
+    made = pipeline("a red circle", width=64, height=96, num_inference_steps=2, guidance_scale=0.0)
+    assert made.images[0].size == (64, 96)
