@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import math
 import random
 import sys
@@ -39,6 +40,7 @@ from torch.nn import functional
 SEED = 0
 VAE_BATCH, VAE_RATE, VAE_KL = 16, 3e-3, 1e-4
 BATCH, RATE, MUON_RATE = 64, 1e-3, 2e-3
+TUNE_RATE = 1e-3
 AVERAGE = 0.9995  # of the weights, from step to step
 WARM = 100  # steps over which a rate rises
 CHUNK = 250  # scenes that one process draws at a time
@@ -191,7 +193,6 @@ def train_flow(
 ) -> tuple[nn.Module, nn.Module]:
     """Learn the velocity from noise to latents; returns the averaged networks."""
     rng = random.Random(SEED)
-    prepare(transformer)
     networks = nn.ModuleList([transformer, text_encoder])
     average = copy.deepcopy(networks).requires_grad_(False)
     steppers = optimizers(transformer, text_encoder)
@@ -237,14 +238,70 @@ def train_flow(
     return average[0], average[1]
 
 
+def tune_decoder(
+    vae: AutoencoderKL,
+    transformer: nn.Module,
+    text_encoder: nn.Module,
+    tokenizer: object,
+    steps: int,
+    device: str,
+    say: Callable[[str], None],
+) -> None:
+    """Have the decoder learn to draw what the transformer means.
+
+    A scene's latents are made noisy in part, and the transformer takes the rest of the way back, as
+    it does for a picture; what it leaves untidy is drawn as the scene is. Every fourth batch is the
+    encoder's own latents, so that the decoder still draws those.
+    """
+    rng = random.Random(SEED + 1)
+    tasks = [(2000 + number, *size) for number in range(1 + steps // 450) for size in SIZES]
+    found = list(drawn(tasks))
+    coded = [encode_captions(tokenizer, captions) for captions, _ in found]
+    parameters = list(vae.decoder.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=TUNE_RATE, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
+    even = torch.linspace(1, 1 / 8, 8)
+    levels = [*(SHIFT * even / (1 + (SHIFT - 1) * even)).tolist(), 0.0]
+    scale, shift = vae.config.scaling_factor, vae.config.shift_factor
+    lost = 0.0
+    for step in range(steps):
+        number = rng.randrange(len(found))
+        chosen = torch.randperm(CHUNK)[:VAE_BATCH]
+        pictures = found[number][1][chosen].to(device)
+        ids, lengths = (part[chosen].to(device) for part in coded[number])
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            latents = (vae.encode(pictures).latent_dist.mean.float() - shift) * scale
+            if step % 4:
+                features = embed(text_encoder, ids, lengths)
+                first = rng.randrange(3, 7)
+                latents = torch.lerp(latents, torch.randn_like(latents), levels[first])
+                for level, lower in itertools.pairwise(levels[first:]):
+                    time = torch.full((len(latents),), 1 - level, device=device)
+                    said = velocity(transformer, latents, time, features, lengths).float()
+                    latents = latents + (level - lower) * said
+        with torch.autocast(device, torch.bfloat16):
+            again = vae.decode(latents / scale + shift).sample
+        error = sum(difference(again.float(), pictures, size) for size in (1, 8))
+        optimizer.zero_grad()
+        error.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        lost += error.item()
+        if step % 100 == 99:
+            say(f"decoder {step + 1}/{steps}: error {lost / 100:.4f}")
+            lost = 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=Path(__file__).parent / "model")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
-    parser.add_argument("--vae-steps", type=int, default=5000)
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--scenes", type=int, default=45000)
-    parser.add_argument("--vae", type=Path, help="one to go on with")
+    parser.add_argument("--vae-steps", type=int, default=9000)
+    parser.add_argument("--steps", type=int, default=15000)
+    parser.add_argument("--tune-steps", type=int, default=1500)
+    parser.add_argument("--scenes", type=int, default=90000)
+    parser.add_argument("--go-on", type=Path, metavar="DIR", help="with a model of an earlier run")
     options = parser.parse_args()
     began = time.monotonic()
 
@@ -253,22 +310,35 @@ def main() -> None:
 
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    vae = AutoencoderKL.from_pretrained(options.vae) if options.vae else make_vae()
-    vae.to(options.device)
-    if options.vae_steps:
-        train_vae(vae, options.vae_steps, options.device, say)
-        vae.save_pretrained(options.directory.with_name("vae-f32"))
-    text_encoder = make_text_encoder(len(tokenizer)).to(options.device)
-    transformer = make_transformer().to(options.device)
-    pool = make_pool(vae, tokenizer, options.scenes, options.device, say)
+    parts = [make_vae(), make_transformer(), make_text_encoder(len(tokenizer))]
+    prepare(parts[1])
+    if options.go_on:
+        for part, name in zip(parts, ("vae", "transformer", "text_encoder"), strict=True):
+            earlier = type(part).from_pretrained(options.go_on / name, dtype=torch.float32)
+            part.load_state_dict(earlier.state_dict())
+            if name == "vae":
+                part.register_to_config(
+                    scaling_factor=earlier.config.scaling_factor,
+                    shift_factor=earlier.config.shift_factor,
+                )
+    vae, transformer, text_encoder = (part.to(options.device) for part in parts)
 
     def snapshot(transformer: nn.Module, text_encoder: nn.Module) -> None:
-        parts = (copy.deepcopy(part).cpu() for part in (vae, transformer, text_encoder))
-        save(options.directory, *parts, tokenizer)
+        copies = (copy.deepcopy(part).cpu() for part in (vae, transformer, text_encoder))
+        save(options.directory, *copies, tokenizer)
 
-    snapshot(
-        *train_flow(transformer, text_encoder, pool, options.steps, options.device, say, snapshot)
-    )
+    if options.vae_steps:
+        train_vae(vae, options.vae_steps, options.device, say)
+    if options.steps:
+        pool = make_pool(vae, tokenizer, options.scenes, options.device, say)
+        transformer, text_encoder = train_flow(
+            transformer, text_encoder, pool, options.steps, options.device, say, snapshot
+        )
+    if options.tune_steps:
+        tune_decoder(
+            vae, transformer, text_encoder, tokenizer, options.tune_steps, options.device, say
+        )
+    snapshot(transformer, text_encoder)
     say(f"written: {options.directory}")
 
 

@@ -55,7 +55,7 @@ def test_every_caption_fits_a_training_batch() -> None:
 
 def test_the_program_trains_and_writes_what_diffusers_opens(tmp_path: Path) -> None:
     """A step or two of each stage."""
-    small = ["--vae-steps", "2", "--steps", "2", "--scenes", "1"]
+    small = ["--vae-steps", "2", "--steps", "2", "--tune-steps", "2", "--scenes", "1"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SHAPES / "train.py"), str(tmp_path / "model"), *small],
         capture_output=True,
