@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.layout import ImageLayout, direct
+from clowder_aimage.layout import ImageLayout, batch, direct
 from clowder_aimage.layout.record import Records
 from clowder_aimage.oci import Descriptor, mediatype
 
@@ -162,14 +162,15 @@ def make_blobs() -> list[tuple[Descriptor, bytes]]:
 
 @contextlib.contextmanager
 def hasty(*, cached: bool) -> Iterator[None]:
-    """Leave fsync out; where it is ``cached``, no write goes past the page cache either."""
-    fsync, flag = os.fsync, direct._DIRECT
+    """Leave fsync and syncfs out; where it is ``cached``, no write goes past the page cache."""
+    fsync, syncfs, flag = os.fsync, batch._syncfs, direct._DIRECT
     os.fsync = lambda fd: None  # type: ignore[assignment]
+    batch._syncfs = lambda: lambda fd: 0
     direct._DIRECT = 0 if cached else flag
     try:
         yield
     finally:
-        os.fsync, direct._DIRECT = fsync, flag
+        os.fsync, batch._syncfs, direct._DIRECT = fsync, syncfs, flag
 
 
 def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
@@ -178,7 +179,7 @@ def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
     os.sync()
     layout = ImageLayout(root)
     begun = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
+    with layout.batch(), ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda one: layout.push(one[0], bytes_body(one[1])), blobs))
     return time.perf_counter() - begun
 
