@@ -1,19 +1,16 @@
-"""What is on a picture of shapes, told from its pixels alone, and whether that was asked for.
+"""What is on a picture of shapes, told from its pixels alone: `look` knows nothing of a caption.
 
-`look` knows nothing of the caption; `score` compares what it saw with the scene; `figures` counts.
 Soft edges, noise and colours that are somewhat off are forgiven.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
-from scene import BACKGROUNDS, COLOURS, RGB, SHAPES, Item, Scene, coverage, outline
+from scene import BACKGROUNDS, COLOURS, RGB, SHAPES, Item, coverage, outline
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -22,8 +19,6 @@ FOREGROUND = 45.0  # how far from the background, in RGB, a pixel of a shape is 
 OFF = 60.0  # a background is so near to its colour in RGB, or is none
 SPECK = 0.006  # what covers less, as a share of the square of the shorter side, is no item
 LIKE = 0.65  # a shape overlaps its outline so well, or is none
-SMALL, LARGE = 0.205, 0.305  # radii, as shares of the shorter side
-LOW, HIGH = 0.42, 0.58  # where left and top end, where right and bottom begin
 NONE = "none"
 
 
@@ -46,23 +41,6 @@ class Seen:
     items: tuple[SeenItem, ...]
     width: int
     height: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is right; None where the caption asks for nothing of the sort.
-
-    `both` is stricter than colour and shape: each shape has its own colour.
-    """
-
-    colour: bool
-    shape: bool
-    both: bool
-    count: bool | None
-    relation: bool | None
-    position: bool | None
-    size: bool | None
-    background: bool | None
 
 
 # --- looking ----------------------------------------------------------------------------------
@@ -287,133 +265,3 @@ def _moments(shape: str) -> tuple[float, float, float]:
         x_sum += (x0 + x1) * turn / 6
         y_sum += (y0 + y1) * turn / 6
     return abs(area), x_sum / area, y_sum / area
-
-
-# --- scoring ----------------------------------------------------------------------------------
-
-
-def score(scene: Scene, seen: Seen) -> Verdict:
-    """Which of the things that the caption asks for are on the picture."""
-    asked = [item.pair for item in scene.items]
-    found = [(item.colour, item.shape) for item in seen.items]
-    if scene.kind == "count" and found:
-        asked = asked[:1] * len(found)  # how many there are is judged on its own
-    return Verdict(
-        colour=_same((colour for colour, _ in asked), (colour for colour, _ in found)),
-        shape=_same((shape for _, shape in asked), (shape for _, shape in found)),
-        both=_same(asked, found),
-        count=len(found) == len(scene.items) if scene.kind == "count" else None,
-        relation=_related(scene, seen) if scene.relation else None,
-        position=_placed(scene, seen) if scene.position else None,
-        size=_sized(scene, seen) if scene.size else None,
-        background=seen.background == scene.background if scene.background_said else None,
-    )
-
-
-def _same(asked: Iterable[object], found: Iterable[object]) -> bool:
-    return Counter(asked) == Counter(found)
-
-
-def _likeness(asked: Item, found: SeenItem) -> int:
-    """3 for colour and shape, 2 for the colour alone, 1 for the shape alone."""
-    return 2 * (asked.colour == found.colour) + (asked.shape == found.shape)
-
-
-def _related(scene: Scene, seen: Seen) -> bool:
-    """Whether the two items stand as asked, in each of the best ways to tell which is which."""
-    one, two = scene.items
-    best, right = 0, False
-    for first, second in permutations(seen.items[:8], 2):
-        likeness = _likeness(one, first), _likeness(two, second)
-        if min(likeness) == 0 or sum(likeness) < best:
-            continue
-        stands = _stands(scene.relation, first, second)
-        right = stands and (right or sum(likeness) > best)
-        best = sum(likeness)
-    return right
-
-
-def _stands(relation: str | None, first: SeenItem, second: SeenItem) -> bool:
-    across, down = second.x - first.x, second.y - first.y
-    along = {"left": across, "right": -across, "above": down, "below": -down}[relation or ""]
-    return along > 0 and along >= max(abs(across), abs(down))
-
-
-def _meant(scene: Scene, seen: Seen) -> SeenItem | None:
-    """The item that a caption of one shape speaks of: the most alike, else the largest."""
-    return max(
-        seen.items,
-        key=lambda found: (_likeness(scene.items[0], found), found.radius),
-        default=None,
-    )
-
-
-def _placed(scene: Scene, seen: Seen) -> bool:
-    item = _meant(scene, seen)
-    if item is None:
-        return False
-    down = _third(item.y / seen.height, "top", "bottom")
-    across = _third(item.x / seen.width, "left", "right")
-    return (f"{down} {across}".strip() or "centre") == scene.position
-
-
-def _third(share: float, low: str, high: str) -> str:
-    return low if share < LOW else high if share > HIGH else ""
-
-
-def _sized(scene: Scene, seen: Seen) -> bool:
-    item = _meant(scene, seen)
-    if item is None:
-        return False
-    share = item.radius / min(seen.width, seen.height)
-    return share < SMALL if scene.size == "small" else share > LARGE
-
-
-# --- counting ---------------------------------------------------------------------------------
-
-
-def figures(pairs: Iterable[tuple[Scene, Verdict]]) -> dict[str, dict[str, float | int | None]]:
-    """For each figure how many are right, of how many, and the share: None of nothing."""
-    verdicts: dict[str, list[bool]] = {name: [] for name in FIGURES}
-    for scene, verdict in pairs:
-        for name, right in _votes(scene, verdict).items():
-            if right is not None:
-                verdicts[name].append(right)
-    return {
-        name: {
-            "right": sum(all_),
-            "of": len(all_),
-            "share": sum(all_) / len(all_) if all_ else None,
-        }
-        for name, all_ in verdicts.items()
-    }
-
-
-FIGURES = (
-    "colour",
-    "shape",
-    "both",
-    "both_trained",
-    "both_left_out",
-    "count",
-    "left_right",
-    "above_below",
-    "position",
-    "size",
-    "background",
-)
-
-
-def _votes(scene: Scene, verdict: Verdict) -> dict[str, bool | None]:
-    beside = scene.relation in ("left", "right")
-    return {
-        "colour": verdict.colour,
-        "shape": verdict.shape,
-        "both": verdict.both,
-        "both_left_out" if scene.is_left_out else "both_trained": verdict.both,
-        "count": verdict.count,
-        "left_right" if beside else "above_below": verdict.relation,
-        "position": verdict.position,
-        "size": verdict.size,
-        "background": verdict.background,
-    }

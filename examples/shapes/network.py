@@ -5,18 +5,20 @@ Every linear layer takes a multiple of 64 values, so that each can be quantized,
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from composing import compose
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from scene import COLOURS, SHAPES, compose
+from scene import COLOURS, SHAPES
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
@@ -25,6 +27,7 @@ TEXT_WIDTH = 64
 TOKENS = 32  # of a caption in its chat template: the transformer pads to a multiple of this
 PATCH = 2
 DOWN = 8  # pixels of a latent, each way
+WARM = 100  # steps over which a rate of learning rises
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -200,3 +203,10 @@ def velocity(
     answer = transformer.all_final_layer["2-1"](both, c=given)[:, :count]
     answer = answer.view(n, rows, columns, PATCH, PATCH, c).permute(0, 5, 1, 3, 2, 4)
     return answer.reshape(n, c, h, w)
+
+
+def rate_at(step: int, steps: int) -> float:
+    """A short rise, then half a cosine down to a hundredth."""
+    if step < WARM:
+        return (step + 1) / WARM
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - WARM) / max(1, steps - WARM)))

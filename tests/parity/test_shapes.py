@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     import torch
     from make_model import reference
 
-from scene import compose
+from composing import compose
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 pytestmark = pytest.mark.filterwarnings("default")

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from judge import FIGURES, Seen, SeenItem, Verdict, figures, look, score
+from composing import RELATIONS, compose
+from judge import Seen, SeenItem, look
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
-from scene import COLOURS, RELATIONS, SHAPES, SIZES, Item, Scene, compose, render
+from scene import COLOURS, SHAPES, SIZES, Item, Scene, render
+from score import FIGURES, Verdict, figures, score
 
 Picture = NDArray[np.uint8]
 

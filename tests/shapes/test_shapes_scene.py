@@ -9,25 +9,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from scene import (
-    BACKGROUNDS,
-    COLOURS,
-    LEFT_OUT,
-    NUMBERS,
-    PLACES,
-    RELATIONS,
-    SHAPES,
-    SIZES,
-    Item,
-    Scene,
-    compose,
-    coverage,
-    held_out_scenes,
-    is_held_out,
-    render,
-    wish_of,
-    with_article,
-)
+from composing import PLACES, RELATIONS, compose, held_out_scenes, with_article
+from scene import BACKGROUNDS, COLOURS, LEFT_OUT, SHAPES, SIZES, Item, Scene, coverage, render
+from wishes import NUMBERS, is_held_out, wish_of
 
 
 @pytest.fixture(scope="module")
