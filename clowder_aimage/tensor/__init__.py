@@ -1,5 +1,12 @@
-"""Tensor values: dtypes and the safetensors header. No numerics library in here."""
+"""Tensor values: dtypes, the safetensors header, what blobs hold. No numerics library in here."""
 
+from clowder_aimage.tensor.blob import (
+    BlobTensor,
+    check_layer,
+    find_group,
+    find_tensor,
+    read_tensors,
+)
 from clowder_aimage.tensor.dtype import DTYPE_BITS, nbytes
 from clowder_aimage.tensor.header import (
     Header,
@@ -8,13 +15,22 @@ from clowder_aimage.tensor.header import (
     parse_header,
     read_header,
 )
+from clowder_aimage.tensor.quantization import QUANT_TYPES, Quantization, QuantType
 
 __all__ = [
     "DTYPE_BITS",
+    "QUANT_TYPES",
+    "BlobTensor",
     "Header",
+    "QuantType",
+    "Quantization",
     "TensorInfo",
+    "check_layer",
     "encode_header",
+    "find_group",
+    "find_tensor",
     "nbytes",
     "parse_header",
     "read_header",
+    "read_tensors",
 ]

@@ -2,25 +2,37 @@
 
 Format: https://github.com/huggingface/safetensors, "Format". Eight bytes hold the length of a
 JSON object (unsigned, little-endian), which maps names to dtype, shape and the span of bytes
-in the data that follows it. Stricter than the reference reader where two readers could see
-different tensors: duplicate keys, holes and overlaps are all refused.
+in the data that follows it. What the reference reader (its tensor.rs, release 0.8) refuses is
+refused here, and more where two readers could see different tensors: a key twice, fields that are
+not in the format, another spelling of a field, a space before the object, names
+that cannot be shown, and sizes out of reason.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor.dtype import nbytes
 
-MAX_HEADER_SIZE = 100 * 1024 * 1024  # the reference implementation's limit
+MAX_HEADER_SIZE = 100_000_000
+"""Bytes of the JSON object: the reference implementation's limit."""
 MAX_TENSORS = 100_000
+MAX_VALUES = 2_000_000
+"""Values of the JSON object, about: MAX_TENSORS of four dimensions take 1.2 million. A header of
+brackets alone would take gigabytes once it is Python objects."""
 METADATA = "__metadata__"
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _LENGTH = struct.Struct("<Q")
+_LONG = 1 << 20  # bytes: a shorter header has fewer than MAX_VALUES
+_DIGITS = 20  # of the largest number of 64 bits
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +67,11 @@ def encode_header(
     data_offsets, padded with spaces to a multiple of 8.
 
     Raises:
-        FormatError: for a name that cannot be one or stands twice, and what ``nbytes`` refuses.
+        FormatError: for a name that cannot be one or stands twice, metadata that are not text, a
+            header longer than readers take, and what ``nbytes`` refuses.
     """
-    value: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    _check_count(tensors)
+    value: dict[str, Any] = {METADATA: _texts(dict(metadata))} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
         if name in value or not _is_name(name):
@@ -67,6 +81,7 @@ def encode_header(
         offset = end
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    _check_size(text)
     return _LENGTH.pack(len(text)) + text
 
 
@@ -96,15 +111,14 @@ def parse_header(text: bytes, data_size: int) -> Header:
     """
     if not text.startswith(b"{"):
         raise FormatError("the header is not a JSON object")
+    _check_size(text)
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        value: dict[str, Any] = _DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is not JSON: {error}") from None
-    metadata = value.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FormatError(f"{METADATA} must map strings to strings")
-    if len(value) > MAX_TENSORS:
-        raise FormatError(f"{len(value)} tensors in one file are over {MAX_TENSORS}")
+    metadata = value.pop(METADATA, None)
+    metadata = {} if metadata is None else _texts(metadata)  # MLX writes null
+    _check_count(value)
     tensors = {name: _tensor(name, item) for name, item in value.items()}
     _check_cover(tensors, data_size)
     return Header(tensors, metadata, _LENGTH.size + len(text))
@@ -117,35 +131,70 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+def _integer(digits: str) -> int:
+    # -0 is a float to the reference reader, and 0 to Python's.
+    if len(digits) > _DIGITS or digits == "-0":
+        raise FormatError(f"the header has a number that counts nothing: {digits:.40}")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_int=_integer)
+
+
+def _check_count(tensors: Sized) -> None:
+    if len(tensors) > MAX_TENSORS:
+        raise FormatError(f"{len(tensors)} tensors in one file are over {MAX_TENSORS}")
+
+
+def _check_size(text: bytes) -> None:
+    if len(text) > MAX_HEADER_SIZE:
+        raise FormatError(f"a header of {len(text)} bytes is over {MAX_HEADER_SIZE}")
+    if len(text) > _LONG and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise FormatError(f"the header has over {MAX_VALUES} values")
+
+
+def _texts(metadata: object) -> dict[str, str]:
+    """The metadata, if they are text. JSON can spell halves of surrogate pairs, which are not."""
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) and _SURROGATE.search(text) is None
+        for pair in metadata.items()
+        for text in pair
+    ):
+        raise FormatError(f"{METADATA} must map strings to strings")
+    return metadata
+
+
 def _tensor(name: str, item: object) -> TensorInfo:
     if not _is_name(name):
         raise FormatError(f"not a tensor name: {name!r:.100}")
-    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(item, dict) or item.keys() != _FIELDS:
         raise FormatError(f"{name[:200]}: needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, span = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise FormatError(f"{name[:200]}: dtype must be a string and shape a list")
     if not _is_span(span):
         raise FormatError(f"{name[:200]}: data_offsets must be two rising numbers")
-    if nbytes(dtype, shape) != span[1] - span[0]:
-        raise FormatError(f"{name[:200]}: {dtype} {shape} does not fill {span[1] - span[0]} bytes")
-    return TensorInfo(dtype, tuple(shape), span[0], span[1])
+    try:
+        size = nbytes(dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{name[:200]}: {error}") from None
+    start, end = span
+    if size != end - start:
+        raise FormatError(f"{name[:200]}: {dtype} {shape} does not fill {end - start} bytes")
+    return TensorInfo(dtype, tuple(shape), start, end)
 
 
 def _is_name(name: str) -> bool:
     """Not empty, not taken, and without control characters or halves of surrogate pairs."""
-    return (
-        name not in ("", METADATA)
-        and not any(ord(c) < 32 or ord(c) == 127 for c in name)
-        and not any(0xD800 <= ord(c) <= 0xDFFF for c in name)
-    )
+    return name not in ("", METADATA) and _CONTROL.search(name) is None
 
 
 def _is_span(span: object) -> bool:
     return (
         isinstance(span, list)
         and len(span) == 2
-        and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
+        and type(span[0]) is int
+        and type(span[1]) is int
         and 0 <= span[0] <= span[1]
     )
 

@@ -15,17 +15,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.tensor import DTYPE_BITS, encode_header, nbytes, parse_header, read_header
-from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_TENSORS
+from clowder_aimage.tensor import (
+    DTYPE_BITS,
+    encode_header,
+    header,
+    nbytes,
+    parse_header,
+    read_header,
+)
+from clowder_aimage.tensor.dtype import MAX_ELEMENTS, MAX_RANK
+from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_TENSORS, MAX_VALUES
 
 names = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\x7f", min_codepoint=32),
+    st.characters(exclude_categories=["Cs", "Cc"]),
     min_size=1,
     max_size=30,
 ).filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def ends_at_a_byte(tensor: tuple[str, str, tuple[int, ...]]) -> bool:
+    return math.prod(tensor[2]) * DTYPE_BITS[tensor[1]] % 8 == 0
+
+
 tensors = st.lists(
-    st.tuples(names, st.sampled_from(sorted(DTYPE_BITS)), shapes),
+    st.tuples(names, st.sampled_from(sorted(DTYPE_BITS)), shapes).filter(ends_at_a_byte),
     max_size=5,
     unique_by=lambda tensor: tensor[0],
 )
@@ -253,7 +267,9 @@ def test_only_utf8_is_read(text):
         parse_header(text, 0)
 
 
-@pytest.mark.parametrize("name", ["", "__metadata__", "a\nb", "a\0", "\x7f", "\ud800", "\udcff"])
+@pytest.mark.parametrize(
+    "name", ["", "__metadata__", "a\nb", "a\0", "\x7f", "\x9b2J", "\ud800", "\udcff"]
+)
 def test_names_that_no_reader_takes_are_not_written(name):
     with pytest.raises(FormatError, match="not a tensor name"):
         encode_header([(name, "U8", (1,))])
@@ -265,19 +281,89 @@ def test_a_name_is_written_once():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [("F4", (2,)), ("f32", (1,)), ("", ()), ("F32", (-1,)), ("F32", (2**60,)), ("F32", (True,))],
+    "metadata", [{"a": "\ud800"}, {"\udfff": "a"}, {"a": 1}, {"a": None}, {1: "a"}]
 )
-def test_sizes_that_cannot_be(dtype, shape):
-    with pytest.raises(FormatError):
+def test_metadata_that_are_no_text_are_not_written(metadata):
+    with pytest.raises(FormatError, match="must map strings to strings"):
+        encode_header([], metadata)
+
+
+def test_halves_of_surrogate_pairs_are_not_read():
+    parse_header(b'{"__metadata__":{"a":"\\ud83d\\ude00"}}', 0)
+    for text in (b'{"a":"\\ud83d"}', b'{"a":"\\ude00\\ud83d"}', b'{"\\ud83d":"a"}'):
+        with pytest.raises(FormatError, match="must map strings to strings"):
+            parse_header(b'{"__metadata__":%s}' % text, 0)
+
+
+def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
+    with pytest.raises(FormatError, match="100001 tensors"):
+        encode_header([("a", "U8", (0,))] * (MAX_TENSORS + 1))
+    monkeypatch.setattr(header, "MAX_HEADER_SIZE", 104)
+    raw = encode_header([], {"a": "b" * 75})
+    assert len(raw) == 8 + 104
+    assert parse_header(raw[8:], 0).metadata == {"a": "b" * 75}
+    with pytest.raises(FormatError, match="a header of 112 bytes is over 104"):
+        encode_header([], {"a": "b" * 85})
+    with pytest.raises(FormatError, match="a header of 105 bytes is over 104"):
+        parse_header(raw[8:] + b" ", 0)
+
+
+@pytest.mark.parametrize("number", ["-0", "1.0", "1e0", "-1", "9" * 21, "9" * 5000, "true", "NaN"])
+def test_only_counts_are_numbers(number):
+    for item in (
+        '{"dtype":"U8","shape":[0],"data_offsets":[0,%s]}',
+        '{"dtype":"U8","shape":[0],"data_offsets":[%s,0]}',
+        '{"dtype":"U8","shape":[0,%s],"data_offsets":[0,0]}',
+    ):
+        with pytest.raises(FormatError):
+            parse_header(('{"a":' + item % number + "}").encode(), 0)
+
+
+def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
+    text = b'{"a":[' + b"[]," * MAX_VALUES + b"0]}"
+    with pytest.raises(FormatError, match="over 2000000 values"):
+        parse_header(text, 0)
+    assert 12 * MAX_TENSORS < MAX_VALUES  # of so many tensors with four dimensions
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "message"),
+    [
+        ("I4", (2,), "unknown dtype"),
+        ("f32", (1,), "unknown dtype"),
+        ("", (), "unknown dtype"),
+        ("F32", (-1,), "not a dimension"),
+        ("F32", (True,), "not a dimension"),
+        ("F32", (1.0,), "not a dimension"),
+        ("F32", (2**60,), "too large"),
+        ("F32", (2**30, 0, 2**30), "too large"),
+        ("F32", (0, 2**57), "too large"),
+        ("F32", (2**57, 0), "too large"),
+        ("U8", (1,) * (MAX_RANK + 1), "33 dimensions"),
+        ("F4", (), "ends inside a byte"),
+        ("F4", (3, 1), "ends inside a byte"),
+        ("F6_E2M3", (2,), "ends inside a byte"),
+        ("F6_E3M2", (3, 3), "ends inside a byte"),
+    ],
+)
+def test_sizes_that_cannot_be(dtype, shape, message):
+    with pytest.raises(FormatError, match=message):
         nbytes(dtype, shape)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=message):
         encode_header([("a", dtype, shape)])
 
 
 def test_the_sizes_of_all_dtypes():
-    wide = {8: 1, 16: 2, 32: 4, 64: 8}
     for dtype, bits in DTYPE_BITS.items():
-        assert nbytes(dtype, (2, 3)) == 6 * wide[bits]
-        assert nbytes(dtype, ()) == wide[bits]
+        assert nbytes(dtype, (2, 4)) == bits
         assert nbytes(dtype, (5, 0)) == 0
+        if bits >= 8:
+            assert nbytes(dtype, ()) == bits // 8
+    assert nbytes("F4", (2, 3)) == 3  # rows share a byte
+    assert nbytes("U8", (1,) * MAX_RANK) == 1
+    assert nbytes("F64", (MAX_ELEMENTS,)) == MAX_ELEMENTS * 8
+
+
+def test_an_error_names_the_tensor():
+    with pytest.raises(FormatError, match=r"^a\.weight: unknown dtype 'F33'$"):
+        parse_header(b'{"a.weight":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', 4)

@@ -1,0 +1,240 @@
+"""What a tensor blob holds: the logical tensors behind the names in its header.
+
+A quantized tensor ``n`` is spread over ``n`` (the codes), ``n.scale``, and for affine types
+``n.bias``; nvfp4 of other makers may add ``n.global_scale``, and scales of activations
+(``n.input_scale``, ``n.input_global_scale``), which no runtime here needs. ``__metadata__`` names
+type and group size, for the blob (``quant_type``, ``group_size``) or, where tensors of several
+kinds share it, for each (``n.quant_type``, ``n.group_size``). MLX's own files say ``x.scales`` and
+``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create.
+
+Codes, parts and metadata must agree: what is said to be quantized is, and no part is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.tensor.header import Header, TensorInfo
+from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE, Quantization
+
+SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
+LEGACY_KEY = "data"  # the only name in blobs of ollama's first generation
+_CODES = "U32"
+_INPUTS = (".input_scale", ".input_global_scale")
+_WEIGHT = ".weight"
+_MLX = {SCALE: ".scales", BIAS: ".biases"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlobTensor:
+    """One logical tensor. ``key`` is its name in the header, ``shape`` that of the tensor itself,
+    ``dtype`` a word of safetensors or the name of a quantization. ``parts`` are the keys of what
+    belongs to its codes: SCALE, BIAS, GLOBAL_SCALE to their names in the header."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    quantization: Quantization | None
+    parts: Mapping[str, str]
+
+
+def read_tensors(header: Header) -> dict[str, BlobTensor]:
+    """The logical tensors of a blob, by their names in its header, in its order.
+
+    Raises:
+        FormatError: codes without type, scales or biases, with too many of them, with a group size
+            that does not fit, or of other dtypes and shapes than their type has; metadata that
+            speak of a quantization that is not there.
+    """
+    tensors = header.tensors
+    found: dict[str, dict[str, str]] = {}  # the key of codes to the keys of their parts
+    taken: set[str] = set()
+    for key, info in tensors.items():
+        if info.dtype == _CODES and (parts := _parts(key, tensors)):
+            found[key] = parts
+            taken.update(parts.values())
+            taken.update(key + word for word in _INPUTS)
+    if both := sorted(taken & found.keys()):
+        raise FormatError(f"{both[0][:200]} has scales, and is part of other codes")
+    if header.metadata:
+        _check_claims(header, found, taken)
+    return {
+        key: _quantized(key, header, found[key])
+        if key in found
+        else BlobTensor(key, info.dtype, info.shape, None, {})
+        for key, info in tensors.items()
+        if key not in taken
+    }
+
+
+def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) -> BlobTensor:
+    """The tensor ``name`` of ``component``, as blobs of all generations may call it.
+
+    Tried are the name itself, the name with its component, and LEGACY_KEY. Source: ollama's
+    x/imagegen/manifest.
+
+    Raises:
+        FormatError: when the blob holds none of them.
+    """
+    for key in (name, f"{component}/{name}", LEGACY_KEY):
+        if key in tensors:
+            return tensors[key]
+    raise FormatError(f"{component}/{name}: the blob holds {_some(tensors)} instead")
+
+
+def find_group(
+    tensors: Mapping[str, BlobTensor], prefix: str, component: str
+) -> dict[str, BlobTensor]:
+    """All tensors of a packed group, by their names without ``component``.
+
+    The layer is called ``prefix``, say ``model.layers.1.mlp.experts``. Stacked experts may stand
+    beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but not elsewhere.
+
+    Raises:
+        FormatError: for an empty blob, a tensor of another place, or two of one name.
+    """
+    place = prefix.rpartition(".")[0]
+    group: dict[str, BlobTensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(f"{component}/")
+        if (place and not name.startswith(f"{place}.")) or name in group:
+            raise FormatError(f"{component}/{prefix}: the blob holds {key[:200]}, of another group")
+        group[name] = tensor
+    if not group:
+        raise FormatError(f"{component}/{prefix}: the blob holds no tensors")
+    return group
+
+
+def check_layer(
+    tensor: BlobTensor, name: str, dtype: str | None, shape: tuple[int, ...] | None
+) -> None:
+    """Hold a tensor next to what the layer ``name`` promises; None promises nothing.
+
+    Layers give a quantized tensor the name of its quantization and its own shape; other makers'
+    say U32 and the shape of the codes.
+
+    Raises:
+        FormatError: when dtype or shape differ.
+    """
+    true = [(tensor.dtype, tensor.shape)]
+    if tensor.quantization is not None:
+        true.append((_CODES, tensor.quantization.codes_shape(tensor.shape)))
+    if not any(dtype in (None, own) and shape in (None, dims) for own, dims in true):
+        promised = [dtype or "", str(list(shape)) if shape is not None else ""]
+        raise FormatError(
+            f"{name[:200]}: the blob holds {tensor.dtype} {list(tensor.shape)}, "
+            f"its layer promises {' '.join(filter(None, promised))}"
+        )
+
+
+def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """The keys of what belongs to the codes at ``key``; nothing if they are no codes."""
+    parts = {part: key + part for part in (SCALE, BIAS, GLOBAL_SCALE) if key + part in tensors}
+    if key.endswith(_WEIGHT):
+        stem = key.removesuffix(_WEIGHT)
+        mlx = {part: stem + word for part, word in _MLX.items() if stem + word in tensors}
+        if mlx and (parts or stem + GLOBAL_SCALE in tensors):
+            raise FormatError(f"{key[:200]} has scales of two kinds")
+        parts = parts or mlx
+    if parts and SCALE not in parts:
+        raise FormatError(f"{key[:200]} has no scales, but {next(iter(parts.values()))[-100:]}")
+    return parts
+
+
+def _check_claims(
+    header: Header, found: Mapping[str, Mapping[str, str]], taken: AbstractSet[str]
+) -> None:
+    """What the metadata call quantized must be codes, and the other way round."""
+    tensors, metadata = header.tensors, header.metadata
+    for claim in metadata:
+        key, _, word = claim.rpartition(".")
+        if word in (QUANT_TYPE, GROUP_SIZE) and key in tensors and key not in found:
+            raise FormatError(f"{key[:200]} is said to be quantized, and has no scales")
+    if QUANT_TYPE not in metadata:
+        return
+    for key, info in tensors.items():
+        if key in found or key in taken:
+            continue
+        if info.dtype == _CODES:
+            raise FormatError(f"{key[:200]} is said to be quantized, and has no scales")
+        if key + SCALE in tensors:
+            raise FormatError(f"{key[:200]} has scales, and is {info.dtype}, not {_CODES}")
+    if not found:
+        raise FormatError(f"{QUANT_TYPE} is {metadata[QUANT_TYPE]!r:.40}, and nothing is quantized")
+
+
+def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor:
+    codes, scales = header.tensors[key].shape, header.tensors[parts[SCALE]].shape
+    quantization = _quantization(key, header.metadata, codes, scales)
+    shape = quantization.shape(codes) if codes else ()
+    if not quantization.fits(shape):
+        raise FormatError(
+            f"{key[:200]}: codes of shape {list(codes)} are no rows of "
+            f"{quantization.type.name} in groups of {quantization.group_size}"
+        )
+    if quantization.type.has_bias != (BIAS in parts):
+        has = "has biases" if quantization.type.has_bias else "has no biases"
+        raise FormatError(f"{key[:200]}: {quantization.type.name} {has}")
+    expected = quantization.scales_shape(shape)
+    for part in (SCALE, BIAS):
+        if part in parts:
+            _check_part(parts[part], header.tensors[parts[part]], expected, quantization)
+    if GLOBAL_SCALE in parts:
+        _check_global(parts[GLOBAL_SCALE], header.tensors[parts[GLOBAL_SCALE]], shape, quantization)
+    return BlobTensor(key, quantization.type.name, shape, quantization, parts)
+
+
+def _quantization(
+    key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
+) -> Quantization:
+    """What the metadata say of ``key``, or else of the blob. A group size that they leave out is
+    read from the shapes, for the defaults of two makers differ."""
+    name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
+    if name is None:
+        raise FormatError(f"{key[:200]} has scales, and {QUANT_TYPE} does not say of what kind")
+    size: str | int | None = metadata.get(f"{key}.{GROUP_SIZE}", metadata.get(GROUP_SIZE))
+    try:
+        if size is None and codes and scales and scales[-1]:
+            size = Quantization.parse(name).shape(codes)[-1] // scales[-1]
+        return Quantization.parse(name, size)
+    except FormatError as error:
+        raise FormatError(f"{key[:200]}: {error}") from None
+
+
+def _check_part(
+    key: str, info: TensorInfo, expected: tuple[int, ...], quantization: Quantization
+) -> None:
+    if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
+        kinds = " or ".join(quantization.type.scale_dtypes)
+        raise FormatError(
+            f"{key[:200]}: {info.dtype} {list(info.shape)}, where {quantization.type.name} in "
+            f"groups of {quantization.group_size} has {kinds} {list(expected)}"
+        )
+
+
+def _check_global(
+    key: str, info: TensorInfo, shape: tuple[int, ...], quantization: Quantization
+) -> None:
+    """One factor for all, for each matrix of a stack, or for each row; ones may follow.
+    Only nvfp4 has it."""
+    factors = info.shape
+    while factors and factors[-1] == 1 and factors != shape[: len(factors)]:
+        factors = factors[:-1]
+    if (
+        quantization.type.name != "nvfp4"
+        or info.dtype != "F32"
+        or len(info.shape) > len(shape)
+        or len(factors) >= len(shape)
+        or factors != shape[: len(factors)]
+    ):
+        raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is no factor of nvfp4")
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    """The first names, and how many more."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(name[:120] for name in names[:limit]) or "nothing") + more

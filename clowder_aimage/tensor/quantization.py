@@ -1,0 +1,102 @@
+"""How weights are quantized: the facts of each type, and the arithmetic of its shapes.
+
+A quantized matrix of r rows and c columns is stored as its codes, packed into U32, with a scale for
+every ``group_size`` values of a row, and for affine types a bias. Formats: ollama, "Tensor Blob
+Format"; MLX, ``mlx.core.quantize``; OCP Microscaling Formats 1.0 (the mx types).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from clowder_aimage.errors import FormatError
+
+QUANT_TYPE = "quant_type"
+GROUP_SIZE = "group_size"
+_CODES = 32  # bits of a word of codes
+
+
+@dataclass(frozen=True, slots=True)
+class QuantType:
+    """What a name such as ``int4`` stands for. ``mode`` and ``bits`` are MLX's words."""
+
+    name: str
+    mode: str
+    bits: int
+    group_size: int  # when nothing else is said
+    group_sizes: tuple[int, ...]  # all that can be read
+    scale_dtypes: tuple[str, ...]
+    has_bias: bool
+
+
+_FLOATS = ("BF16", "F16", "F32")
+QUANT_TYPES: Mapping[str, QuantType] = {
+    kind.name: kind
+    for kind in (
+        QuantType("int4", "affine", 4, 64, (32, 64, 128), _FLOATS, True),
+        QuantType("int8", "affine", 8, 64, (32, 64, 128), _FLOATS, True),
+        QuantType("nvfp4", "nvfp4", 4, 16, (16,), ("U8",), False),
+        QuantType("mxfp4", "mxfp4", 4, 32, (32,), ("U8",), False),
+        QuantType("mxfp8", "mxfp8", 8, 32, (32,), ("U8",), False),
+    )
+}
+ALIASES: Mapping[str, str] = {"fp8": "int8", "q8": "int8", "fp4": "int4", "q4": "int4"}
+"""ollama's: neither is a float format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The type and the group size of one quantized tensor."""
+
+    type: QuantType
+    group_size: int
+
+    @classmethod
+    def parse(cls, name: str, group_size: int | str | None = None) -> Quantization:
+        """From a name or an alias, in any case, and a group size, or the type's own.
+
+        Raises:
+            FormatError: for an unknown type, or a group size that it cannot have.
+        """
+        wanted = name.lower()
+        kind = QUANT_TYPES.get(ALIASES.get(wanted, wanted))
+        if kind is None:
+            known = ", ".join((*QUANT_TYPES, *ALIASES))
+            raise FormatError(f"unknown quantization {name!r:.40}: known are {known}")
+        size = kind.group_size if group_size is None else _number(group_size)
+        if size not in kind.group_sizes:
+            allowed = " or ".join(map(str, kind.group_sizes))
+            raise FormatError(f"{kind.name} has groups of {allowed}, not of {group_size!r:.40}")
+        return cls(kind, size)
+
+    @property
+    def per_word(self) -> int:
+        """The values in a U32."""
+        return _CODES // self.type.bits
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of ``shape`` can be quantized: rows of whole groups."""
+        return len(shape) >= 2 and shape[-1] > 0 and shape[-1] % self.group_size == 0
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the codes of a tensor of ``shape``, in words."""
+        return (*shape[:-1], shape[-1] // self.per_word)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales, and of the biases, of a tensor of ``shape``."""
+        return (*shape[:-1], shape[-1] // self.group_size)
+
+    def shape(self, codes: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor that codes of shape ``codes`` stand for."""
+        return (*codes[:-1], codes[-1] * self.per_word)
+
+    def metadata(self) -> dict[str, str]:
+        """What a blob of one tensor says in ``__metadata__``."""
+        return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
+
+
+def _number(value: int | str) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+        return int(value)
+    return value if isinstance(value, int) else -1

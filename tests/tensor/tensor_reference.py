@@ -1,0 +1,175 @@
+"""Two readers next to each other: ours and the reference library's.
+
+What is refused here and read there is in POLICY, each with an example and with a way to see it
+without our reader.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import safetensors
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.tensor import Header, read_header, read_tensors
+from clowder_aimage.tensor.dtype import MAX_ELEMENTS, MAX_RANK
+
+Value = Any
+U8 = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+
+
+class Twice(dict[str, Value]):
+    """An object with a key twice."""
+
+
+def hook(pairs: list[tuple[str, Value]]) -> Value:
+    kind = dict if len(dict(pairs)) == len(pairs) else Twice
+    return kind(pairs)
+
+
+def header_of(raw: bytes) -> tuple[str, Value]:
+    text = raw[8 : 8 + int.from_bytes(raw[:8], "little")].decode()
+    return text, json.loads(text, object_pairs_hook=hook)
+
+
+def values(value: Value) -> list[Value]:
+    """``value`` and all that is in it."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value, *(found for item in inner for found in values(item))]
+
+
+def tensors(value: Value) -> list[Value]:
+    return [item for name, item in value.items() if name != "__metadata__"]
+
+
+def shapes(value: Value) -> list[list[int]]:
+    return [item["shape"] for item in tensors(value) if isinstance(item, dict)]
+
+
+def extra(item: Value) -> bool:
+    return not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}
+
+
+# Of each policy: how we say it, how it is seen in the JSON, and a file that shows it.
+POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
+    "a key twice": (
+        "has a key twice",
+        lambda _, value: any(isinstance(found, Twice) for found in values(value)),
+        f'{{"a":{U8},"a":{U8}}}',
+    ),
+    "fields of another form, or more of them": (
+        "needs dtype, shape and data_offsets, and nothing else",
+        lambda _, value: any(map(extra, tensors(value))),
+        '{"a":["U8",[1],[0,1]]}',
+    ),
+    "a dtype that is an object": (
+        "dtype must be a string",
+        lambda _, value: any(isinstance(item["dtype"], dict) for item in tensors(value)),
+        '{"a":{"dtype":{"U8":null},"shape":[1],"data_offsets":[0,1]}}',
+    ),
+    "space before the object": (
+        "the header is not a JSON object",
+        lambda text, _: text[0] in " \t\r\n",
+        f' {{"a":{U8}}}',
+    ),
+    "names that cannot be shown": (
+        "not a tensor name",
+        lambda _, value: any(not name or not name.isprintable() for name in value),
+        f'{{"":{U8}}}',
+    ),
+    "dimensions out of reason": (
+        "is too large to be real",
+        lambda _, value: any(
+            math.prod(n or 1 for n in shape) > MAX_ELEMENTS for shape in shapes(value)
+        ),
+        f'{{"a":{U8},"b":{{"dtype":"U8","shape":[{2**57},0],"data_offsets":[1,1]}}}}',
+    ),
+    "too many dimensions": (
+        f"dimensions are over {MAX_RANK}",
+        lambda _, value: any(len(shape) > MAX_RANK for shape in shapes(value)),
+        U8.join(('{"a":', "}")).replace("[1]", str([1] * (MAX_RANK + 1))),
+    ),
+    "numbers of no use in a field of no use": (
+        "a number that counts nothing",
+        lambda _, value: any(map(extra, tensors(value))),
+        '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":-0}}',
+    ),
+}
+# These two need headers of megabytes: their examples are in tests of their own.
+LARGE = {
+    "too many tensors": "tensors in one file are over",
+    "too many values": "the header has over",
+}
+
+
+def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
+    """What the library reads, or None."""
+    try:
+        found = safetensors.deserialize(raw)
+    except safetensors.SafetensorError:
+        return None
+    return {
+        name: (item["dtype"], tuple(item["shape"]), bytes(item["data"])) for name, item in found
+    }
+
+
+def ours(raw: bytes) -> Header | str:
+    """What we read, or why not. No other error may come out."""
+    try:
+        return read_header(io.BytesIO(raw), len(raw))
+    except FormatError as error:
+        return str(error)
+
+
+def check_parts(header: Header) -> bool:
+    """Blobs account for every name in their header, or are refused."""
+    try:
+        found = read_tensors(header)
+    except FormatError:
+        return False
+    keys = set(found)
+    for key, tensor in found.items():
+        info = header.tensors[key]
+        assert tensor.key == key
+        if tensor.quantization is None:
+            assert (tensor.dtype, tensor.shape, tensor.parts) == (info.dtype, info.shape, {})
+            continue
+        kind = tensor.quantization
+        assert (tensor.dtype, info.dtype) == (kind.type.name, "U32")
+        assert kind.codes_shape(tensor.shape) == info.shape
+        for part in (".scale", ".bias") if kind.type.has_bias else (".scale",):
+            beside = header.tensors[tensor.parts[part]]
+            assert beside.shape == kind.scales_shape(tensor.shape)
+            assert beside.dtype in kind.type.scale_dtypes
+        keys.update(tensor.parts.values())
+        keys.update(key + word for word in (".input_scale", ".input_global_scale"))
+    assert keys >= set(header.tensors)
+    return True
+
+
+def compare(raw: bytes) -> str:
+    """Read ``raw`` in both ways: what came of it, in a word or a policy."""
+    header, expected = ours(raw), theirs(raw)
+    if isinstance(header, Header):
+        assert expected is not None, f"we read what the library refuses: {raw[:2000]!r}"
+        found = {
+            name: (
+                info.dtype,
+                info.shape,
+                raw[header.data_offset + info.start : header.data_offset + info.end],
+            )
+            for name, info in header.tensors.items()
+        }
+        assert found == expected, f"we read other tensors than the library: {raw[:2000]!r}"
+        return "read" if check_parts(header) else "no blob"
+    if expected is None:
+        return "refused"
+    text, value = header_of(raw)
+    for name, (message, seen, _) in POLICY.items():
+        if message in header and seen(text, value):
+            return name
+    raise AssertionError(f"refused without a policy: {header}: {raw[:2000]!r}")

@@ -1,0 +1,309 @@
+"""What a blob's header means: whole tensors, of one generation or another."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensor_mutants import EXPERT, SEEDS, Tensor, affine
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.tensor import (
+    QUANT_TYPES,
+    BlobTensor,
+    Quantization,
+    check_layer,
+    encode_header,
+    find_group,
+    find_tensor,
+    nbytes,
+    read_header,
+    read_tensors,
+)
+
+INT4 = {"quant_type": "int4", "group_size": "32"}
+NVFP4 = {"quant_type": "nvfp4", "group_size": "16"}
+
+
+def read(tensors: list[Tensor], metadata: dict[str, str] | None = None) -> dict[str, BlobTensor]:
+    raw = encode_header(tensors, metadata)
+    size = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
+    return read_tensors(read_header(io.BytesIO(raw), len(raw) + size))
+
+
+def refused(message: str, tensors: list[Tensor], metadata: dict[str, str] | None = None) -> None:
+    with pytest.raises(FormatError, match=message):
+        read(tensors, metadata)
+
+
+@st.composite
+def quantized(draw: st.DrawFn) -> tuple[Quantization, tuple[int, ...], str | None]:
+    kind = draw(st.sampled_from(list(QUANT_TYPES.values())))
+    group = draw(st.sampled_from(kind.group_sizes))
+    rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=2))
+    shape = (*rows, group * draw(st.integers(1, 3)))
+    return Quantization(kind, group), shape, draw(st.sampled_from(kind.scale_dtypes))
+
+
+def blob_of(
+    name: str, given_type: Quantization, shape: tuple[int, ...], scale: str
+) -> list[Tensor]:
+    parts = (".scale", ".bias") if given_type.type.has_bias else (".scale",)
+    return [
+        (name, "U32", given_type.codes_shape(shape)),
+        *((name + part, scale, given_type.scales_shape(shape)) for part in parts),
+    ]
+
+
+@given(quantized())
+def test_every_quantization_is_read_back(case):
+    kind, shape, scale = case
+    found = read(blob_of("a.weight", kind, shape, scale), kind.metadata())
+    assert list(found) == ["a.weight"]
+    tensor = found["a.weight"]
+    assert (tensor.dtype, tensor.shape, tensor.quantization) == (kind.type.name, shape, kind)
+    assert tensor.parts[".scale"] == "a.weight.scale"
+    assert (".bias" in tensor.parts) == kind.type.has_bias
+
+
+@given(quantized())
+def test_a_group_size_that_is_left_out_is_read_from_the_shapes(case):
+    kind, shape, scale = case
+    found = read(blob_of("w", kind, shape, scale), {"quant_type": kind.type.name.upper()})
+    assert found["w"].quantization == kind
+
+
+def test_a_blob_of_one_tensor():
+    for name in ("unquantized", "legacy", "metadata"):
+        tensors, metadata = SEEDS[name]
+        ((key, dtype, shape),) = tensors
+        assert read(tensors, metadata) == {key: BlobTensor(key, dtype, shape, None, {})}
+
+
+def test_a_packed_group_of_several_kinds():
+    found = read(*SEEDS["packed"])
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
+        EXPERT.format(0): ("int4", (2, 64)),
+        EXPERT.format(1): ("mxfp8", (2, 32)),
+        EXPERT.format(2): ("F16", (1, 2)),
+    }
+
+
+def test_a_tensors_own_metadata_win_over_the_blobs():
+    tensors = affine("a", 2, 64, 4, 32) + affine("b", 2, 64, 8, 64)
+    metadata = {**INT4, "b.quant_type": "int8", "b.group_size": "64"}
+    found = read(tensors, metadata)
+    assert [(t.dtype, t.shape) for t in found.values()] == [("int4", (2, 64)), ("int8", (2, 64))]
+    # What a tensor leaves out is what the blob says, not a default.
+    found = read(affine("a", 2, 64, 8, 32), {"a.quant_type": "int8", "group_size": "32"})
+    assert found["a"].quantization == Quantization(QUANT_TYPES["int8"], 32)
+    refused("in groups of 64", tensors, {**metadata, "group_size": "64"})
+
+
+def test_a_floating_tensor_may_stand_beside_codes():
+    found = read([*affine("a", 2, 64, 4, 32), ("b", "F32", (2,)), ("b.bias", "F32", (2,))], INT4)
+    assert [(name, tensor.dtype) for name, tensor in found.items()] == [
+        ("a", "int4"),
+        ("b", "F32"),
+        ("b.bias", "F32"),
+    ]
+
+
+def test_names_that_only_look_like_parts_are_tensors():
+    names = ["norm.scale", "fc.bias", "a.global_scale", "a", "a.scale", "x.scales", "x.weight"]
+    found = read([(name, "BF16", (2,)) for name in names])
+    assert list(found) == names
+
+
+def test_mlx_names_are_read():
+    found = read(*SEEDS["mlx"])
+    assert list(found) == ["x.weight"]
+    assert found["x.weight"].parts == {".scale": "x.scales", ".bias": "x.biases"}
+    assert found["x.weight"].shape == (2, 64)
+
+
+def test_the_first_generations_key_may_be_quantized():
+    found = read(affine("data", 2, 64, 4, 32), INT4)
+    assert find_tensor(found, "a.weight", "unet").shape == (2, 64)
+
+
+def nvfp4(*more: Tensor, shape: tuple[int, ...] = (3, 32)) -> list[Tensor]:
+    return [*blob_of("w", Quantization.parse("nvfp4"), shape, "U8"), *more]
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"),
+    [
+        ((3, 32), [(), (1,), (3,), (3, 1), (1, 1)]),
+        ((1, 32), [(), (1,), (1, 1)]),
+        ((2, 3, 32), [(), (1,), (2,), (2, 3), (2, 1), (2, 1, 1), (2, 3, 1), (1, 1, 1)]),
+    ],
+)
+def test_a_global_scale_is_for_all_for_each_matrix_or_for_each_row(shape, factors):
+    for factor in factors:
+        found = read(nvfp4(("w.global_scale", "F32", factor), shape=shape), NVFP4)
+        assert found["w"].parts[".global_scale"] == "w.global_scale"
+
+
+@pytest.mark.parametrize("factor", [(2,), (32,), (3, 32), (3, 2), (1, 3), (3, 1, 1), (0,)])
+def test_other_global_scales_are_refused(factor):
+    refused("no factor of nvfp4", nvfp4(("w.global_scale", "F32", factor)), NVFP4)
+
+
+def test_a_global_scale_is_a_float_of_nvfp4():
+    refused("no factor of nvfp4", nvfp4(("w.global_scale", "BF16", ())), NVFP4)
+    refused("no factor of nvfp4", [*affine("w", 2, 64, 4, 32), ("w.global_scale", "F32", ())], INT4)
+
+
+def test_scales_of_activations_belong_to_the_codes():
+    inputs = [("w.input_scale", "F32", ()), ("w.input_global_scale", "F32", ())]
+    found = read(nvfp4(*inputs), NVFP4)
+    assert list(found) == ["w"]
+    assert list(found["w"].parts) == [".scale"]
+    assert list(read(inputs)) == ["w.input_scale", "w.input_global_scale"]
+
+
+W = affine("w", 2, 64, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("message", "tensors", "metadata"),
+    [
+        ("does not say of what kind", W, {}),
+        ("does not say of what kind", W, {"group_size": "32"}),
+        ("does not say of what kind", W, {"v.quant_type": "int4"}),
+        ("w: unknown quantization 'int5'", W, {"quant_type": "int5"}),
+        ("w: unknown quantization ''", W, {"quant_type": ""}),
+        ("w: int4 has groups of 32 or 64 or 128, not of '16'", W, {**INT4, "group_size": "16"}),
+        ("not of ''", W, {**INT4, "group_size": ""}),
+        ("not of '-32'", W, {**INT4, "group_size": "-32"}),
+        ("not of '32.0'", W, {**INT4, "group_size": "32.0"}),
+        ("not of '٣٢'", W, {**INT4, "group_size": "٣٢"}),
+        ("in groups of 64 has", W, {**INT4, "group_size": "64"}),
+        ("in groups of 32 has", W, {**INT4, "quant_type": "int8"}),
+        ("are no rows of int4", W, {**INT4, "group_size": "128"}),
+        ("int4 has biases", W[:2], INT4),
+        ("mxfp8 has no biases", W, {"quant_type": "mxfp8", "group_size": "32"}),
+        ("w.scale: F64", [W[0], ("w.scale", "F64", (2, 2)), W[2]], INT4),
+        ("w.scale: U8", [W[0], ("w.scale", "U8", (2, 2)), W[2]], INT4),
+        ("w.bias: BF16", [*W[:2], ("w.bias", "BF16", (2, 3))], INT4),
+        (
+            "w.scale: BF16",
+            [("w", "U32", (2, 8)), ("w.scale", "BF16", (2, 1))],
+            {"quant_type": "mxfp8"},
+        ),
+        ("are no rows of", [("w", "U32", (8,)), *W[1:]], INT4),
+        ("are no rows of", [("w", "U32", ()), ("w.scale", "BF16", ()), W[2]], INT4),
+        ("are no rows of", [("w", "U32", (2, 0)), ("w.scale", "BF16", (2, 0)), W[2]], INT4),
+        ("not of 21", [W[0], ("w.scale", "BF16", (2, 3)), W[2]], {"quant_type": "int4"}),
+    ],
+)
+def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
+    refused(message, tensors, metadata)
+
+
+@pytest.mark.parametrize(
+    ("message", "tensors", "metadata"),
+    [
+        ("w has no scales, but w.bias", [W[0], W[2]], {}),
+        ("w has no scales, but w.bias", [W[0], W[2]], INT4),
+        ("w has no scales, but w.global_scale", [W[0], ("w.global_scale", "F32", ())], NVFP4),
+        (
+            "has no scales, but x.biases",
+            [("x.weight", "U32", (2, 8)), ("x.biases", "F16", (2, 1))],
+            {},
+        ),
+        ("w is said to be quantized, and has no scales", W[:1], INT4),
+        ("v is said to be quantized, and has no scales", [*W, ("v", "U32", (2, 8))], INT4),
+        ("w is said to be quantized", [("w", "F32", (2,))], {"w.quant_type": "int4"}),
+        ("w is said to be quantized", [("w", "F32", (2,))], {"w.group_size": "64"}),
+        ("w.scale is said to be quantized", W, {**INT4, "w.scale.quant_type": "int4"}),
+        ("and nothing is quantized", [("w", "F32", (2,))], INT4),
+        ("and nothing is quantized", [], INT4),
+        ("w has scales, and is I32, not U32", [("w", "I32", (2, 8)), *W[1:]], INT4),
+        ("v has scales, and is F32", [*W, ("v", "F32", (2,)), ("v.scale", "F32", (2,))], INT4),
+        (
+            "has scales of two kinds",
+            [*affine("x.weight", 2, 64, 4, 32), ("x.scales", "F16", (2, 2))],
+            INT4,
+        ),
+        ("has scales of two kinds", [*SEEDS["mlx"][0], ("x.global_scale", "F32", ())], INT4),
+        (
+            "w.scale has scales, and is part of other codes",
+            [W[0], ("w.scale", "U32", (2, 2)), W[2], ("w.scale.scale", "BF16", (2, 1))],
+            INT4,
+        ),
+    ],
+)
+def test_no_part_is_left_over_and_no_claim_is_empty(message, tensors, metadata):
+    refused(message, tensors, metadata)
+
+
+def test_metadata_of_others_are_let_be():
+    metadata = {"format": "pt", "optimizer.quant_type": "x", "group_size": "7", ".quant_type": "y"}
+    assert list(read([("w", "U32", (2,))], metadata)) == ["w"]
+
+
+def test_a_tensor_is_found_by_all_its_names():
+    def tensor(key: str) -> BlobTensor:
+        return BlobTensor(key, "F32", (1,), None, {})
+
+    every = {key: tensor(key) for key in ("data", "unet/a.weight", "a.weight")}
+    for key in ("a.weight", "unet/a.weight", "data"):
+        assert find_tensor(every, "a.weight", "unet") is every[key]
+        del every[key]
+    others = {f"t{i}": tensor(f"t{i}") for i in range(10)}
+    message = "^unet/a.weight: the blob holds t0, t1, t2, t3, t4, t5, t6, t7 and 2 more instead$"
+    with pytest.raises(FormatError, match=message):
+        find_tensor(others, "a.weight", "unet")
+    with pytest.raises(FormatError, match="holds nothing instead"):
+        find_tensor({}, "a.weight", "unet")
+
+
+def test_the_tensors_of_a_group_are_found():
+    found = read(*SEEDS["packed"])
+    group = find_group(found, "model.layers.1.mlp.experts", "llm")
+    assert group == found
+    with_component = {f"llm/{name}": tensor for name, tensor in found.items()}
+    assert find_group(with_component, "model.layers.1.mlp.experts", "llm") == found
+    # ollama stacks experts under another name beside the group's.
+    stacked = read(affine("model.layers.1.mlp.switch_mlp.up_proj.weight", 2, 64, 4, 32), INT4)
+    assert find_group(stacked, "model.layers.1.mlp.experts", "llm") == stacked
+    assert list(find_group(read([("a", "F32", ())]), "experts", "llm")) == ["a"]
+
+
+def test_a_group_of_another_place_is_refused():
+    found = read(*SEEDS["packed"])
+    with pytest.raises(FormatError, match=r"experts\.0\.up_proj\.weight, of another group"):
+        find_group(found, "model.layers.2.mlp.experts", "llm")
+    with pytest.raises(FormatError, match="of another group"):
+        find_group(read([("m.a", "U8", ()), ("llm/m.a", "U8", ())]), "m.experts", "llm")
+    with pytest.raises(FormatError, match="holds no tensors"):
+        find_group({}, "model.layers.2.mlp.experts", "llm")
+
+
+def test_a_layer_promises_what_its_blob_holds():
+    tensor = read(W, INT4)["w"]
+    for dtype, shape in (("int4", (2, 64)), ("U32", (2, 8)), ("int4", None), ("U32", None)):
+        check_layer(tensor, "a/w", dtype, shape)
+        check_layer(tensor, "a/w", None, shape)
+    check_layer(read([("w", "F16", ())])["w"], "a/w", "F16", ())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "promised"),
+    [
+        ("int8", (2, 64), r"int8 \[2, 64\]"),
+        ("U32", (2, 64), r"U32 \[2, 64\]"),
+        ("int4", (2, 8), r"int4 \[2, 8\]"),
+        ("int4", (64, 2), r"int4 \[64, 2\]"),
+        (None, (), r"\[\]"),
+        ("F16", None, "F16"),
+    ],
+)
+def test_a_layer_that_promises_something_else(dtype, shape, promised):
+    message = rf"^a/w: the blob holds int4 \[2, 64\], its layer promises {promised}$"
+    with pytest.raises(FormatError, match=message):
+        check_layer(read(W, INT4)["w"], "a/w", dtype, shape)
