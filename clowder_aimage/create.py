@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from clowder_aimage.content import ContentStore, bytes_body
-from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
-from clowder_aimage.importer import Plan, Provenance, make_plan, take_inventory, write_layers
-from clowder_aimage.importer.write import OnWritten, Written
-from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.schema import validate
+from clowder_aimage.content import ContentStore
+from clowder_aimage.dialect import DEFAULT, DIALECTS
+from clowder_aimage.importer import (
+    Packed,
+    Plan,
+    Provenance,
+    Recipe,
+    check_config,
+    make_plan,
+    pack,
+    take_inventory,
+)
+from clowder_aimage.importer.survey import OnSurvey, survey_weights
+from clowder_aimage.importer.write import OnWritten
+from clowder_aimage.model import blas
+from clowder_aimage.oci import Reference
 
-_JOBS = 8  # threads that hash and write
-
-
-@dataclass(frozen=True, slots=True)
-class Created:
-    """The new AImage, and what became of its layers."""
-
-    descriptor: Descriptor
-    manifest: Manifest
-    layers: tuple[Written, ...]
+Created = Packed
 
 
 def create(
@@ -33,31 +33,40 @@ def create(
     dialect: str = DEFAULT,
     algorithm: str = "sha256",
     provenance: Provenance | None = None,
+    recipe: Recipe | None = None,
     jobs: int | None = None,
+    on_survey: OnSurvey = lambda _: None,
+    on_surveyed: OnSurvey = lambda _: None,
     on_plan: Callable[[Plan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Created:
     """Pack the model in ``directory`` and name it ``reference``.
 
-    The same directory gives the same manifest digest on every machine. ``algorithm`` hashes the
-    layers and the config; the manifest is always known by its sha256, for registries' sake.
+    The same directory and ``recipe`` give the same manifest digest on every machine. ``algorithm``
+    hashes the layers and the config; the manifest is always known by its sha256, for registries'
+    sake. Where the recipe depends on values, ``on_survey`` hears how many bytes are to be looked at
+    before the plan, and ``on_surveyed`` of each tensor's.
 
     Raises:
         ModelError: the directory is not a model that can be packed; nothing was written then,
             unless a file changed in the middle.
-        FormatError: the provenance is not what the config's schema allows; nothing was written.
+        UsageError: the recipe does not fit the model, or needs what is not installed.
+        FormatError: it is quantized in a way that is not known, or the provenance is not what the
+            config's schema allows; nothing was written.
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
+    recipe = recipe or Recipe()
+    recipe.check_tools()
     chosen = DIALECTS[dialect]
-    plan = make_plan(take_inventory(directory), chosen, provenance or Provenance(), algorithm)
-    validate("aimage-config", AImage(plan.config, ()).properties)
+    inventory = take_inventory(directory)
+    weights = {component.name: component.weights for component in inventory.components}
+    exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
+    plan = make_plan(
+        inventory, chosen, provenance or Provenance(), algorithm, recipe=recipe, exact=exact
+    )
+    check_config(plan)
     on_plan(plan)
+    if recipe.quantize:
+        blas.preload()  # before MLX is imported: this process may run models later
     with store.lease() as lease:
-        with store.batch():
-            written = write_layers(plan, store, lease, jobs=jobs or _JOBS, on_written=on_written)
-        aimage = AImage(plan.config, tuple(item.layer for item in written))
-        manifest, config = chosen.write(aimage)
-        lease.add(manifest.config.digest, manifest.digest)
-        store.push(manifest.config, bytes_body(config))
-        store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
-    return Created(manifest.descriptor, manifest, tuple(written))
+        return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)

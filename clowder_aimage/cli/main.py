@@ -17,6 +17,7 @@ from clowder_aimage.errors import AImageError
 # verb: (module, first line of its help); the module is imported when the verb is used
 VERBS = {
     "create": ("create", "Pack a model directory as an AImage."),
+    "convert": ("convert", "Make an AImage with other types of weights."),
     "push": ("push", "Send an AImage to the registry in its name."),
     "pull": ("pull", "Fetch an AImage from the registry in its name."),
     "copy": ("copy", "Copy an AImage from a registry to a registry."),

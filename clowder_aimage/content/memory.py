@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO
 
 from clowder_aimage.content.store import Body, Source
-from clowder_aimage.content.verify import VerifyingReader
-from clowder_aimage.errors import NotFoundError
+from clowder_aimage.content.verify import VerifyingReader, check
+from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
@@ -60,6 +60,52 @@ class MemoryStore:
             raise NotFoundError(f"no {content.digest} in memory to tag as {reference}")
         with self._lock:
             self._tags[reference] = content
+
+    def ingest(self, key: str, expected: Descriptor | None = None, /) -> MemoryIngest:
+        return MemoryIngest(self._blobs, expected)
+
+
+class MemoryIngest:
+    """A blob on its way into ``blobs``."""
+
+    def __init__(self, blobs: dict[Digest, bytes], expected: Descriptor | None) -> None:
+        self._blobs = blobs
+        self._size = expected.size if expected else 0
+        self._data = bytearray()
+        self._written: list[tuple[int, int]] = []
+
+    def missing(self) -> list[tuple[int, int]]:
+        spans, offset = [], 0
+        for start, end in sorted(self._written):
+            if start > offset:
+                spans.append((offset, start))
+            offset = max(offset, end)
+        return [*spans, (offset, self._size)] if offset < self._size else spans
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
+        end = offset + len(data)
+        self._data.extend(bytes(max(0, end - len(self._data))))
+        self._data[offset:end] = data
+        self._written.append((offset, end))
+
+    def checkpoint(self) -> None:
+        pass
+
+    def digest(self, algorithm: str = "sha256") -> Digest:
+        return Digest.of(self._data, algorithm)
+
+    def commit(self, expected: Descriptor, /) -> None:
+        if self.missing():
+            raise VerificationError(f"{expected.digest} is not whole")
+        check(expected, len(self._data), self.digest(expected.digest.algorithm).encoded)
+        self._blobs[expected.digest] = bytes(self._data)
+
+    def suspend(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._data.clear()
+        self._written.clear()
 
 
 class MemoryLease:

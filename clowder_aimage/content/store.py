@@ -95,6 +95,10 @@ class Ingest(Protocol):
         """Make what was written so far survive a crash."""
         ...
 
+    def digest(self, algorithm: str = "sha256") -> Digest:
+        """What the bytes written so far hash to, when they came from the front on."""
+        ...
+
     def commit(self, expected: Descriptor, /) -> None:
         """Verify size and digest, make it durable, and give it its final name.
 

@@ -1,7 +1,24 @@
-"""From a model directory to blobs: inventory -> plan (every decision, no weights) -> write."""
+"""From a model directory to blobs: inventory -> plan (every decision, no weights) -> write.
+
+What weights are stored as is a recipe; with one, a survey looks at values before the plan, and
+``precision`` and ``quantize`` change them while they are written.
+"""
 
 from clowder_aimage.importer.inventory import Inventory, take_inventory
+from clowder_aimage.importer.pack import Packed, check_config, pack
 from clowder_aimage.importer.plan import Plan, Provenance, make_plan
+from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.importer.write import write_layers
 
-__all__ = ["Inventory", "Plan", "Provenance", "make_plan", "take_inventory", "write_layers"]
+__all__ = [
+    "Inventory",
+    "Packed",
+    "Plan",
+    "Provenance",
+    "Recipe",
+    "check_config",
+    "make_plan",
+    "pack",
+    "take_inventory",
+    "write_layers",
+]

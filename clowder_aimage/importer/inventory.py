@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer.shards import SourceTensor, read_weights
+from clowder_aimage.importer.prequantized import read_quantized
+from clowder_aimage.importer.shards import read_weights
 from clowder_aimage.importer.tree import check_inside, check_not_pointer, list_directory
+from clowder_aimage.importer.weight import Weight
 
 MODEL_INDEX = "model_index.json"
 WEIGHTED = ("text_encoder", "transformer", "vae")
@@ -55,14 +57,16 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a pipeline: its class and library, as model_index.json names them."""
+    """One part of a pipeline: its class and library, as model_index.json names them. ``ignored``
+    are names of tensors that are left out."""
 
     name: str
     library: str
     class_name: str
-    tensors: tuple[SourceTensor, ...]
+    weights: tuple[Weight, ...]
     files: tuple[SourceFile, ...]
     config: Mapping[str, Any]
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ def take_inventory(directory: Path) -> Inventory:
     Raises:
         ModelError: it is not a model that we pack, or not a whole and honest one, or it cannot
             be read.
+        FormatError: it is quantized, and it cannot be told how, or not as its config says.
     """
     try:
         return _take_inventory(directory)
@@ -156,14 +161,17 @@ def _component(root: Path, name: str, entry: object) -> Component:
         _check_tokenizer(root, {path.name for path in paths})
     tensors = read_weights(directory, paths) if name in WEIGHTED else ()
     files = [path for path in paths if path.name in _FILES[name]]
-    config = "scheduler_config.json" if name == "scheduler" else "config.json"
+    file = "scheduler_config.json" if name == "scheduler" else "config.json"
+    config = _read_json(root, f"{name}/{file}") if name != "tokenizer" else {}
+    weights, ignored = read_quantized(directory, tensors, config)
     return Component(
         name,
         entry[0],
         entry[1],
-        tensors,
+        weights,
         tuple(_file(root, f"{name}/{path.name}") for path in files),
-        _read_json(root, f"{name}/{config}") if name != "tokenizer" else {},
+        config,
+        ignored,
     )
 
 

@@ -1,25 +1,25 @@
-"""Every decision of a create, made before a byte of weights is read."""
+"""Every decision of a create or a convert, made before a byte of weights is written."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from clowder_aimage.dialect import AImage, Dialect, Layer
+from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer.inventory import Component, Inventory, SourceFile
-from clowder_aimage.importer.shards import SourceTensor
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
+from clowder_aimage.importer.decision import Decision, check_quantized, decide
+from clowder_aimage.importer.describe import Report, describe_component, report, totals
+from clowder_aimage.importer.inventory import Component, Inventory
+from clowder_aimage.importer.layer import PlannedLayer, file_layer, tensor_layers
+from clowder_aimage.importer.recipe import Recipe
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.tensor import encode_header
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
+AS_STORED = Recipe()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +32,14 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedLayer:
-    """A blob to be: ``prefix`` (a safetensors header, or nothing), then a span of a file that
-    was last written at ``modified``, in nanoseconds."""
-
-    name: str
-    media_type: str
-    prefix: bytes
-    path: Path
-    offset: int
-    nbytes: int
-    modified: int
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.prefix) + self.nbytes
-
-    def layer(self, digest: Digest) -> Layer:
-        """The layer, now that its digest is known."""
-        return Layer(
-            Descriptor(self.media_type, digest, self.size), self.name, self.dtype, self.shape
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """The layers in the order they will have, the bytes of the AImage config, and what is to
-    hash them all."""
+    """The layers in the order they will have, the bytes of the AImage config, what is to hash
+    them all, and what becomes of the weights."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
     algorithm: str
+    report: Report = field(default_factory=Report)
 
     @property
     def size(self) -> int:
@@ -73,26 +48,52 @@ class Plan:
 
 
 def make_plan(
-    inventory: Inventory, dialect: Dialect, provenance: Provenance, algorithm: str = "sha256"
+    inventory: Inventory,
+    dialect: Dialect,
+    provenance: Provenance,
+    algorithm: str = "sha256",
+    *,
+    recipe: Recipe = AS_STORED,
+    exact: frozenset[tuple[str, str]] = frozenset(),
 ) -> Plan:
-    """Decide everything.
+    """Decide everything. ``exact`` is what a survey for ``recipe`` found.
 
     Raises:
         ModelError: a name cannot be a layer's, or the manifest would be larger than registries
             take.
+        UsageError: the recipe does not fit the model.
     """
-    layers = [_file(file) for file in inventory.files]
+    decided = decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
+    layers = [file_layer(file) for file in inventory.files]
     for component in inventory.components:
-        layers += [_file(file) for file in component.files]
-        layers += [_tensor(component.name, tensor) for tensor in component.tensors]
+        layers += [file_layer(file) for file in component.files]
+        layers += tensor_layers(component.name, decided[component.name])
     layers.sort(key=lambda layer: layer.name)
-    _check_names(layers)
-    plan = Plan(tuple(layers), encode(_config(inventory, layers, provenance)), algorithm)
-    _check_manifest(plan, dialect)
+    config = _config(inventory, decided, layers, provenance)
+    ignored = sum(len(component.ignored) for component in inventory.components)
+    plan = Plan(tuple(layers), encode(config), algorithm, report(decided, config, ignored))
+    check(plan, dialect)
     return plan
 
 
-def _check_names(layers: list[PlannedLayer]) -> None:
+def decide_all(
+    components: Mapping[str, Sequence[Any]], recipe: Recipe, exact: frozenset[tuple[str, str]]
+) -> dict[str, list[Decision]]:
+    """What becomes of the weights of each component. Raises UsageError."""
+    recipe.check_components(name for name, weights in components.items() if weights)
+    decided = {name: decide(name, weights, recipe, exact) for name, weights in components.items()}
+    for name, wanted in recipe.quantize.items():
+        check_quantized(name, decided[name], wanted)
+    return decided
+
+
+def check(plan: Plan, dialect: Dialect) -> None:
+    """Raises ModelError where the layers cannot be those of a manifest."""
+    _check_names(plan.layers)
+    _check_manifest(plan, dialect)
+
+
+def _check_names(layers: Sequence[PlannedLayer]) -> None:
     for layer in layers:
         try:
             check_name(layer.name)
@@ -118,40 +119,27 @@ def _check_manifest(plan: Plan, dialect: Dialect) -> None:
         ) from None
 
 
-def _file(file: SourceFile) -> PlannedLayer:
-    return PlannedLayer(
-        file.name, mediatype.AIMAGE_FILE, b"", file.path, 0, file.size, file.modified
-    )
-
-
-def _tensor(component: str, tensor: SourceTensor) -> PlannedLayer:
-    return PlannedLayer(
-        f"{component}/{tensor.name}",
-        mediatype.AIMAGE_SAFETENSORS,
-        encode_header([(tensor.name, tensor.dtype, tensor.shape)]),
-        tensor.path,
-        tensor.offset,
-        tensor.nbytes,
-        tensor.modified,
-        tensor.dtype,
-        tensor.shape,
-    )
-
-
 def _config(
-    inventory: Inventory, layers: list[PlannedLayer], provenance: Provenance
+    inventory: Inventory,
+    decided: Mapping[str, Sequence[Decision]],
+    layers: Sequence[PlannedLayer],
+    provenance: Provenance,
 ) -> dict[str, Any]:
     """The AImage config (schemas/aimage-config.schema.json): what it is, not who packed it."""
-    tensors = [tensor for component in inventory.components for tensor in component.tensors]
     config: dict[str, Any] = {
         "schemaVersion": 1,
         "family": inventory.family,
         "pipeline": inventory.pipeline,
-        **_totals(tensors),
+        **totals(decision for decisions in decided.values() for decision in decisions),
         "size": sum(layer.size for layer in layers),
-        "components": {c.name: _component(c, layers) for c in inventory.components},
+        "components": {
+            c.name: describe_component(
+                {"library": c.library, "class": c.class_name}, c.name, decided[c.name], layers
+            )
+            for c in inventory.components
+        },
     }
-    size = _default_size(inventory)
+    size = _default_size(inventory.components)
     if size:
         config["defaults"] = {"width": size, "height": size}
     optional = {
@@ -162,27 +150,9 @@ def _config(
     return config | {key: value for key, value in optional.items() if value}
 
 
-def _component(component: Component, layers: list[PlannedLayer]) -> Mapping[str, Any]:
-    size = sum(layer.size for layer in layers if layer.name.startswith(f"{component.name}/"))
-    described: dict[str, Any] = {"library": component.library, "class": component.class_name}
-    if component.tensors:
-        described |= {"tensors": len(component.tensors), **_totals(component.tensors)}
-    return described | {"size": size}
-
-
-def _totals(tensors: Iterable[SourceTensor]) -> dict[str, Any]:
-    """The number of parameters, and the dtype that most bytes have."""
-    parameters, count = 0, Counter[str]()
-    for tensor in tensors:
-        parameters += math.prod(tensor.shape)
-        count[tensor.dtype] += tensor.nbytes
-    dtype = max(sorted(count), key=lambda name: count[name], default=None)
-    return {"parameters": parameters} | ({"dtype": dtype} if dtype else {})
-
-
-def _default_size(inventory: Inventory) -> int | None:
+def _default_size(components: Sequence[Component]) -> int | None:
     """The side of the square pictures that the VAE was trained on, in pixels, if it says so."""
-    for component in inventory.components:
+    for component in components:
         size = component.config.get("sample_size")
         if component.name == "vae" and isinstance(size, int) and size > 0 and size % 16 == 0:
             return size

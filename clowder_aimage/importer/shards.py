@@ -15,6 +15,17 @@ _INDEX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """``nbytes`` bytes of a file at ``offset``, both in bytes. ``modified`` is when the file was
+    last written, in nanoseconds."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
     ``modified`` is when the file was last written, in nanoseconds."""
@@ -27,13 +38,18 @@ class SourceTensor:
     nbytes: int
     modified: int
 
+    @property
+    def span(self) -> Span:
+        return Span(self.path, self.offset, self.nbytes, self.modified)
+
 
 def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:
     """The tensors of a component, sorted by name.
 
     Raises:
         ModelError: a shard is missing, or there is one too many; the index and the shards do not
-            agree; a file is not what it claims to be.
+            agree.
+        FormatError: a file is not what it claims to be.
     """
     indexes = [path for path in paths if path.name.endswith(_INDEX)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
@@ -50,25 +66,26 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
             if files
             else "download the model again, in full",
         )
-    tensors = [tensor for path, header in headers.items() for tensor in _tensors(path, header)]
+    tensors = [tensor for path, header in headers.items() for tensor in tensors_of(path, header)]
     if not tensors:
         raise ModelError(f"{_names(files)} in {directory} holds no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
 def read_file(path: Path) -> Header:
-    """The header of a safetensors file. Raises ModelError."""
+    """The header of a safetensors file. Raises FormatError."""
     try:
         with path.open("rb") as file:
             check_not_pointer(path, file.peek(64)[:64])
             return read_header(file, path.stat().st_size)
     except FormatError as error:
-        raise ModelError(
+        raise FormatError(
             f"{path} is damaged: {error}", hint="download the file again, in full"
         ) from None
 
 
-def _tensors(path: Path, header: Header) -> list[SourceTensor]:
+def tensors_of(path: Path, header: Header) -> list[SourceTensor]:
+    """The tensors of the file at ``path``, in its header's order."""
     modified = path.stat().st_mtime_ns
     return [
         SourceTensor(

@@ -1,26 +1,39 @@
-"""A plan carried out: hash every blob, store those that are new."""
+"""A plan carried out: every source is read once, and hashed while it is written.
+
+A blob that fits into a thread's buffer is hashed there, and pushed if it is new. A larger one is
+written as it comes, since only its last byte tells whether the store has it already; where the
+store had a blob of that very size before, it is hashed first, for then it is likely to be that one.
+What is quantized is never made twice: it is always written as it comes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import BinaryIO, cast
 
-from clowder_aimage.content import Body, ContentStore, Lease
-from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.parallel import in_parallel
+from clowder_aimage.content.verify import verify
 from clowder_aimage.dialect import Layer
-from clowder_aimage.errors import ModelError, VerificationError
-from clowder_aimage.importer.plan import Plan, PlannedLayer
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.importer.layer import PlannedLayer
+from clowder_aimage.importer.plan import Plan
+from clowder_aimage.importer.pour import Pourer
+from clowder_aimage.importer.read import changed
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.leftover import remove_partials
 from clowder_aimage.oci import Digest
 from clowder_aimage.oci.digest import new_hasher
 
-_CHUNK = 4 * 1024 * 1024
+JOBS = 8  # threads that read, hash and write
+BUFFER = 4 * 1024 * 1024  # bytes, of each thread
+LEAST = CHUNK_SIZE  # bytes, of each thread however many there are
+BUFFERS = 64 * 1024 * 1024  # bytes, of all threads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,101 +52,136 @@ def write_layers(
 ) -> list[Written]:
     """Store the plan's blobs, ``jobs`` at a time, and keep them by ``lease``.
 
-    Each is hashed first: what the store has already is read once and not written.
-
     Raises:
-        ModelError: a file changed while it was read.
+        ModelError: a file changed while it was read, or a value does not fit its type.
+        VerificationError: a blob of the store that is changed is damaged.
         StoreError, NoSpaceError: the store cannot keep it.
     """
-    stopped = threading.Event()
+    with ExitStack() as stack:
+        writer = _Writer(plan, store, lease, min(jobs, len(plan.layers)), stack)
+        written: dict[str, Written] = {}
 
-    written: dict[str, Written] = {}
+        def one(planned: PlannedLayer) -> None:
+            written[planned.name] = writer.write(planned)
+            on_written(written[planned.name])
 
-    def one(planned: PlannedLayer) -> None:
-        layer = planned.layer(_digest(planned, plan.algorithm, stopped))
-        lease.add(layer.descriptor.digest)
-        was_there = store.exists(layer.descriptor)
-        if not was_there:
-            try:
-                store.push(layer.descriptor, _body(planned, stopped))
-            except VerificationError:
-                raise _changed(planned.path) from None
-        written[planned.name] = Written(layer, was_there)
-        on_written(written[planned.name])
-
-    in_parallel([partial(one, planned) for planned in plan.layers], jobs, stopped.set)
+        # what takes longest first: MLX has one thread, and others write meanwhile
+        order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
+        in_parallel([partial(one, planned) for planned in order], jobs, writer.stopped.set)
     return [written[planned.name] for planned in plan.layers]
 
 
-def _changed(path: Path) -> ModelError:
-    return ModelError(
-        f"{path} changed while it was read", hint="wait until it is written, then pack again"
-    )
+class _Writer:
+    """What the threads of one create share."""
 
+    def __init__(
+        self, plan: Plan, store: ContentStore, lease: Lease, jobs: int, stack: ExitStack
+    ) -> None:
+        self.stopped = threading.Event()
+        self._algorithm = plan.algorithm
+        self._store = store
+        self._lease = lease
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._ours: set[Digest] = set()
+        self._size = max(LEAST, min(BUFFER, BUFFERS // max(1, jobs)))
+        self._quantizer = None
+        if any(layer.is_quantizing for layer in plan.layers):
+            from clowder_aimage.importer.quantize import Quantizer
 
-def _digest(planned: PlannedLayer, algorithm: str, stopped: threading.Event) -> Digest:
-    hasher = new_hasher(algorithm)
-    buffer = memoryview(bytearray(min(_CHUNK, planned.size + 1)))
-    with _SpanReader(planned, stopped) as reader:
-        while count := reader.readinto(buffer):
-            hasher.update(buffer[:count])
-    return Digest(algorithm, hasher.hexdigest())
+            self._quantizer = stack.enter_context(Quantizer())
+        self._sizes: frozenset[int] = frozenset()
+        if isinstance(store, ImageLayout) and any(one.size > self._size for one in plan.layers):
+            remove_partials(store.root, 0.0, dry_run=False)  # of killed ones: nobody finds them
+            self._sizes = _sizes(store, plan.algorithm)
 
+    def write(self, planned: PlannedLayer) -> Written:
+        if planned.kept is not None:
+            return Written(planned.kept, True)
+        for origin in planned.origins:
+            with self._store.open(origin) as file:
+                verify(file, origin)
+        if planned.size <= self._size:
+            return self._push(planned)
+        if planned.size in self._sizes and not planned.is_quantizing:
+            layer = planned.layer(self._digest(planned))
+            if self._is_there(layer):
+                return Written(layer, True)
+            return self._ingest(planned, layer)
+        return self._ingest(planned)
 
-def _body(planned: PlannedLayer, stopped: threading.Event) -> Body:
-    def body(offset: int = 0, /) -> BinaryIO:
-        return cast(BinaryIO, _SpanReader(planned, stopped, offset))
+    @property
+    def _pourer(self) -> Pourer:
+        """The calling thread's."""
+        if not hasattr(self._own, "pourer"):
+            self._own.pourer = Pourer(self._size, self.stopped, self._quantizer)
+        pourer: Pourer = self._own.pourer
+        return pourer
 
-    return body
+    def _is_there(self, layer: Layer) -> bool:
+        self._lease.add(layer.descriptor.digest)
+        return self._store.exists(layer.descriptor)
 
+    def _push(self, planned: PlannedLayer) -> Written:
+        """A blob that is in memory as a whole."""
+        chunks: list[memoryview] = []
+        self._pourer.pour(planned, chunks.append)
+        data = chunks[0] if chunks else memoryview(b"")
+        layer = planned.layer(Digest.of(data, self._algorithm))
+        was_there = self._is_there(layer)
+        if not was_there:
+            self._store.push(layer.descriptor, bytes_body(bytes(data)))
+        return Written(layer, was_there)
 
-class _SpanReader(io.RawIOBase):
-    """The planned prefix, then the span of the file, cut short when the user leaves."""
+    def _digest(self, planned: PlannedLayer) -> Digest:
+        hasher = new_hasher(self._algorithm)
+        self._pourer.pour(planned, hasher.update)
+        return Digest(self._algorithm, hasher.hexdigest())
 
-    def __init__(self, planned: PlannedLayer, stopped: threading.Event, offset: int = 0) -> None:
-        self._planned = planned
-        self._stopped = stopped
-        self._prefix = planned.prefix[offset:]
-        skip = max(0, offset - len(planned.prefix))
-        self._left = planned.nbytes - skip
-        with self._errors():
-            self._file = planned.path.open("rb", buffering=0)
-            self._file.seek(planned.offset + skip)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if self._stopped.is_set():
-            raise StoppedError
-        view = memoryview(buffer)
-        if self._prefix:
-            count = min(len(view), len(self._prefix))
-            view[:count] = self._prefix[:count]
-            self._prefix = self._prefix[count:]
-            return count
-        with self._errors():
-            if not self._left:
-                self._check_unchanged()
-                return 0
-            read = self._file.readinto(view[: self._left])
-        if not read:
-            raise _changed(self._planned.path)
-        self._left -= read
-        return read
-
-    def _check_unchanged(self) -> None:
-        """It must be the file whose header was read: another's bytes would fit it as well."""
-        if os.fstat(self._file.fileno()).st_mtime_ns != self._planned.modified:
-            raise _changed(self._planned.path)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> Written:
+        """A blob that is written while it is read; the digest of one that was read before must be
+        the same again."""
+        ingest = self._store.ingest("create")
         try:
-            yield
-        except OSError as error:
-            raise ModelError(f"cannot read {self._planned.path}: {error.strerror}") from error
+            ingest.digest(self._algorithm)
+            offset = 0
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+            def write(view: memoryview) -> None:
+                nonlocal offset
+                ingest.write_at(offset, view)
+                offset += len(view)
+
+            self._pourer.pour(planned, write)
+            layer = planned.layer(ingest.digest(self._algorithm))
+            if expected is not None and layer != expected:
+                raise changed(planned.path)
+            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
+                ingest.abort()
+                return Written(layer, True)
+        except BaseException:
+            ingest.abort()
+            raise
+        try:
+            ingest.commit(layer.descriptor)
+        except VerificationError:
+            raise changed(planned.path) from None
+        return Written(layer, False)
+
+    def _is_ours(self, digest: Digest) -> bool:
+        """Whether another thread has the same blob under way; from now on, this one has."""
+        with self._lock:
+            was_ours = digest in self._ours
+            self._ours.add(digest)
+        return was_ours
+
+
+def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
+    """The sizes, in bytes, of the blobs that a layout holds already."""
+    sizes: set[int] = set()
+    for root in store.roots:
+        try:
+            with os.scandir(root / "blobs" / algorithm) as entries:
+                sizes |= {entry.stat(follow_symlinks=False).st_size for entry in entries}
+        except OSError:  # there is none yet, or whoever needs it says so
+            continue
+    return frozenset(sizes)

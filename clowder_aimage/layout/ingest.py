@@ -30,7 +30,7 @@ from clowder_aimage.layout.lock import (
     open_shared,
     sync_directory,
 )
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
 BLOB_MODE = 0o444  # content never changes under its name
@@ -292,7 +292,8 @@ class FileIngest:
         """
         try:
             self._check_whole(expected)
-            check(expected, os.fstat(self._fd).st_size, self._encoded(expected))
+            found = self.digest(expected.digest.algorithm)
+            check(expected, os.fstat(self._fd).st_size, found.encoded)
             self._final = blob_path(self._root, expected)
             with store_errors(self._root):
                 os.fchmod(self._fd, BLOB_MODE)
@@ -337,14 +338,19 @@ class FileIngest:
                 f"{expected.digest} is not whole: {come} of {expected.size} bytes came"
             )
 
-    def _encoded(self, expected: Descriptor) -> str:
-        """The hash of what is in the file; a second reading only where it is of another kind."""
+    def digest(self, algorithm: str = "sha256") -> Digest:
+        """The digest of what is in the file; a second reading only where it was hashed with
+        another algorithm: ask before the first byte is written, and it is hashed with this one.
+
+        Raises:
+            StoreError: it cannot be read again.
+        """
         with self._hashing:
-            if expected.digest.algorithm != self._algorithm or self._rewritten:
-                self._algorithm = expected.digest.algorithm
+            if algorithm != self._algorithm or self._rewritten:
+                self._algorithm = algorithm
                 self._reset_hash()
             self._catch_up()
-            return self._hasher.hexdigest()
+            return Digest(algorithm, self._hasher.hexdigest())
 
     def give_up(self) -> None:
         """The disk does not take the batch."""

@@ -1,0 +1,202 @@
+"""What packing a model costs, beside the least that it could: ``python benchmarks/create.py``.
+
+    python benchmarks/create.py [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
+
+A Z-Image directory is made whose transformer has ``--gib`` GiB of random BF16 in shards. In every
+round, each in a process of its own and with a disk that is idle before:
+
+floor     twenty lines: read the shards in pieces of 4 MiB, hash them with SHA-256, write them to
+          new files, and make those durable
+create    ``aimage create`` into a new store, which is durable, too
+
+With ``--quantize`` there are two more rows: ``aimage create --quantize int8``, and MLX's own
+quantization of the same tensors, evaluated one after the other on the CPU, in three parts: reading
+them, quantizing them, and both. Figures are medians; rounds are interleaved. Peak memory is that of
+the process, as the kernel counts it for children that have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clowder_aimage.tensor import encode_header
+
+MIB = 1024 * 1024
+DIM, HIDDEN = 3840, 10240  # of Z-Image-Turbo
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "examples" / "tiny"
+SPAWN = multiprocessing.get_context("spawn")
+
+FLOOR = """
+import hashlib, os, sys
+target, *sources = sys.argv[1:]
+os.mkdir(target)
+buffer = memoryview(bytearray(4 * 1024 * 1024))
+for number, source in enumerate(sources):
+    digest = hashlib.sha256()
+    with open(source, "rb", buffering=0) as file, open(f"{target}/{number}", "wb", 0) as copy:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            copy.write(buffer[:count])
+        os.fsync(copy.fileno())
+    print(digest.hexdigest())
+"""
+MLX = """
+import sys, time
+import mlx.core as mx
+reading = quantizing = 0.0
+for source in sys.argv[1:]:
+    for array in mx.load(source).values():
+        begun = time.perf_counter()
+        mx.eval(array)
+        read = time.perf_counter()
+        if array.ndim == 2:
+            mx.eval(mx.quantize(array, group_size=64, bits=8, stream=mx.cpu))
+        quantizing += time.perf_counter() - read
+        reading += read - begun
+        del array
+print(reading, quantizing)
+"""
+
+
+@dataclass
+class Row:
+    """The runs of one program: seconds, and the largest resident memory in bytes."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+
+def make_model(directory: Path, size: int, shards: int) -> None:
+    """A directory with ``size`` bytes of weights in a transformer."""
+    shutil.copytree(TINY, directory)
+    place = directory / "transformer"
+    for path in place.glob("*.safetensors*"):
+        path.unlink()
+    weight_map: dict[str, str] = {}
+    number = 0
+    for shard in range(1, shards + 1):
+        name = f"diffusion_pytorch_model-{shard:05}-of-{shards:05}.safetensors"
+        tensors, left = [], size // shards
+        while left > 0:
+            shape = [(DIM, DIM), (DIM, DIM), (HIDDEN, DIM), (DIM, HIDDEN), (DIM,)][number % 5]
+            if len(shape) == 2:
+                shape = (max(1, min(shape[0], left // shape[1] // 2)), shape[1])
+            tensors.append((f"layers.{number // 5}.{number % 5}.weight", "BF16", shape))
+            left -= 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
+            number += 1
+        weight_map |= dict.fromkeys((tensor[0] for tensor in tensors), name)
+        _write(place / name, tensors)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (place / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Random numbers of about the size that weights have."""
+    import numpy as np
+
+    rng = np.random.default_rng(int(path.name.split("-")[1]))
+    with path.open("wb") as file:
+        file.write(encode_header(tensors))
+        for _, _, shape in tensors:
+            for rows in _chunks(shape[0], 1024):
+                values = rng.standard_normal((rows, *shape[1:]), np.float32) * 0.02
+                file.write((values.view(np.uint32) >> 16).astype("<u2").tobytes())
+
+
+def _chunks(total: int, size: int) -> list[int]:
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def run(row: Row, command: list[str], place: Path) -> str:
+    """Run a program that writes to ``place``; what it says."""
+    shutil.rmtree(place, ignore_errors=True)
+    os.sync()
+    begun = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert child.stdout is not None
+    said = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    row.seconds.append(time.perf_counter() - begun)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0, f"{command[:4]} ended with {child.returncode}"
+    row.memory.append(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    return said
+
+
+def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bool) -> None:
+    """Print the table of one size."""
+    model = directory / f"model-{gib}"
+    shutil.rmtree(model, ignore_errors=True)
+    making = SPAWN.Process(target=make_model, args=(model, int(gib * 1024 * MIB), shards))
+    making.start()  # a child's peak memory begins with what its parent has: ours must stay small
+    making.join()
+    assert making.exitcode == 0
+    paths = [str(path) for path in sorted((model / "transformer").glob("*.safetensors"))]
+    place = directory / "made"
+    aimage = [sys.executable, "-m", "clowder_aimage.cli", "-q", "--store", str(place), "create"]
+    rows: dict[str, Row] = {}
+
+    def row(name: str) -> Row:
+        return rows.setdefault(name, Row())
+
+    for _ in range(runs):
+        run(row("floor"), [sys.executable, "-c", FLOOR, str(place), *paths], place)
+        run(row("create"), [*aimage, "m", str(model)], place)
+        if quantize:
+            run(row("create --quantize int8"), [*aimage, "m", str(model), "--quantize=int8"], place)
+            times = run(row("MLX, the whole process"), [sys.executable, "-c", MLX, *paths], place)
+            reading, quantizing = map(float, times.split())
+            row("MLX, quantize alone").seconds.append(quantizing)
+            row("MLX, read and quantize").seconds.append(reading + quantizing)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(model)
+    show(rows, gib, shards)
+
+
+def show(rows: dict[str, Row], gib: float, shards: int) -> None:
+    """The table; ratios are to the floor, and of quantizing to MLX's own."""
+    print(f"\n| {gib} GiB in {shards} shards | s, median | least | ratio | peak MiB |")
+    print("|---|---|---|---|---|")
+    own = rows.get("MLX, quantize alone")
+    for name, found in rows.items():
+        base = own if own and ("int8" in name or "MLX" in name) else rows["floor"]
+        median = statistics.median(found.seconds)
+        ratio = median / statistics.median(base.seconds)
+        memory = f"{max(found.memory) / MIB:.0f}" if found.memory else ""
+        print(f"| {name} | {median:.2f} | {min(found.seconds):.2f} | {ratio:.2f} | {memory} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", default="2", help="sizes, such as 1,2,4")
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--quantize", action="store_true")
+    parser.add_argument("--directory", type=Path)
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        directory = options.directory
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.mkdir(parents=True, exist_ok=True)
+        for gib in options.gib.split(","):
+            measure(directory, float(gib), options.shards, options.runs, quantize=options.quantize)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""convert: an AImage in a store becomes another one, with other types of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from clowder_aimage.content import ContentStore
+from clowder_aimage.errors import UsageError
+from clowder_aimage.importer import Packed, Plan, Recipe, check_config, pack
+from clowder_aimage.importer.stored import plan_conversion, read_stored, weights_of
+from clowder_aimage.importer.survey import OnSurvey, survey_weights
+from clowder_aimage.importer.write import OnWritten
+from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.model import blas
+from clowder_aimage.oci import Reference
+
+Converted = Packed
+
+
+def convert(
+    store: ContentStore,
+    reference: Reference,
+    target: Reference,
+    recipe: Recipe,
+    *,
+    jobs: int | None = None,
+    on_survey: OnSurvey = lambda _: None,
+    on_surveyed: OnSurvey = lambda _: None,
+    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> Converted:
+    """Make of the AImage ``reference`` what ``recipe`` says, in its dialect, and name it
+    ``target``. Layers in which nothing changes are the same blobs in both. What create gives from
+    the same weights with the same recipe has the same digest. For the watchers see ``create``.
+
+    Raises:
+        NotFoundError: the AImage is not in the store, or not all of it.
+        UsageError: the recipe asks for nothing, does not fit the model, or needs what is not
+            installed.
+        FormatError, VerificationError: a blob is not what its layer says, or damaged.
+        ModelError: a value does not fit its type.
+        StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
+    """
+    if not recipe.changes:
+        raise UsageError("nothing is to be converted: give --quantize, --dtype or both")
+    recipe.check_tools()
+    with store.lease(store.resolve(reference).digest) as lease:
+        stored = read_aimage(store, reference)
+        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+        inflate(store, stored)
+        layers = read_stored(store, stored.aimage)
+        exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
+        plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact)
+        check_config(plan)
+        on_plan(plan)
+        if recipe.quantize:
+            blas.preload()  # before MLX is imported: this process may run models later
+        return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)

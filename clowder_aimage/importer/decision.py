@@ -1,0 +1,130 @@
+"""What is decided of each weight: its type, whether it is quantized, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.importer.policy import reason_to_keep
+from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
+from clowder_aimage.importer.weight import FLOATS, Weight
+from clowder_aimage.tensor import Quantization, nbytes
+from clowder_aimage.tensor.blob import BIAS, SCALE
+
+Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a weight: its values are stored as ``dtype``, or quantized to
+    ``quantization``; ``reason`` is why they are not, where that was asked for."""
+
+    weight: Weight
+    dtype: str
+    quantization: Quantization | None = None
+    reason: str | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.weight.dtype
+
+    @property
+    def changes(self) -> bool:
+        """Whether other bytes are stored than those that are there."""
+        return self.is_cast or self.quantization is not None
+
+    @property
+    def result(self) -> Quantization | None:
+        """How it is quantized in the end."""
+        return self.quantization or self.weight.quantization
+
+    @property
+    def stored(self) -> str:
+        """The dtype of its layer."""
+        return self.result.type.name if self.result else self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """What is stored of it."""
+        return sum(nbytes(dtype, shape) for _, dtype, shape in entries(self))
+
+
+def decide(
+    component: str, weights: Sequence[Weight], recipe: Recipe, exact: frozenset[tuple[str, str]]
+) -> list[Decision]:
+    """What becomes of each weight; ``exact`` names (component, tensor) the F32 ones whose values
+    are BF16."""
+    wanted = recipe.quantize.get(component)
+    made = []
+    for weight in weights:
+        dtype = _dtype(component, weight, recipe, exact)
+        reason = reason_to_keep(weight, wanted) if wanted else None
+        chosen = None if reason or weight.quantization else wanted
+        made.append(Decision(weight, dtype, chosen, reason))
+    return made
+
+
+def _dtype(
+    component: str, weight: Weight, recipe: Recipe, exact: frozenset[tuple[str, str]]
+) -> str:
+    if weight.dtype not in FLOATS or recipe.dtype is None:
+        return weight.dtype
+    if recipe.dtype == AUTO:
+        return "BF16" if (component, weight.name) in exact else weight.dtype
+    return DTYPES[recipe.dtype]
+
+
+def entries(decision: Decision) -> list[Entry]:
+    """What of a weight stands in a header."""
+    weight, quantization = decision.weight, decision.quantization
+    if quantization is None:
+        return [
+            (
+                weight.name + part.suffix,
+                decision.dtype if _is_plain(weight) else part.dtype,
+                part.shape,
+            )
+            for part in weight.parts
+        ]
+    dtypes = quantization.type.scale_dtypes
+    dtype = values_of(decision) if len(dtypes) > 1 else dtypes[0]
+    scales = quantization.scales_shape(weight.shape)
+    suffixes = (SCALE, BIAS) if quantization.type.has_bias else (SCALE,)
+    return [
+        (weight.name, "U32", quantization.codes_shape(weight.shape)),
+        *((weight.name + suffix, dtype, scales) for suffix in suffixes),
+    ]
+
+
+def _is_plain(weight: Weight) -> bool:
+    return weight.quantization is None
+
+
+def values_of(decision: Decision) -> str:
+    """The dtype that values have right before they are quantized: MLX knows no float64."""
+    return "F32" if decision.dtype == "F64" else decision.dtype
+
+
+def check_quantized(component: str, decisions: Sequence[Decision], wanted: Quantization) -> None:
+    """Raises UsageError where a component is quantized already, or nothing of it can be."""
+    weights = [decision.weight for decision in decisions]
+    # codes that lie in layers of their own, as ollama's first generation wrote them, are U32
+    there = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
+    if there:
+        kinds = ", ".join(sorted({weight.dtype for weight in there}))
+        are = "1 tensor" if len(there) == 1 else f"{len(there)} tensors"
+        are += f" of the {component} {'is' if len(there) == 1 else 'are'}"
+        raise UsageError(
+            f"{are} quantized already ({kinds}): once more would only lose more",
+            hint="begin with the model as it was before it was quantized",
+        )
+    if any(decision.quantization for decision in decisions):
+        return
+    raise UsageError(
+        f"no tensor of the {component} can be quantized to {wanted.type.name} in groups of "
+        f"{wanted.group_size}",
+        hint="a group must fit the rows: try another --group-size"
+        if wanted.type.has_bias
+        else None,
+    )

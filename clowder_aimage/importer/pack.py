@@ -1,0 +1,55 @@
+"""A plan becomes an AImage in a store: its layers, then its config and manifest, then its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.dialect import AImage, Dialect
+from clowder_aimage.importer.describe import Report
+from clowder_aimage.importer.plan import Plan
+from clowder_aimage.importer.write import JOBS, OnWritten, Written, write_layers
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.schema import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The new AImage, what became of its layers, and of its weights."""
+
+    descriptor: Descriptor
+    manifest: Manifest
+    aimage: AImage
+    layers: tuple[Written, ...]
+    report: Report
+
+
+def check_config(plan: Plan) -> None:
+    """Raises FormatError where the config is not what its schema allows."""
+    validate("aimage-config", AImage(plan.config, ()).properties)
+
+
+def pack(
+    plan: Plan,
+    store: ContentStore,
+    lease: Lease,
+    reference: Reference,
+    dialect: Dialect,
+    *,
+    jobs: int | None,
+    on_written: OnWritten,
+) -> Packed:
+    """Store all that the plan names, and name it ``reference``.
+
+    Raises:
+        ModelError, VerificationError, StoreError, NoSpaceError: as ``write_layers``; what was
+            stored in full stays, and nothing is named.
+    """
+    with store.batch():
+        written = write_layers(plan, store, lease, jobs=jobs or JOBS, on_written=on_written)
+    aimage = AImage(plan.config, tuple(item.layer for item in written))
+    manifest, config = dialect.write(aimage)
+    lease.add(manifest.config.digest, manifest.digest)
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    return Packed(manifest.descriptor, manifest, aimage, tuple(written), plan.report)

@@ -1,0 +1,131 @@
+"""The bytes of a planned blob, in order, in full buffers: copied, cast or quantized on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.errors import ModelError
+from clowder_aimage.importer.layer import Cast, Copy, Factor, Piece, PlannedLayer, Quantize
+from clowder_aimage.importer.prequantized import factors
+from clowder_aimage.importer.read import SpanReader
+from clowder_aimage.tensor import nbytes
+
+if TYPE_CHECKING:
+    from clowder_aimage.importer.quantize import Quantizer
+
+Sink = Callable[[memoryview], None]
+BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole rows
+
+
+class Pourer:
+    """What one thread makes blobs with. ``buffer`` is lent to each sink, full but for the last
+    time, and written anew when the sink returns."""
+
+    def __init__(
+        self, size: int, stopped: threading.Event, quantizer: Quantizer | None = None
+    ) -> None:
+        self.buffer = new_buffer(size)
+        self._stopped = stopped
+        self._quantizer = quantizer
+        self._filled = 0
+
+    def pour(self, planned: PlannedLayer, sink: Sink) -> None:
+        """Give all of the blob's bytes to ``sink``; nothing for an empty one.
+
+        Raises:
+            ModelError: a file changed, or a value does not fit its type.
+            StoppedError: the user has left.
+        """
+        self._filled = 0
+        self._add(planned.prefix, sink)
+        for piece in planned.pieces:
+            self._pour(piece, sink)
+        if self._filled:
+            sink(self.buffer[: self._filled])
+
+    def _pour(self, piece: Piece, sink: Sink) -> None:
+        with SpanReader(piece.span, self._stopped) as reader:
+            match piece:
+                case Copy():
+                    self._copy(reader, sink)
+                case Quantize():
+                    self._quantize(piece, reader, sink)
+                case Cast():
+                    self._cast(piece, piece.target, reader, sink)
+                case Factor():
+                    self._factor(piece, reader, sink)
+            reader.check_unchanged()
+
+    def _add(self, data: bytes | memoryview, sink: Sink) -> None:
+        view = memoryview(data)
+        while len(view):
+            count = min(len(view), len(self.buffer) - self._filled)
+            self.buffer[self._filled : self._filled + count] = view[:count]
+            view = view[count:]
+            self._advance(count, sink)
+
+    def _advance(self, count: int, sink: Sink) -> None:
+        self._filled += count
+        if self._filled == len(self.buffer):
+            self._filled = 0
+            sink(self.buffer)
+
+    def _copy(self, reader: SpanReader, sink: Sink) -> None:
+        while count := reader.readinto(self.buffer[self._filled :]):
+            self._advance(count, sink)
+
+    def _cast(self, piece: Cast, target: str, reader: SpanReader, sink: Sink) -> None:
+        from clowder_aimage.importer import precision
+
+        scratch = memoryview(bytearray(min(CHUNK_SIZE, piece.span.nbytes)))
+        while count := reader.readinto(scratch):
+            values, lost = precision.cast(scratch[:count], piece.source, target)
+            if lost:
+                raise precision.overflow(piece.name, lost, target)
+            self._add(_bytes(values), sink)
+
+    def _factor(self, piece: Factor, reader: SpanReader, sink: Sink) -> None:
+        data = memoryview(bytearray(piece.span.nbytes))
+        reader.readinto(data)
+        self._add(factors(piece.name, bytes(data), piece.source, inverted=piece.inverted), sink)
+
+    def _quantize(self, piece: Quantize, reader: SpanReader, sink: Sink) -> None:
+        """Codes go on at once; scales and biases, a few per cent of them, wait for the end."""
+        from clowder_aimage.importer import precision
+
+        assert self._quantizer is not None  # noqa: S101
+        row = nbytes(piece.source, piece.shape[1:])
+        scratch = memoryview(bytearray(min(piece.span.nbytes, max(1, BLOCK // row) * row)))
+        parts: list[list[bytes]] = [[], []]
+        is_zero = True
+        while count := reader.readinto(scratch):
+            values, lost = precision.cast(scratch[:count], piece.source, piece.target)
+            if lost:
+                raise precision.overflow(piece.name, lost, piece.target)
+            is_zero = is_zero and not values.any()
+            rows = values.reshape(-1, *piece.shape[1:])
+            codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
+            self._add(codes, sink)
+            for part, data in zip(parts, others, strict=False):
+                part.append(data)
+        if piece.quantization.type.name == "nvfp4" and not is_zero:
+            _check_scales(piece.name, parts[0])
+        for data in (*parts[0], *parts[1]):
+            self._add(data, sink)
+
+
+def _check_scales(name: str, scales: list[bytes]) -> None:
+    """The least scale in E4M3 is 2**-9: below a sixth of it, all values are lost."""
+    if not any(data.strip(b"\0") for data in scales):
+        raise ModelError(
+            f"the values of {name[:200]} are too small for nvfp4: all would become zero",
+            hint="use int4 or mxfp8, whose scales reach further",
+        )
+
+
+def _bytes(values: Any) -> memoryview:
+    """A numpy array as it is in memory."""
+    return memoryview(values).cast("B")

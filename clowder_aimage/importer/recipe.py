@@ -1,0 +1,103 @@
+"""What is to become of the weights on their way in: types to store, types to quantize to."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.importer.policy import BARE, QUANTIZABLE
+from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.quantization import ALIASES, QUANT_TYPES
+
+AUTO = "auto"
+DTYPES: Mapping[str, str] = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")  # that is only read
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """``dtype`` is a key of DTYPES, AUTO (F32 that is exactly BF16 becomes that) or None (as
+    stored); ``quantize`` says what components are quantized to."""
+
+    dtype: str | None = None
+    quantize: Mapping[str, Quantization] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls, dtype: str | None = None, quantize: str | None = None, group_size: int | None = None
+    ) -> Recipe:
+        """From ``int8`` or ``transformer=int4,text_encoder=int8``; a type alone is about the
+        transformer.
+
+        Raises:
+            UsageError: for anything that cannot be meant.
+        """
+        if dtype is not None and dtype not in (*DTYPES, AUTO):
+            raise UsageError(f"unknown dtype {dtype!r:.40}: use {', '.join(DTYPES)} or {AUTO}")
+        if quantize is None:
+            if group_size is not None:
+                raise UsageError("--group-size is about --quantize, which was not given")
+            return cls(dtype)
+        wanted = _split(quantize)
+        chosen = {name: _quantization(kind, group_size) for name, kind in wanted.items()}
+        if group_size is not None and not any(one.type.has_bias for one in chosen.values()):
+            raise UsageError(
+                "--group-size is for int4 and int8: the other types have groups of their own"
+            )
+        return cls(dtype, chosen)
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything may become of the weights."""
+        return self.dtype is not None or bool(self.quantize)
+
+    def check_tools(self) -> None:
+        """Raises UsageError where a package that is needed is not installed."""
+        needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
+        for name in needed:
+            if importlib.util.find_spec(name) is None:
+                raise UsageError(
+                    f"changing weights needs {name}, which is not installed",
+                    hint="pip install 'clowder-aimage[mlx]'",
+                )
+
+    def check_components(self, names: Iterable[str]) -> None:
+        """Raises UsageError where one that is to be quantized is not among ``names``."""
+        there = set(names)
+        for name in self.quantize:
+            if name not in there:
+                raise UsageError(f"there is no {name} with weights to quantize")
+
+
+def _split(text: str) -> dict[str, str]:
+    """Components to the names of types. Raises UsageError."""
+    wanted: dict[str, str] = {}
+    for item in text.split(","):
+        component, equals, kind = item.partition("=")
+        component, kind = (component.strip(), kind.strip()) if equals else (BARE, item.strip())
+        if component == "vae":
+            raise UsageError(
+                "the vae is never quantized: it makes the pixels, and its errors would be seen"
+            )
+        if component not in QUANTIZABLE:
+            raise UsageError(
+                f"{component!r:.60} cannot be quantized", hint=f"use {' or '.join(QUANTIZABLE)}"
+            )
+        if kind.lower() not in CHOICES:
+            raise UsageError(f"cannot quantize to {kind!r:.40}", hint=f"use {', '.join(CHOICES)}")
+        if component in wanted:
+            raise UsageError(f"--quantize says twice what becomes of the {component}")
+        wanted[component] = kind
+    return wanted
+
+
+def _quantization(kind: str, group_size: int | None) -> Quantization:
+    try:
+        chosen = Quantization.parse(kind)
+        if group_size is not None and chosen.type.has_bias:
+            chosen = Quantization.parse(kind, group_size)
+    except FormatError as error:
+        raise UsageError(error.message) from None
+    return chosen

@@ -1,0 +1,193 @@
+"""create and convert with other types of weights, as a user types them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.importer.valued import as_dtype, bf16_values, make_valued, transformer
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_valued(tmp_path / "model", "F32")
+
+
+def test_a_summary_says_what_became_of_the_weights(aimage, model):
+    here = aimage()
+    done = here("create", "m", model.directory, "--quantize", "int8")
+    first, second, third = done.err.splitlines()
+    assert first.startswith("m:latest: 39 tensors (154 thousand parameters) and 9 files, ")
+    assert first.endswith("0 of 48 blobs (0 B) were in the store already")
+    assert second.startswith(
+        "transformer: 23 of 34 tensors are int8 in groups of 64; not quantized"
+    )
+    assert "3 (embedder), 2 (final layer), 2 (norm)" in second
+    assert third == "the weights take 342 kB less than before"
+
+
+def test_the_summary_of_auto(aimage, model):
+    here = aimage()
+    done = here("create", "m", model.directory, "--dtype", "auto")
+    assert "39 tensors stored as BF16, without loss: their values are BF16" in done.err
+    done = here("convert", "m", "n", "--dtype", "auto")
+    assert "no F32 tensor has BF16 values alone: all are stored as they were" in done.err
+    assert done.line == here("tag", "m", "o").line
+    done = here("convert", "m", "p", "--dtype", "f32")
+    assert "39 tensors stored as F32 instead of BF16" in done.err
+    assert "the weights take 307 kB more than before" in done.err
+
+
+def test_programs_are_told_the_same(aimage, model):
+    here = aimage()
+    arguments = ("--quantize", "transformer=int4,text_encoder=int8", "--group-size", "32")
+    done = here("create", "m", model.directory, *arguments, "--dtype", "bf16", "--json", "-q")
+    value = done.value
+    assert (value["tensors"], value["files"]) == (39, 9)
+    assert value["cast"] == [{"from": "F32", "to": "BF16", "tensors": 39}]
+    assert value["quantization"]["transformer"]["type"] == "int4"
+    assert value["quantization"]["text_encoder"] == {
+        "type": "int8",
+        "group_size": 32,
+        "tensors": 1,
+        "kept": {"embedder": 1, "norm": 2},
+    }
+    shown = here("show", "m", "--json").value["layers"]
+    weights = sum(data_size(here.store, layer) for layer in shown if "tensor" in str(layer))
+    assert value["saved"] == 4 * value["parameters"] - weights
+    plain = here("create", "plain", model.directory, "--json", "-q").value
+    assert not plain.keys() & {"quantization", "cast", "saved", "ignored"}
+
+
+def data_size(store, layer):
+    """The bytes of a layer's weights, without the header."""
+    path = store / "blobs" / "sha256" / layer["digest"].removeprefix("sha256:")
+    with path.open("rb") as file:
+        return layer["size"] - 8 - int.from_bytes(file.read(8), "little")
+
+
+def test_convert_prints_the_digest_that_create_gives(aimage, model):
+    here = aimage()
+    here("create", "plain", model.directory, "-q")
+    done = here("convert", "plain", "team/small:int8", "--quantize", "fp8")
+    assert done.line == here("create", "m", model.directory, "--quantize", "int8", "-q").line
+    assert done.err.startswith("team/small:int8: 39 tensors")
+    names = [row["reference"] for row in here("ls", "--json").value]
+    assert names == ["m:latest", "plain:latest", "team/small:int8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--quantize", "vae=int8"), 2, "the vae is never quantized"),
+        (("--quantize", "int5"), 2, "use int4, int8, nvfp4, mxfp8, fp8, q8, fp4, q4"),
+        (("--quantize", "int8", "--group-size", "48"), 2, "groups of 32"),
+        (("--quantize", "int8", "--group-size", "128"), 2, "no tensor of the transformer"),
+        (("--quantize", "int8", "--group-size", "x"), 2, "--group-size"),
+        (("--group-size", "64"), 2, "--group-size is about --quantize"),
+        (("--dtype", "fp8"), 2, "use f32, f16, bf16 or auto"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_said_and_nothing_is_written(aimage, model, arguments, code, said):
+    here = aimage()
+    assert said in here("create", "m", model.directory, *arguments, code=code).err
+    assert not here.store.exists()
+    here("create", "plain", model.directory, "-q")
+    assert said in here("convert", "plain", "m", *arguments, code=code).err
+    assert [row["reference"] for row in here("ls", "--json").value] == ["plain:latest"]
+
+
+def test_mistakes_of_convert_alone(aimage, model):
+    here = aimage()
+    here("create", "plain", model.directory, "-q")
+    digest = here("convert", "plain", "q", "--quantize", "int8", "-q").line
+    assert "nothing is to be converted" in here("convert", "plain", "m", code=2).err
+    assert "quantized already" in here("convert", "q", "m", "--quantize", "int8", code=2).err
+    assert here("convert", "absent", "m", "--dtype", "bf16", code=3).out == ""
+    assert "digest" in here("convert", "plain", f"m@{digest}", "--dtype", "bf16", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "code"),
+    [
+        (lambda m: m.write("transformer/weights.bin", b"\x80"), "is pickled", 1),
+        (lambda m: os.truncate(m.weights("transformer"), 3000), "is damaged", 5),
+    ],
+    ids=["pickled", "truncated"],
+)
+def test_a_directory_that_is_not_whole(aimage, model, spoil, said, code):
+    here = aimage()
+    spoil(model)
+    assert said in here("create", "m", model.directory, "--quantize", "int8", code=code).err
+    assert not here.store.exists()
+
+
+def test_weights_that_do_not_say_how_they_are_quantized(aimage, tmp_path):
+    tensors = as_dtype(transformer(), "BF16") | {
+        "layers.0.x.weight": ("U32", (4, 8), bytes(128)),
+        "layers.0.x.scales": ("BF16", (4, 1), bytes(8)),
+        "layers.0.x.biases": ("BF16", (4, 1), bytes(8)),
+    }
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    here = aimage()
+    done = here("create", "m", model.directory, code=5)
+    assert "the config.json beside it does not say how" in done.err
+    assert not here.store.exists()
+
+
+def test_a_value_too_large_for_f16(aimage, tmp_path):
+    values = transformer()
+    values["x_pad_token"][0, 0] = 1e9
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
+    here = aimage()
+    done = here("create", "m", model.directory, "--dtype", "f16", code=1)
+    assert "1 value of transformer/x_pad_token cannot be F16, which ends at 65504" in done.err
+    assert "use --dtype bf16" in done.err
+    assert not here.store.exists()
+
+
+# -- what it takes
+
+PEAK = """
+import pathlib, resource, sys
+import mlx.core, numpy
+from clowder_aimage.cli.main import cli
+from clowder_aimage.importer import pour, precision, quantize
+
+def peak():
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():  # what getrusage says on Linux begins with the peak of the parent
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
+cli.main(sys.argv[1:], standalone_mode=False)
+print(f"grew by {peak() - before}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--quantize", "int8"), ("--dtype", "bf16")], ids=str)
+def test_memory_does_not_grow_with_the_model(aimage, tmp_path, options):
+    """Two matrices of 128 MiB as F32: neither is ever in memory as a whole."""
+    large = np.tile(bf16_values("large", (64, 1024)), (512, 1))
+    tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(2)}, "F32")
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    here = aimage()
+    arguments = ("--store", here.store, "-q", "create", "m", model.directory, *options)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=here.env(),
+        check=True,
+    )
+    grown = int(done.stderr.rpartition("grew by ")[2])
+    assert grown < 64 * MIB
+    assert here("show", "m", "--json").value["config"]["parameters"] > 2 * large.size

@@ -1,0 +1,323 @@
+"""An AImage becomes another one: what changes is new, what does not is the same blob."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.convert import convert
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.importer import Provenance, Recipe
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.tensor import encode_header
+from tests.importer.test_importer_prequantized import CONFIGS, REST, compressed, mlx
+from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
+
+PLAIN, NEW = Reference.parse("plain"), Reference.parse("new")
+Q = "transformer/layers.0.attention.to_q.weight"
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_valued(tmp_path / "model")
+
+
+def converted(model, source=PLAIN, **recipe):
+    return convert(ImageLayout(model.store), source, NEW, Recipe.parse(**recipe))
+
+
+def names(store):
+    return sorted(name for name, _ in ImageLayout(store).tags())
+
+
+# -- the same as create
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"quantize": "int8"},
+        {"quantize": "transformer=int4,text_encoder=mxfp8", "group_size": 32},
+        {"quantize": "nvfp4"},
+        {"dtype": "f32"},
+        {"dtype": "f16", "quantize": "int4"},
+    ],
+    ids=str,
+)
+def test_what_create_gives_from_the_directory(model, dialect, recipe):
+    from clowder_aimage.create import create
+
+    store = ImageLayout(model.store)
+    given = Provenance("mit", "https://example.com", "2026-01-31T12:00:00Z")
+    create(store, PLAIN, model.directory, dialect=dialect, provenance=given)
+    made = converted(model, **recipe)
+    wanted = create(
+        store,
+        Reference.parse("wanted"),
+        model.directory,
+        dialect=dialect,
+        provenance=given,
+        recipe=Recipe.parse(**recipe),
+    )
+    assert made.descriptor == wanted.descriptor
+    assert made.report == wanted.report
+    assert all(written.was_there for written in wanted.layers)
+
+
+def test_a_sha512_aimage_stays_one(model):
+    from clowder_aimage.create import create
+
+    create(ImageLayout(model.store), PLAIN, model.directory, algorithm="sha512")
+    made = converted(model, quantize="int8")
+    assert {layer.descriptor.digest.algorithm for layer in made.aimage.layers} == {"sha512"}
+
+
+def test_there_and_back(model):
+    """BF16 as F32, and auto finds it again."""
+    plain = model.make("plain")
+    converted(model, dtype="f32")
+    again = convert(
+        ImageLayout(model.store), NEW, Reference.parse("back"), Recipe.parse(dtype="auto")
+    )
+    assert again.descriptor == plain.descriptor
+    assert all(written.was_there for written in again.layers)
+
+
+def test_what_does_not_change_is_the_same_blob(model):
+    plain = {layer.name: layer for layer in model.make("plain").aimage.layers}
+    made = converted(model, quantize="int8")
+    for written in made.layers:
+        is_same = written.layer == plain[written.layer.name]
+        assert is_same == written.was_there == (written.layer.dtype != "int8")
+
+
+def test_a_step_further(model):
+    """First the transformer, then the text encoder; the config keeps what it knew."""
+    model.make("plain", quantize="int4")
+    made = converted(model, quantize="text_encoder=int8", dtype="f16")
+    found = made.aimage.properties["components"]
+    wanted = model.make("other", quantize="transformer=int4,text_encoder=int8")
+    expected = wanted.aimage.properties["components"]
+    for name in ("transformer", "text_encoder"):
+        assert found[name]["quantization"] == expected[name]["quantization"]
+    assert made.report.quantized.keys() == {"text_encoder", "transformer"}
+
+
+def test_nothing_to_gain(model):
+    plain = model.make("plain")
+    made = converted(model, dtype="auto")
+    assert made.descriptor == plain.descriptor
+    assert names(model.store) == ["new:latest", "plain:latest"]
+
+
+def test_codes_are_copied_as_they_are(tmp_path):
+    """What came quantized, and factors of nvfp4, through another cast of the rest."""
+    tensors = compressed(struct.pack("<f", 3.0)) | REST
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    plain = model.make("plain")
+    made = converted(model, dtype="f32")
+    assert made.aimage.layer(Q) == plain.aimage.layer(Q)
+    assert made.aimage.layer("transformer/layers.0.norm.weight").dtype == "F32"
+
+
+def test_unknown_facts_of_a_config_stay(model):
+    made = model.make("plain")
+    store = ImageLayout(model.store)
+    value = json.loads(made.aimage.config)
+    value["x-mine"] = [1.5]
+    value["components"]["transformer"]["x-theirs"] = {"a": None}
+    keep(store, PLAIN, replace(made.aimage, config=json.dumps(value).encode()))
+    config = converted(model, quantize="int8").aimage.properties
+    assert config["x-mine"] == [1.5]
+    assert config["components"]["transformer"]["x-theirs"] == {"a": None}
+    assert config["components"]["transformer"]["dtype"] == "int8"
+
+
+# -- what others wrote
+
+
+def keep(store, reference, aimage, dialect="clowder"):
+    """Put an AImage whose layers are there under a name."""
+    manifest, config = DIALECTS[dialect].write(aimage)
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+
+
+def put(store, name, header, data, dtype=None, shape=None):
+    raw = header + data
+    content = Descriptor.of(mediatype.AIMAGE_SAFETENSORS, raw)
+    store.push(content, bytes_body(raw))
+    return Layer(content, name, dtype, shape)
+
+
+VALUES = bf16_values("theirs", (64, 64))
+BITS = (VALUES.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+@pytest.mark.parametrize("key", ["data", Q, "layers.0.attention.to_q.weight"])
+def test_any_name_that_a_blob_may_have_is_read(tmp_path, key):
+    model = make_valued(tmp_path / "model")
+    store = ImageLayout(model.store)
+    layer = put(store, Q, encode_header([(key, "BF16", (64, 64))]), BITS, "BF16", (64, 64))
+    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)), "ollama")
+    made = converted(model, quantize="int8")
+    plain = as_dtype({Q.partition("/")[2]: VALUES}, "BF16")
+    ours = make_valued(tmp_path / "ours" / "model", transformer=plain)
+    assert made.aimage.layer(Q) == ours.make(quantize="int8").aimage.layer(Q)
+    component = made.aimage.properties["components"]["transformer"]
+    assert component["quantization"]["tensors"] == 1
+
+
+def test_scales_in_layers_of_their_own_are_seen(tmp_path):
+    """ollama's first generation: quantizing its codes once more would ruin them."""
+    model = make_valued(tmp_path / "model")
+    store = ImageLayout(model.store)
+    name = Q.partition("/")[2]
+    layers = [
+        put(store, f"transformer/{key}", encode_header([("data", dtype, shape)]), bytes(size))
+        for key, dtype, shape, size in (
+            (name, "U32", (64, 8), 2048),
+            (f"{name}_scale", "BF16", (64, 1), 128),
+            (f"{name}_qbias", "BF16", (64, 1), 128),
+            ("layers.0.other.weight", "BF16", (64, 64), 8192),
+        )
+    ]
+    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', tuple(layers)))
+    with pytest.raises(UsageError, match="quantized already"):
+        converted(model, quantize="int8")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, {"type": "int4", "tensors": 1}, {"type": "int4", "tensors": 1, "kept": {}}],
+    ids=str,
+)
+def test_configs_that_say_less_of_quantized_weights(tmp_path, said):
+    from clowder_aimage.cli.create import summary, text
+
+    model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
+    model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
+    made = model.make("plain")
+    value = json.loads(made.aimage.config)
+    del value["components"]["transformer"]["quantization"]
+    if said is not None:
+        value["components"]["transformer"]["quantization"] = said
+    keep(ImageLayout(model.store), PLAIN, replace(made.aimage, config=json.dumps(value).encode()))
+    packed = converted(model, quantize="text_encoder=int8")
+    shown = text(summary(NEW, packed), packed, Recipe())
+    assert ("transformer: 1 of 1 tensors are int4" in shown) == (said is not None)
+    assert "text_encoder: 1 of 4 tensors are int8" in shown
+
+
+# -- what is refused
+
+
+def test_there_is_no_such_aimage(model):
+    model.make("plain")
+    with pytest.raises(NotFoundError):
+        converted(model, Reference.parse("absent"), quantize="int8")
+
+
+def test_there_is_nothing_to_do(model):
+    with pytest.raises(UsageError, match="nothing is to be converted"):
+        converted(model)
+
+
+def test_quantizing_twice(model):
+    model.make("plain", quantize="int8")
+    with pytest.raises(UsageError, match="transformer are quantized already") as caught:
+        converted(model, quantize="int4")
+    assert "before it was quantized" in caught.value.hint
+    assert names(model.store) == ["plain:latest"]
+
+
+def test_a_component_that_is_not_there(model):
+    made = model.make("plain")
+    layers = tuple(x for x in made.aimage.layers if not x.name.startswith("text_encoder/"))
+    keep(ImageLayout(model.store), PLAIN, replace(made.aimage, layers=layers))
+    with pytest.raises(UsageError, match="there is no text_encoder"):
+        converted(model, quantize="text_encoder=int8")
+
+
+def test_a_value_that_does_not_fit(tmp_path):
+    values = transformer()
+    values["layers.0.attention.to_q.weight"][0, 0] = 1e10
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
+    model.make("plain")
+    with pytest.raises(ModelError, match=r"1 value of transformer/layers\.0\.attention\.to_q"):
+        converted(model, dtype="f16")
+    assert names(model.store) == ["plain:latest"]
+
+
+def test_a_blob_that_is_not_there(model):
+    made = model.make("plain")
+    store = ImageLayout(model.store)
+    store.path(made.aimage.layer(Q).descriptor).unlink()
+    with pytest.raises(NotFoundError):
+        converted(model, quantize="int8")
+
+
+OWN = "layers.0.attention.to_q.weight"
+HEADER = encode_header([("layers.0.attention.to_q.weight", "BF16", (64, 64))])
+OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
+TWO = encode_header([("a.weight", "BF16", (32, 64)), ("b.weight", "BF16", (32, 64))])
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "dtype", "shape", "said"),
+    [
+        (OTHER, BITS, None, None, "holds layers.0.attention.to_k.weight instead"),
+        (TWO, BITS, None, None, "holds a.weight, b.weight instead"),
+        (encode_header([]), b"", None, None, "holds nothing instead"),
+        (HEADER, BITS, "F32", (64, 64), "its layer promises F32"),
+        (HEADER, BITS, "BF16", (64, 32), "its layer promises BF16"),
+        (HEADER, BITS[:-1], None, None, "file holds"),
+        (HEADER[:50], b"", None, None, "header claims"),
+        (b"", b"", None, None, "truncated"),
+        (
+            encode_header(
+                [
+                    ("layers.0.attention.to_q.weight", "U32", (64, 8)),
+                    (f"{Q[12:]}.scale", "BF16", (64, 1)),
+                ],
+                {"quant_type": "int5"},
+            ),
+            bytes(2048 + 128),
+            None,
+            None,
+            "unknown quantization",
+        ),
+    ],
+    ids=["another", "two", "none", "dtype", "shape", "short", "cut", "empty", "type"],
+)
+def test_a_blob_that_is_not_what_its_layer_says(tmp_path, header, data, dtype, shape, said):
+    model = make_valued(tmp_path / "model")
+    store = ImageLayout(model.store)
+    layer = put(store, Q, header, data, dtype, shape)
+    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
+    with pytest.raises(FormatError, match=said) as caught:
+        converted(model, quantize="int8")
+    assert Q in caught.value.message
+    assert names(model.store) == ["plain:latest"]
+
+
+def test_what_came_quantized_is_the_same_through_both_ways(tmp_path):
+    model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
+    model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
+    model.make("plain")
+    made = converted(model, dtype="f32")
+    wanted = model.make("wanted", dtype="f32")
+    assert made.descriptor == wanted.descriptor
+    assert (
+        read_back(model.store, "new")
+        == read_aimage(ImageLayout(model.store), Reference.parse("wanted")).aimage
+    )

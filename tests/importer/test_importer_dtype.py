@@ -1,0 +1,194 @@
+"""Precisions: what --dtype stores, to the bit, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import safetensors
+
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.importer import Recipe, precision
+from clowder_aimage.model.backend import mx
+from tests.importer.valued import (
+    as_dtype,
+    bf16_values,
+    blob_of,
+    make_valued,
+    read_back,
+    stored,
+    transformer,
+)
+
+MLX = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def tensor_of(store, layer):
+    """dtype, shape and bytes of the only tensor in a layer's blob, as another reader sees them."""
+    ((_, info),) = safetensors.deserialize(blob_of(store, read_back(store), layer))
+    return info["dtype"], tuple(info["shape"]), bytes(info["data"])
+
+
+def mlx_array(data, dtype):
+    bits = mx.array(np.frombuffer(data, f"<u{WIDTH[dtype]}"))
+    return bits.view(MLX[dtype])
+
+
+def mlx_bytes(array):
+    bits = mx.array(array).view(mx.uint16 if array.itemsize == 2 else mx.uint32)
+    return np.array(bits).tobytes()
+
+
+def every_f32():
+    """Random bits, with all that is special: zeros, subnormals, infinities, NaN, ties."""
+    bits = np.random.default_rng(7).integers(0, 2**32, 100_000, dtype=np.uint32)
+    special = [0x00000000, 0x80000000, 0x00000001, 0x007FFFFF, 0x7F800000, 0xFF800000]
+    special += [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x477FE000, 0x33000000]
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.concatenate([bits[~nan], np.array(special, np.uint32)]).view("<f4")
+
+
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("target", ["F32", "F16", "BF16"])
+def test_values_are_those_that_mlx_gives(source, target):
+    if source == "F32":
+        values = every_f32()
+        values = values[np.abs(values) < 65504] if target == "F16" else values
+        values = values[~(np.abs(values) > 3.38e38)] if target == "BF16" else values
+        data = values.tobytes()
+    else:
+        halves = np.arange(2**16, dtype="<u2")
+        wide = np.array(mlx_array(halves.tobytes(), source).astype(mx.float32))
+        keep = ~np.isnan(wide) & (np.abs(wide) < (65504 if target == "F16" else np.inf))
+        data = halves[keep].tobytes()
+    made, lost = precision.cast(memoryview(data), source, target)
+    assert lost == 0
+    assert made.tobytes() == mlx_bytes(mlx_array(data, source).astype(MLX[target]))
+
+
+@pytest.mark.parametrize("target", ["F16", "BF16"])
+def test_nan_stays_nan_and_keeps_its_sign(target):
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF80FFFF, 0x7FFFFFFF], "<u4")
+    made, lost = precision.cast(memoryview(bits.tobytes()), "F32", target)
+    back = np.array(mlx_array(made.tobytes(), target).astype(mx.float32))
+    assert np.isnan(back).all()
+    assert lost == 0
+    assert (
+        (made.astype(np.uint32).view(np.uint32) if target == "BF16" else made.view("<u2")) >> 15
+    ).tolist() == [0, 1, 0, 1, 0]
+
+
+def test_float64_is_rounded_once():
+    """Halfway between two BF16 values, and a bit: rounding by way of float32 forgets the bit."""
+    values = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-8, -1 - 2**-8 - 2**-40])
+    made, _ = precision.cast(memoryview(values.tobytes()), "F64", "BF16")
+    assert made.tolist() == [0x3F81, 0x3F80, 0x3F80, 0xBF81]
+
+
+def test_what_becomes_infinite_is_counted():
+    values = np.array([65519.9, 65520.0, -1e30, np.inf, -np.inf, np.nan, 1.0], "<f4")
+    assert precision.cast(memoryview(values.tobytes()), "F32", "F16")[1] == 2
+    values = np.array([3.3895e38, 3.4e38, np.inf], "<f4")
+    assert precision.cast(memoryview(values.tobytes()), "F32", "BF16")[1] == 1
+
+
+# -- auto
+
+
+def test_auto_stores_what_is_bf16_at_half_the_size_and_loses_nothing(tmp_path):
+    model = make_valued(tmp_path / "model", "F32")
+    plain = make_valued(tmp_path / "bf16", "BF16")
+    packed = model.make(dtype="auto")
+    assert packed.report.cast == {("F32", "BF16"): packed.report.tensors}
+    assert packed.report.saved == 2 * packed.report.parameters
+    assert str(packed.descriptor.digest) == plain.recipe_digest()
+    for name, values in transformer().items():
+        dtype, shape, data = tensor_of(model.store, f"transformer/{name}")
+        assert (dtype, shape) == ("BF16", values.shape)
+        assert np.array_equal(np.array(mlx_array(data, dtype).astype(mx.float32)), values.ravel())
+
+
+@pytest.mark.parametrize("place", [0, 1, 262_143, 262_144, -1])
+@pytest.mark.parametrize("bit", [0, 15])
+def test_auto_is_about_every_word_of_a_tensor(tmp_path, place, bit):
+    """A single low bit anywhere keeps all of the tensor in F32, and no other one."""
+    values = transformer()
+    values["layers.0.large.weight"] = bf16_values("large", (600, 512))
+    values["layers.0.large.weight"].reshape(-1).view(np.uint32)[place] |= 1 << bit
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
+    packed = model.make(dtype="auto")
+    assert packed.report.cast == {("F32", "BF16"): len(values) - 1}
+    dtype, _, data = tensor_of(model.store, "transformer/layers.0.large.weight")
+    assert dtype == "F32"
+    assert data == values["layers.0.large.weight"].tobytes()
+
+
+def test_auto_leaves_other_types_alone(tmp_path):
+    model = make_valued(tmp_path / "model", "F16")
+    packed = model.make(dtype="auto")
+    assert not packed.report.cast
+    assert str(packed.descriptor.digest) == model.recipe_digest()
+
+
+# -- given
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_all_floats_get_the_type_that_was_asked_for(tmp_path, dtype):
+    numbers = {"position_ids": ("I64", (4,), bytes(range(32))), "mask": ("BOOL", (2,), b"\0\1")}
+    tensors = as_dtype(transformer(), "F32") | numbers
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    packed = model.make(dtype=dtype)
+    layers = {layer.name: layer for layer in packed.aimage.layers if layer.is_tensor}
+    names = {layer.dtype for name, layer in layers.items() if not name.endswith(tuple(numbers))}
+    assert names == {dtype.upper()}
+    for name, (kind, shape, data) in numbers.items():
+        assert tensor_of(model.store, f"transformer/{name}") == (kind, shape, data)
+    config = packed.aimage.properties["components"]["transformer"]
+    assert config["dtype"] == dtype.upper()
+    assert config["size"] == sum(
+        layer.descriptor.size
+        for layer in packed.aimage.layers
+        if layer.name.startswith("transformer/")
+    )
+
+
+def test_the_same_digest_on_another_number_of_threads(tmp_path):
+    model = make_valued(tmp_path / "model", "F32")
+    assert model.recipe_digest(dtype="f16", jobs=1) == model.recipe_digest(dtype="f16", jobs=16)
+
+
+def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    values = transformer()
+    values["layers.0.attention.to_q.weight"][3, 5] = 70000.0
+    values["layers.0.attention.to_q.weight"][3, 6] = -1e38
+    for dtype in ("F32", "BF16"):
+        tensors = as_dtype(values, dtype)
+        model = make_valued(tmp_path / dtype / "model", transformer=tensors)
+        with pytest.raises(ModelError) as caught:
+            model.make(dtype="f16")
+        assert "2 values of transformer/layers.0.attention.to_q.weight" in caught.value.message
+        assert "--dtype bf16" in caught.value.hint
+        assert not model.store.exists()
+        assert model.make(dtype="bf16")
+
+
+def test_float64_can_be_stored_smaller(tmp_path):
+    tensors = {name: stored(value, "F64") for name, value in transformer().items()}
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    assert model.recipe_digest(dtype="bf16") == make_valued(tmp_path / "b").recipe_digest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8", "", "BF16", "int8"])
+def test_an_unknown_type_is_a_mistake_of_usage(dtype):
+    with pytest.raises(UsageError, match="unknown dtype"):
+        Recipe.parse(dtype)
+
+
+def test_what_is_missing_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    model = make_valued(tmp_path / "model")
+    with pytest.raises(UsageError, match="changing weights needs numpy") as caught:
+        model.make(dtype="auto")
+    assert "clowder-aimage[mlx]" in caught.value.hint
+    assert model.make()

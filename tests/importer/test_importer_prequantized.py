@@ -1,0 +1,273 @@
+"""Weights that came quantized: what three makers write, and what cannot be known."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.tensor import parse_header, read_tensors
+from tests.importer.test_importer_quantize import parts, quantized_by_mlx
+from tests.importer.valued import as_dtype, bf16_values, blob_of, make_valued, read_back
+
+STEM = "layers.0.attention.to_q"
+NAME = f"{STEM}.weight"
+SHAPE = (16, 64)
+VALUES = bf16_values("source", SHAPE)
+REST = as_dtype({"layers.0.norm.weight": bf16_values("norm", (64,))}, "BF16")
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def packed(tmp_path, tensors, config=None, **recipe):
+    """The model of these transformer tensors, made; and the blob of NAME, taken apart."""
+    model = make_valued(tmp_path / "model", transformer=tensors | REST)
+    if config is not None:
+        model.write("transformer/config.json", config)
+    made = model.make(**recipe)
+    raw = blob_of(model.store, made.aimage, f"transformer/{NAME}")
+    return made, raw, *parts(raw)
+
+
+def refused(tmp_path, tensors, config, *said):
+    model = make_valued(tmp_path / "model", transformer=tensors | REST)
+    if config is not None:
+        model.write("transformer/config.json", config)
+    with pytest.raises(FormatError) as caught:
+        model.make()
+    for word in said:
+        assert word in caught.value.message + str(caught.value.hint)
+    assert caught.value.exit_code == 5
+    assert not model.store.exists()
+
+
+# -- MLX
+
+
+def mlx(kind, dtype="BF16"):
+    """What MLX-LM saves."""
+    codes, scales, *biases = quantized_by_mlx(VALUES, dtype, kind, None)
+    group = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}[kind]
+    word = 8 if kind.endswith("4") else 4
+    rows = (16, 64 // group)
+    made = {NAME: ("U32", (16, 64 // word), codes)}
+    made[f"{STEM}.scales"] = (dtype if biases else "U8", rows, scales)
+    if biases:
+        made[f"{STEM}.biases"] = (dtype, rows, biases[0])
+    return made
+
+
+CONFIGS = {
+    "int4": {"group_size": 64, "bits": 4},
+    "int8": {"group_size": 64, "bits": 8, "mode": "affine"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_mlx(tmp_path, kind, key):
+    made, _, metadata, found = packed(tmp_path, mlx(kind), {key: CONFIGS[kind]})
+    group_size = str(CONFIGS[kind]["group_size"])
+    assert metadata == {"quant_type": kind, "group_size": group_size}
+    source = list(mlx(kind).values())
+    assert list(found.values()) == source
+    assert list(found) == [NAME, f"{NAME}.scale", f"{NAME}.bias"][: len(source)]
+    layer = made.aimage.layer(f"transformer/{NAME}")
+    assert (layer.dtype, layer.shape) == (kind, SHAPE)
+    assert made.report.quantized["transformer"] == {
+        "type": kind,
+        "group_size": int(group_size),
+        "tensors": 1,
+        "kept": {"as in the source": 1},
+    }
+
+
+def test_mlx_and_quantizing_here_are_the_same_blob(tmp_path):
+    plain = as_dtype({NAME: VALUES}, "BF16")
+    ours = make_valued(tmp_path / "ours" / "model", transformer=plain | REST)
+    made = ours.make(quantize="int8")
+    _, raw, _, _ = packed(tmp_path, mlx("int8"), {"quantization": CONFIGS["int8"]})
+    assert blob_of(ours.store, made.aimage, f"transformer/{NAME}") == raw
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "does not say how"),
+        ({"quantization": None}, "does not say how"),
+        ({"quantization": [64, 4]}, "does not say how"),
+        ({"quantization": {"group_size": 64}}, "does not say how"),
+        ({"quantization": {"bits": 4}}, "does not say how"),
+        ({"quantization": {"group_size": 64, "bits": 3}}, "3 bits"),
+        ({"quantization": {"group_size": 64, "bits": True}}, "True bits"),
+        ({"quantization": {"group_size": 64, "bits": 4, "mode": "nf4"}}, "'nf4'"),
+        ({"quantization": {"group_size": 64, "bits": 4, "mode": ["affine"]}}, "affine"),
+        ({"quantization": {"group_size": 48, "bits": 4}}, "groups of"),
+        ({"quantization": {"group_size": "64x", "bits": 4}}, "groups of"),
+        ({"quantization": {"group_size": 32, "bits": 4}}, "does not fit int4 in groups of 32"),
+        ({"quantization": {"group_size": 64, "bits": 8}}, "does not fit int8"),
+        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not fit mxfp4"),
+    ],
+    ids=str,
+)
+def test_mlx_that_does_not_fit_what_its_config_says(tmp_path, config, said):
+    refused(tmp_path, mlx("int4"), config, said)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {f"{STEM}.scales": ("BF16", (16, 2), bytes(64))},
+        {f"{STEM}.scales": ("I16", (16, 1), bytes(32))},
+        {f"{STEM}.biases": ("BF16", (1, 16), bytes(32))},
+        {NAME: ("U32", (), bytes(4))},
+        {NAME: ("U32", (128,), bytes(512))},
+    ],
+    ids=["scales", "dtype", "biases", "a number", "a row"],
+)
+def test_mlx_of_other_shapes(tmp_path, change):
+    refused(tmp_path, mlx("int4") | change, {"quantization": CONFIGS["int4"]}, "does not fit int4")
+
+
+def test_mlx_without_biases(tmp_path):
+    tensors = mlx("int4")
+    del tensors[f"{STEM}.biases"]
+    refused(tmp_path, tensors, {"quantization": CONFIGS["int4"]}, "does not fit int4")
+
+
+# -- nvfp4 of ModelOpt and compressed-tensors
+
+
+def nvfp4():
+    """Random codes (16, 64) in 0..15 and positive E4M3 scales (16, 4), and what they stand for."""
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 16, SHAPE, dtype=np.uint8)
+    scales = rng.integers(8, 0x7E, (16, 4), dtype=np.uint8)
+    bytes_ = codes[:, ::2] | codes[:, 1::2] << 4  # the first value in the low half
+    exponent, fraction = (scales >> 3).astype(int), (scales & 7) / 8
+    scale = (1 + fraction) * 2.0 ** (exponent - 7)
+    values = np.array(E2M1)[codes & 7] * np.where(codes & 8, -1, 1)
+    return bytes_.tobytes(), scales.tobytes(), values * np.repeat(scale, 16, axis=1)
+
+
+def dequantized(found):
+    """What a blob stands for, by MLX and the factor."""
+    from clowder_aimage.model.backend import mx
+
+    codes = mx.array(np.frombuffer(found[NAME][2], np.uint32).reshape(16, 8))
+    scales = mx.array(np.frombuffer(found[f"{NAME}.scale"][2], np.uint8).reshape(16, 4))
+    plain = mx.dequantize(codes, scales, group_size=16, bits=4, mode="nvfp4", dtype=mx.float32)
+    factor = np.frombuffer(found[f"{NAME}.global_scale"][2], np.float32)
+    return np.array(plain) * factor
+
+
+def modelopt(factor, shape=(), dtype="F32"):
+    codes, scales, _ = nvfp4()
+    return {
+        NAME: ("U8", (16, 32), codes),
+        f"{NAME}_scale": ("F8_E4M3", (16, 4), scales),
+        f"{NAME}_scale_2": (dtype, shape, factor),
+        f"{STEM}.input_scale": ("F32", (), struct.pack("<f", 3)),
+    }
+
+
+def compressed(divisor, shape=(1,), dtype="F32"):
+    codes, scales, _ = nvfp4()
+    return {
+        f"{NAME}_packed": ("U8", (16, 32), codes),
+        f"{NAME}_scale": ("F8_E4M3", (16, 4), scales),
+        f"{NAME}_global_scale": (dtype, shape, divisor),
+        f"{STEM}.input_global_scale": ("F32", (1,), struct.pack("<f", 3)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "factor"),
+    [
+        (modelopt(struct.pack("<f", 0.125)), 0.125),
+        (modelopt(struct.pack("<f", 0.1), (1,)), 0.1),
+        (modelopt(struct.pack("<H", 0x3E00), dtype="BF16"), 0.125),
+        (modelopt(struct.pack("<e", 0.125), dtype="F16"), 0.125),
+        (compressed(struct.pack("<f", 8.0)), 0.125),
+        (compressed(struct.pack("<f", 3.0)), 1 / 3),
+        (compressed(struct.pack("<H", 0x4100), dtype="BF16"), 0.125),
+    ],
+    ids=["modelopt", "0.1", "BF16", "F16", "compressed", "a third", "divisor in BF16"],
+)
+def test_nvfp4_of_others_is_converted(tmp_path, tensors, factor):
+    made, raw, metadata, found = packed(tmp_path, tensors)
+    assert metadata == {"quant_type": "nvfp4", "group_size": "16"}
+    assert list(found) == [NAME, f"{NAME}.scale", f"{NAME}.global_scale"]
+    assert found[NAME][:2] == ("U32", (16, 8))
+    assert found[f"{NAME}.scale"][:2] == ("U8", (16, 4))
+    assert found[f"{NAME}.global_scale"][0] == "F32"
+    np.testing.assert_allclose(dequantized(found), nvfp4()[2] * factor, rtol=1e-6)
+    size = int.from_bytes(raw[:8], "little")
+    (tensor,) = read_tensors(parse_header(raw[8 : 8 + size], len(raw) - 8 - size)).values()
+    assert (tensor.dtype, tensor.shape) == ("nvfp4", SHAPE)
+    assert made.report.ignored == 1
+    assert not [layer.name for layer in made.aimage.layers if layer.name.endswith("_scale")]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
+def test_a_divisor_that_is_none(tmp_path, value):
+    refused(tmp_path, compressed(struct.pack("<f", value)), None, "global scale")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({f"{NAME}_scale_2": None}, "not known"),
+        ({f"{NAME}_scale": ("F32", (), struct.pack("<f", 1))}, "not known"),
+        ({f"{NAME}_scale": ("F8_E4M3", (16, 2), bytes(32))}, "does not fit nvfp4"),
+        ({f"{NAME}_scale_2": ("F32", (5,), bytes(20))}, "does not fit nvfp4"),
+        ({f"{NAME}_scale_2": ("I32", (), bytes(4))}, "not known"),
+        ({NAME: ("U8", (16, 30), bytes(480))}, "does not fit nvfp4"),
+        ({NAME: ("U8", (), bytes(1))}, "does not fit nvfp4"),
+    ],
+    ids=str,
+)
+def test_modelopt_that_lies(tmp_path, change, said):
+    tensors = {k: v for k, v in (modelopt(struct.pack("<f", 1)) | change).items() if v}
+    refused(tmp_path, tensors, None, said)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {f"{NAME}_packed": ("I32", (16, 8), bytes(512))},
+        {f"{NAME}_global_scale": None},
+        {f"{NAME}_scale": None},
+    ],
+    ids=["int4", "no divisor", "no scale"],
+)
+def test_other_kinds_of_compressed_tensors(tmp_path, change):
+    tensors = {k: v for k, v in (compressed(struct.pack("<f", 1)) | change).items() if v}
+    refused(tmp_path, tensors, None, "quantized in a way that is not known", "compressed-tensors")
+
+
+def test_a_tensor_that_is_there_in_two_forms(tmp_path):
+    tensors = compressed(struct.pack("<f", 1)) | as_dtype({NAME: VALUES}, "BF16")
+    refused(tmp_path, tensors, None, "both quantized and as it was")
+
+
+def test_what_is_quantized_already_is_not_quantized_again(tmp_path):
+    model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
+    model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
+    with pytest.raises(UsageError, match="1 tensor of the transformer is quantized already"):
+        model.make(quantize="int8")
+    assert not model.store.exists()
+    assert read_back(model.store, "m") if model.make(quantize="text_encoder=int8") else False
+
+
+def test_scales_that_belong_to_nothing_are_tensors(tmp_path):
+    """Only what stands beside quantized weights is left out."""
+    extra = {f"{STEM}.input_scale": ("F32", (), struct.pack("<f", 3))}
+    plain = as_dtype({NAME: VALUES}, "BF16")
+    made, *_ = packed(tmp_path, plain | extra)
+    assert made.report.ignored == 0
+    assert made.aimage.layer(f"transformer/{STEM}.input_scale").dtype == "F32"

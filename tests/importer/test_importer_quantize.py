@@ -1,0 +1,341 @@
+"""Quantized on the way in: which tensors, to which bytes, and the same ones everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors
+
+from clowder_aimage.dialect import DIALECTS
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.importer import Recipe, pour, write
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.backend import mx
+from clowder_aimage.schema import validate
+from clowder_aimage.tensor import Quantization, parse_header, read_tensors
+from tests.importer.conftest import data_of
+from tests.importer.valued import (
+    KEPT,
+    as_dtype,
+    bf16_values,
+    blob_of,
+    encoder,
+    make_valued,
+    read_back,
+    transformer,
+)
+
+REASONS = {
+    "1 dimension": 1,
+    "embedder": 3,
+    "final layer": 2,
+    "norm": 2,
+    "pad token": 1,
+    "rows no multiple of 64": 1,
+    "under 1024 elements": 1,
+}
+TYPES = ["int4", "int8", "nvfp4", "mxfp8"]
+MLX = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """In BF16."""
+    return make_valued(tmp_path / "model")
+
+
+def parts(raw):
+    """A blob as another reader sees it: the header's metadata, and tensors by key, in order."""
+    size = int.from_bytes(raw[:8], "little")
+    metadata = json.loads(raw[8 : 8 + size]).get("__metadata__", {})
+    found = {}
+    for key, info in safetensors.deserialize(raw):
+        found[key] = (info["dtype"], tuple(info["shape"]), bytes(info["data"]))
+    order = [key for key in json.loads(raw[8 : 8 + size]) if key != "__metadata__"]
+    return metadata, {key: found[key] for key in order}
+
+
+def bits(array):
+    width = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize]
+    return np.array(array.view(width)).tobytes()
+
+
+def quantized_by_mlx(values, dtype, kind, group_size):
+    """What MLX gives for the whole matrix at once."""
+    quantization = Quantization.parse(kind, group_size)
+    return [
+        bits(array)
+        for array in mx.quantize(
+            mx.array(values).astype(MLX[dtype]),
+            group_size=quantization.group_size,
+            bits=quantization.type.bits,
+            mode=quantization.type.mode,
+            stream=mx.cpu,
+        )
+    ]
+
+
+# -- which
+
+
+def test_matrices_of_the_blocks_alone(model):
+    packed = model.make(quantize="int8")
+    quantized = {layer.name for layer in packed.aimage.layers if layer.dtype == "int8"}
+    wanted = {f"transformer/{name}" for name in transformer().keys() - KEPT.keys()}
+    assert quantized == wanted
+    assert packed.report.quantized == {
+        "transformer": {
+            "type": "int8",
+            "group_size": 64,
+            "tensors": len(wanted),
+            "kept": REASONS,
+        }
+    }
+
+
+def test_what_is_kept_is_the_same_blob_as_ever(model):
+    plain = {layer.name: layer for layer in model.make("plain").aimage.layers}
+    for layer in model.make(quantize="int4").aimage.layers:
+        assert (layer == plain[layer.name]) == (layer.dtype != "int4"), layer.name
+
+
+def test_the_config_says_it(model):
+    packed = model.make(quantize="transformer=int4,text_encoder=int8", group_size=32)
+    config = packed.aimage.properties
+    validate("aimage-config", config)
+    components = config["components"]
+    assert components["transformer"]["dtype"] == "int4"
+    assert components["transformer"]["quantization"]["type"] == "int4"
+    assert components["transformer"]["quantization"]["group_size"] == 32
+    assert components["transformer"]["parameters"] == sum(v.size for v in transformer().values())
+    assert components["text_encoder"]["quantization"] == {
+        "type": "int8",
+        "group_size": 32,
+        "tensors": 1,
+        "kept": {"embedder": 1, "norm": 2},
+    }
+    assert "quantization" not in components["vae"]
+    for name, component in components.items():
+        own = packed.aimage.component(name)
+        assert component["size"] == sum(layer.descriptor.size for layer in own)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_any_dialect_says_type_and_shape(tmp_path, dialect):
+    from clowder_aimage.create import create
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.oci import Reference
+
+    model = make_valued(tmp_path / "model")
+    recipe = Recipe.parse(quantize="int8")
+    name = Reference.parse("m")
+    create(ImageLayout(model.store), name, model.directory, dialect=dialect, recipe=recipe)
+    layer = read_back(model.store).layer("transformer/layers.0.attention.to_q.weight")
+    assert (layer.dtype, layer.shape) == ("int8", (64, 64))
+
+
+# -- to which bytes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_a_blob_is_the_combined_form(tmp_path, kind, dtype):
+    model = make_valued(tmp_path / "model", dtype)
+    model.make(quantize=kind)
+    name = "noise_refiner.0.feed_forward.w2.weight"
+    values = transformer()[name]
+    aimage = read_back(model.store)
+    layer = aimage.layer(f"transformer/{name}")
+    raw = blob_of(model.store, aimage, layer.name)
+    assert (layer.dtype, layer.shape) == (kind, values.shape)
+    quantization = Quantization.parse(kind)
+    metadata, found = parts(raw)
+    assert metadata == {"quant_type": kind, "group_size": str(quantization.group_size)}
+    suffixes = ["", ".scale", ".bias"][: 3 if quantization.type.has_bias else 2]
+    assert list(found) == [name + suffix for suffix in suffixes]
+    expected = quantized_by_mlx(values, dtype, kind, None)
+    for suffix, data in zip(suffixes, expected, strict=True):
+        scales = dtype if quantization.type.has_bias else "U8"
+        shape = quantization.scales_shape(values.shape)
+        if not suffix:
+            scales, shape = "U32", quantization.codes_shape(values.shape)
+        assert found[name + suffix] == (scales, shape, data)
+    size = int.from_bytes(raw[:8], "little")
+    (tensor,) = read_tensors(parse_header(raw[8 : 8 + size], len(raw) - 8 - size)).values()
+    assert (tensor.dtype, tensor.shape, tensor.quantization) == (kind, values.shape, quantization)
+
+
+def test_codes_stand_for_the_values(model):
+    """Half a step away, by the format's own words and without MLX. BF16 has 8 bits: scales and
+    biases are off by up to 2**-9 of themselves, and 255 steps make half of one of that, each."""
+    model.make(quantize="int8")
+    for name in ("layers.0.attention.to_q.weight", "layers.0.adaLN_modulation.0.weight"):
+        _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))
+        values = transformer()[name]
+        codes = np.frombuffer(found[name][2], np.uint8).reshape(values.shape).astype(np.float64)
+        scale, bias = (
+            np.repeat(
+                (np.frombuffer(found[name + suffix][2], "<u2").astype(np.uint32) << 16)
+                .view(np.float32)
+                .reshape(values.shape[0], -1),
+                64,
+                axis=1,
+            )
+            for suffix in (".scale", ".bias")
+        )
+        steps = np.abs(codes * scale + bias - values) / np.abs(scale)
+        assert steps.max() < 1.5
+        assert np.median(steps) < 0.5
+
+
+@pytest.mark.parametrize(("alias", "kind"), [("fp8", "int8"), ("fp4", "int4"), ("INT8", "int8")])
+def test_other_names(model, alias, kind):
+    assert model.recipe_digest(quantize=alias) == model.recipe_digest(quantize=kind)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_groups_of_other_sizes(model, size):
+    model.make(quantize="int4", group_size=size)
+    name = "layers.0.attention.to_q.weight"
+    metadata, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))
+    assert metadata["group_size"] == str(size)
+    expected = quantized_by_mlx(transformer()[name], "BF16", "int4", size)
+    assert [data for _, _, data in found.values()] == expected
+
+
+# -- the same everywhere
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_same_digest_on_other_threads_and_in_other_blocks(model, monkeypatch, kind):
+    digest = model.recipe_digest(quantize=kind, jobs=1)
+    assert model.recipe_digest(quantize=kind, jobs=16) == digest
+    for block, buffer in ((1, 4096), (300, 8192), (64 * 64, 16)):
+        monkeypatch.setattr(pour, "BLOCK", block)
+        monkeypatch.setattr(write, "LEAST", buffer)
+        monkeypatch.setattr(write, "BUFFER", buffer)
+        assert model.recipe_digest(quantize=kind, jobs=3) == digest
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
+    found = []
+    for dtype in ("F32", "BF16"):
+        model = make_valued(tmp_path / dtype / "model", dtype)
+        model.make(quantize=kind)
+        aimage = read_back(model.store)
+        found.append(
+            {
+                layer.name: parts(blob_of(model.store, aimage, layer.name))[1]
+                for layer in aimage.layers
+                if layer.dtype == kind
+            }
+        )
+    assert found[0].keys() == found[1].keys()
+    for name, one in found[0].items():
+        key = name.removeprefix("transformer/")
+        assert one[key] == found[1][name][key]
+
+
+def test_auto_before_quantizing_makes_them_one_and_the_same(tmp_path):
+    f32 = make_valued(tmp_path / "f32", "F32").recipe_digest(dtype="auto", quantize="int4")
+    bf16 = make_valued(tmp_path / "bf16", "BF16").recipe_digest(quantize="int4")
+    assert f32 == bf16
+
+
+def test_models_share_what_was_not_quantized(model):
+    plain = model.make("plain")
+    quantized = model.make("quantized", quantize="int8")
+    shared = {written.layer.name for written in quantized.layers if written.was_there}
+    changed = {layer.name for layer in quantized.aimage.layers if layer.dtype == "int8"}
+    assert shared == {layer.name for layer in plain.aimage.layers} - changed
+    again = model.make("again", quantize="int8")
+    assert all(written.was_there for written in again.layers)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"quantize": "vae=int8"}, "the vae is never quantized"),
+        ({"quantize": "transformer=int8,vae=int4"}, "the vae is never quantized"),
+        ({"quantize": "scheduler=int8"}, "'scheduler' cannot be quantized"),
+        ({"quantize": "=int8"}, "'' cannot be quantized"),
+        ({"quantize": "int3"}, "cannot quantize to 'int3'"),
+        ({"quantize": "mxfp4"}, "cannot quantize to 'mxfp4'"),
+        ({"quantize": ""}, "cannot quantize to ''"),
+        ({"quantize": "transformer="}, "cannot quantize to ''"),
+        ({"quantize": "int8,"}, "cannot quantize to ''"),
+        ({"quantize": "int8,int4"}, "twice"),
+        ({"quantize": "int8,transformer=int8"}, "twice"),
+        ({"quantize": "int8", "group_size": 16}, "groups of"),
+        ({"quantize": "int8", "group_size": 0}, "groups of"),
+        ({"quantize": "int8", "group_size": -64}, "groups of"),
+        ({"quantize": "nvfp4", "group_size": 16}, "--group-size is for"),
+        ({"group_size": 64}, "--group-size is about"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant(given, said):
+    with pytest.raises(UsageError) as caught:
+        Recipe.parse(**given)
+    assert said in caught.value.message
+
+
+def test_a_group_size_goes_to_those_that_can_have_it():
+    recipe = Recipe.parse(quantize="transformer=nvfp4, text_encoder=int4", group_size=128)
+    sizes = {name: one.group_size for name, one in recipe.quantize.items()}
+    assert sizes == {"transformer": 16, "text_encoder": 128}
+
+
+def test_a_group_size_that_fits_no_row(model):
+    with pytest.raises(UsageError, match="no tensor of the transformer can be quantized") as caught:
+        model.make(quantize="int8", group_size=128)
+    assert "another --group-size" in caught.value.hint
+    assert not model.store.exists()
+
+
+def test_rows_that_a_larger_group_fits_are_quantized_and_others_are_not(tmp_path):
+    values = transformer() | {"layers.0.wide.weight": bf16_values("wide", (16, 128))}
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
+    packed = model.make(quantize="int8", group_size=128)
+    names = [layer.name for layer in packed.aimage.layers if layer.dtype == "int8"]
+    assert names == ["transformer/layers.0.wide.weight"]
+
+
+def test_values_that_nvfp4_would_lose(tmp_path):
+    values = transformer()
+    values["layers.0.attention.to_q.weight"] *= 1e-4
+    tensors = as_dtype(values, "BF16")
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    with pytest.raises(ModelError, match=r"to_q\.weight are too small for nvfp4") as caught:
+        model.make(quantize="nvfp4")
+    assert "mxfp8" in caught.value.hint
+    assert list(ImageLayout(model.store).tags()) == []
+    assert model.make(quantize="mxfp8")
+    values["layers.0.attention.to_q.weight"][:] = 0
+    zeros = make_valued(tmp_path / "zeros", transformer=as_dtype(values, "BF16"))
+    assert zeros.make(quantize="nvfp4")
+
+
+def test_numbers_that_are_no_floats_are_kept(tmp_path):
+    shape = (64, 64)
+    name = "layers.0.table.weight"
+    data = data_of((name, "I8", shape), "x")
+    tensors = as_dtype(transformer(), "BF16") | {name: ("I8", shape, data)}
+    packed = make_valued(tmp_path / "model", transformer=tensors).make(quantize="int8")
+    assert packed.report.quantized["transformer"]["kept"]["I8 values"] == 1
+
+
+def test_a_text_encoder_of_other_values_is_quantized_by_itself(tmp_path):
+    other = {name: value * 2 for name, value in encoder().items()}
+    model = make_valued(tmp_path / "model", text_encoder=as_dtype(other, "BF16"))
+    packed = model.make(quantize="text_encoder=mxfp8")
+    assert {layer.name for layer in packed.aimage.layers if layer.dtype == "mxfp8"} == {
+        "text_encoder/layers.0.self_attn.q_proj.weight"
+    }
+    assert packed.report.quantized.keys() == {"text_encoder"}

@@ -1,0 +1,274 @@
+"""How blobs get into the store: read once, hashed while they are written, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+
+import pytest
+
+from clowder_aimage.content import MemoryStore
+from clowder_aimage.content.parallel import StoppedError
+from clowder_aimage.create import create
+from clowder_aimage.errors import ModelError, NoSpaceError, VerificationError
+from clowder_aimage.importer import Recipe, read, write
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.ingest import FileIngest
+from clowder_aimage.oci import Digest, Reference
+from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
+
+NAME = Reference.parse("m")
+SMALL = 4096  # bytes: larger blobs are written as they come
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Buffers so small that the blobs of these models are large ones."""
+    monkeypatch.setattr(write, "LEAST", SMALL)
+    monkeypatch.setattr(write, "BUFFER", SMALL)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_valued(tmp_path / "model")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each span is read."""
+    counted: Counter[object] = Counter()
+    begin = read.SpanReader.__init__
+
+    def counting(self, span, stopped):
+        counted[span] += 1
+        begin(self, span, stopped)
+
+    monkeypatch.setattr(read.SpanReader, "__init__", counting)
+    return counted
+
+
+@pytest.fixture
+def ingests(monkeypatch):
+    """What becomes of ingests that did not know what they would be."""
+    ends: Counter[str] = Counter()
+    for name in ("commit", "abort"):
+        method = getattr(FileIngest, name)
+
+        def counting(self, *arguments, method=method, name=name):
+            ends[name] += self._expected is None
+            return method(self, *arguments)
+
+        monkeypatch.setattr(FileIngest, name, counting)
+    return ends
+
+
+def left(store):
+    """What lies in the store's private directory for blobs on their way in."""
+    return [path.name for path in (store / ".aimage" / "ingest").glob("*")]
+
+
+def test_a_digest_does_not_depend_on_buffers(model, monkeypatch):
+    digest = model.recipe_digest()
+    for size in (1, 13, SMALL, 2**20):
+        monkeypatch.setattr(write, "LEAST", size)
+        monkeypatch.setattr(write, "BUFFER", size)
+        assert model.recipe_digest(jobs=3) == digest
+        assert model.recipe_digest(jobs=1) == digest
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
+def test_blobs_written_as_they_come_are_what_their_names_say(model, small, ingests, algorithm):
+    made = create(ImageLayout(model.store), NAME, model.directory, algorithm=algorithm)
+    assert ingests["commit"] > 20
+    assert left(model.store) == []
+    for written in made.layers:
+        raw = ImageLayout(model.store).path(written.layer.descriptor).read_bytes()
+        assert Digest.of(raw, algorithm) == written.layer.descriptor.digest
+
+
+def test_every_source_is_read_once(model, small, reads):
+    model.make()
+    assert set(reads.values()) == {1}
+    reads.clear()
+    model.make("other", quantize="int8")
+    assert set(reads.values()) <= {1, 2}  # twice: kept matrices, of which the store has the like
+
+
+def test_packing_again_writes_nothing(model, small, ingests):
+    model.make()
+    ingests.clear()
+    again = model.make("again")
+    assert not ingests
+    assert all(written.was_there for written in again.layers)
+
+
+def test_what_turns_out_to_be_there_is_not_kept_twice(model, small, ingests):
+    """Quantizing again: only the last byte tells that the store has it."""
+    model.make(quantize="int8")
+    before = ingests["commit"]
+    again = model.make("again", quantize="int8")
+    assert ingests["commit"] == before
+    assert ingests["abort"] > 10
+    assert all(written.was_there for written in again.layers)
+    assert left(model.store) == []
+
+
+def test_the_same_blob_twice_in_a_model_is_stored_once(tmp_path, small, ingests):
+    """A text encoder and a transformer that hold the same tensor."""
+    values = as_dtype({"layers.0.same.weight": bf16_values("same", (64, 128))}, "BF16")
+    model = make_valued(tmp_path / "model", text_encoder=values, transformer=values)
+    made = model.make(jobs=8)
+    found = [w for w in made.layers if w.layer.name.endswith("same.weight")]
+    assert len({written.layer.descriptor for written in found}) == 1
+    assert sorted(written.was_there for written in found) == [False, True]
+    assert left(model.store) == []
+
+
+def test_a_blob_of_the_same_size_is_no_reason_to_believe_it_is_there(tmp_path, small):
+    """Another model of the same shapes."""
+    make_valued(tmp_path / "model").make("first")
+    other = {name: value * 2 for name, value in transformer().items()}
+    model = make_valued(tmp_path / "other", transformer=as_dtype(other, "BF16"))
+    made = model.make("second")
+    new = {written.layer.name for written in made.layers if not written.was_there}
+    assert new == {f"transformer/{name}" for name in other}
+
+
+def test_what_a_killed_create_left_is_removed_by_the_next(model, small):
+    """But not what another one is at, nor downloads that somebody will go on with."""
+    store = ImageLayout(model.store)
+    busy = store.ingest("create")
+    busy.write_at(0, b"x")
+    directory = model.store / ".aimage" / "ingest"
+    before = set(left(model.store))
+    (directory / f"create.{'0' * 16}").write_bytes(b"left behind")
+    (directory / ("1" * 64)).write_bytes(b"a download")
+    model.make()
+    assert set(left(model.store)) == before | {"1" * 64}
+    busy.abort()
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_file_that_changes_while_it_is_read(model, small, monkeypatch, quantize):
+    """In the middle of a tensor, in its last bytes, or just before."""
+    path = model.weights("transformer")
+    end = read.SpanReader.check_unchanged
+
+    def meddle(self):
+        os.utime(path, ns=(1, 1))
+        end(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read.SpanReader, "check_unchanged", meddle)
+        with pytest.raises(ModelError, match="changed while it was read"):
+            model.make(quantize=quantize)
+    assert left(model.store) == []
+    assert list(ImageLayout(model.store).tags()) == []
+
+
+def test_a_file_that_changes_between_hashing_and_storing(tmp_path, small, monkeypatch):
+    """Of the blobs that are hashed first, the second reading must give the same."""
+    make_valued(tmp_path / "model").make("first")
+    other = {name: value * 2 for name, value in transformer().items()}
+    model = make_valued(tmp_path / "other", transformer=as_dtype(other, "BF16"))
+    path = model.weights("transformer")
+    hashed = write._Writer._digest
+
+    def meddle(self, planned):
+        digest = hashed(self, planned)
+        status = path.stat()
+        raw = path.read_bytes()
+        header = 8 + int.from_bytes(raw[:8], "little")
+        path.write_bytes(raw[:header] + bytes(len(raw) - header))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return digest
+
+    monkeypatch.setattr(write._Writer, "_digest", meddle)
+    with pytest.raises(ModelError, match="changed while it was read"):
+        model.make("second", jobs=1)
+    assert left(model.store) == []
+    assert [name for name, _ in ImageLayout(model.store).tags()] == ["first:latest"]
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_full_disk_leaves_nothing_on_its_way(model, small, monkeypatch, quantize):
+    real, calls = os.pwrite, []
+
+    def full(fd, data, offset):
+        calls.append(offset)
+        if len(calls) > 5:
+            raise OSError(28, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(NoSpaceError):
+        model.make(quantize=quantize, jobs=2)
+    monkeypatch.undo()
+    assert list(ImageLayout(model.store).tags()) == []
+    assert left(model.store) == []
+    assert model.make(quantize=quantize)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quantize):
+    """Ctrl-C ends the reading between two pieces, however much is left to read."""
+    reading = threading.Event()
+    stopped = []
+    readinto = read.SpanReader.readinto
+
+    def endless(self, buffer):
+        reading.set()
+        try:
+            while True:
+                if self._stopped.wait(30):
+                    return readinto(self, buffer)
+        except StoppedError as error:
+            stopped.append(error.message)
+            raise
+
+    def interrupted(*_, **__):
+        waiting.undo()  # the wait for those under way to end is a real one
+        assert reading.wait(30)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(read.SpanReader, "readinto", endless)
+    with pytest.MonkeyPatch.context() as waiting:
+        waiting.setattr("clowder_aimage.content.parallel.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.make(quantize=quantize, jobs=2)
+    assert set(stopped) == {"stopped"}
+    assert left(model.store) == []
+
+
+def test_a_damaged_blob_is_not_converted(model):
+    from clowder_aimage.convert import convert
+
+    model.make()
+    store = ImageLayout(model.store)
+    layer = read_back(model.store).layer("transformer/layers.0.attention.to_q.weight")
+    path = store.path(layer.descriptor)
+    path.chmod(0o600)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(VerificationError):
+        convert(store, NAME, Reference.parse("new"), Recipe.parse(quantize="int8"))
+    assert [name for name, _ in store.tags()] == ["m:latest"]
+    assert left(model.store) == []
+
+
+# -- the memory store keeps the same promises
+
+
+def test_an_ingest_in_memory_takes_ranges_in_any_order():
+    store = MemoryStore()
+    ingest = store.ingest("x")
+    ingest.write_at(4, b"5678")
+    assert ingest.missing() == [(0, 4)]
+    ingest.write_at(0, b"1234")
+    assert ingest.missing() == []
+    assert ingest.digest() == Digest.of(b"12345678")
