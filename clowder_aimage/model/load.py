@@ -11,14 +11,22 @@ from clowder_aimage.model.pipeline import Pipeline
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 
-def load_pipeline(store: ContentStore, aimage: AImage, *, dtype: str | None = None) -> Pipeline:
+def load_pipeline(
+    store: ContentStore,
+    aimage: AImage,
+    *,
+    dtype: str | None = None,
+    keep_quantized: bool | None = None,
+) -> Pipeline:
     """Load the model on the calling thread, which must be the one that uses it.
 
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
+    keep_quantized: whether quantized weights stay so; None for yes on a GPU and no on a CPU.
 
     Raises:
         UsageError: for another dtype; float16 overflows in these models.
         ModelError: for a kind of model that is not supported, or one that does not fit together.
+        FormatError: for blobs that are not what they claim to be.
         AccessError: when a blob is not in the store.
     """
     chosen = compute_dtype(dtype)
@@ -28,4 +36,4 @@ def load_pipeline(store: ContentStore, aimage: AImage, *, dtype: str | None = No
             f"model_index.json asks for {name!r:.80}, which is not supported",
             hint="ZImagePipeline is",
         )
-    return ZImagePipeline.load(store, aimage, chosen)
+    return ZImagePipeline.load(store, aimage, chosen, keep_quantized=keep_quantized)

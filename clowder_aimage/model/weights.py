@@ -1,29 +1,30 @@
-"""The weights of one component, from blobs into a module.
+"""The weights of one component, from blobs: into a module, as arrays, or for another runtime.
+
+    weights = ModelWeights.open(store, aimage, "text_encoder")
+    weights.load(mx.bfloat16)
+    array = weights["model.layers.0.mlp.down_proj.weight"]
 
 Every blob's header is checked against its layer and the module before the first weight is read.
-Then ``mx.load`` reads 64 blobs at a time: it keeps a file open for every array until that array
-is evaluated, and a process may have as few as 256 open files. Casting happens inside the chunk,
-so the peak is the model plus one chunk.
+MLX is imported only by what gives MLX arrays; all of that belongs on one thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model.backend import mx, tree_flatten
-from clowder_aimage.model.file import read_object
-from clowder_aimage.tensor import TensorInfo, read_header
+from clowder_aimage.model import view
+from clowder_aimage.model.catalogue import Catalogue
+from clowder_aimage.model.file import find_object, read_object
+from clowder_aimage.model.stated import Stated
+from clowder_aimage.tensor import Quantization
 
-CHUNK = 64  # blobs
-FLOATS = ("F32", "F16", "BF16")
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from clowder_aimage.model.array import Value
+    from clowder_aimage.model.backend import mx
 
 
 class Module(Protocol):
@@ -38,16 +39,6 @@ class Module(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One tensor to be read: whose parameter, from which file, under which key."""
-
-    name: str
-    parameter: str
-    path: Path
-    key: str
-
-
 class ModelWeights:
     """The tensors and the configuration of one component of an AImage, in a store."""
 
@@ -57,36 +48,89 @@ class ModelWeights:
         component: str,
         layers: Mapping[str, Layer],
         config: Mapping[str, Any],
+        index: Mapping[str, Any],
     ) -> None:
-        self._store = store
-        self._layers = layers
+        self._catalogue = Catalogue(store, component, layers, Stated(config, index))
+        self._loaded: dict[str, Value] = {}
+        self._dtype: mx.Dtype | None = None
         self.component = component
         self.config = config
 
     @classmethod
-    def open(cls, store: ContentStore, aimage: AImage, component: str) -> ModelWeights:
+    def open(cls, store: ContentStore, aimage: AImage, component: str = "") -> ModelWeights:
         """Find the tensors of ``component`` and read its ``config.json``; no weight is read.
+
+        Language models have no components: their files stand at the top, which is "".
 
         Raises:
             ModelError: when the component has no configuration or no tensors.
         """
-        config = read_object(store, aimage, f"{component}/config.json")
-        prefix = f"{component}/"
+        prefix = f"{component}/" if component else ""
+        config = read_object(store, aimage, f"{prefix}config.json")
         layers = {
             layer.name.removeprefix(prefix): layer
             for layer in aimage.component(component)
             if layer.is_tensor
         }
         if not layers:
-            raise ModelError(f"the model has no tensors for {component}")
-        return cls(store, component, layers, config)
+            raise ModelError(f"the model has no tensors for {component or 'itself'}")
+        index = find_object(store, aimage, "model_index.json") or {}
+        return cls(store, component, layers, config, index)
 
     def keys(self) -> tuple[str, ...]:
-        """The names of the tensors, without the component."""
-        return tuple(self._layers)
+        """The names of the tensors, without the component. Of the blobs, only those that may be
+        groups are opened. Raises FormatError."""
+        return self._catalogue.names()
 
-    def quantization(self, name: str) -> None:
-        """How the tensor ``name`` is quantised: today none is."""
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def quantization(self, name: str) -> Quantization | None:
+        """How the tensor ``name`` is quantized, or None. Raises NotFoundError, FormatError."""
+        return self._catalogue.find(name).quantization
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor ``name``, quantized or not. Raises as ``quantization`` does."""
+        return self._catalogue.find(name).shape
+
+    # -- MLX
+
+    def load(self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None) -> None:
+        """Read all tensors, to be had by ``weights[name]``, with floats in ``dtype``.
+
+        ``dtype`` None keeps what is stored. ``keep_quantized`` None is for what computes faster:
+        codes on a GPU, values on a CPU.
+
+        Raises:
+            FormatError: a blob is not what its layer says; no weight has been read then.
+            ModelError: for types that MLX does not have.
+        """
+        from clowder_aimage.model.array import read_arrays
+
+        tensors = [self._catalogue.find(name) for name in self._catalogue.names()]
+        keep = _keeps(keep_quantized)
+        values = read_arrays(tensors, dtype, keep_quantized=keep)
+        self._loaded = {tensor.name: value for tensor, value in values}
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> mx.array:
+        """The tensor ``name``: as ``load`` left it, or else read now. Quantized ones are
+        dequantized each time they are asked for. Raises as ``load`` does, and NotFoundError."""
+        from clowder_aimage.model.array import read_arrays
+        from clowder_aimage.model.backend import mx
+
+        value = self._loaded.get(name)
+        if value is None:
+            tensor = self._catalogue.find(name)
+            ((_, value),) = read_arrays([tensor], None, keep_quantized=False)
+        return value if isinstance(value, mx.array) else value.dequantized(self._dtype)
+
+    def release(self) -> None:
+        """Forget what ``load`` has read."""
+        self._loaded = {}
 
     def apply(
         self,
@@ -94,103 +138,69 @@ class ModelWeights:
         *,
         skip: Callable[[str], bool] = lambda _: False,
         dtype: mx.Dtype | None = None,
+        keep_quantized: bool | None = None,
     ) -> tuple[str, ...]:
         """Load every tensor but the skipped ones into ``module``, strictly, and evaluate.
 
-        ``dtype`` is the type to compute in; None keeps what is stored. Returns the names of the
-        tensors that were skipped on purpose. Convolutions turn from torch's layout (out, in,
-        height, width) to MLX's (out, height, width, in).
+        ``dtype`` is the type to compute in; None keeps what is stored. With ``keep_quantized``
+        layers that get codes are replaced by quantized ones; None does so on a GPU only, for a CPU
+        computes slowly and inexactly with codes. Returns the names of the tensors that were
+        skipped on purpose.
 
         Raises:
-            ModelError: for a missing or unexpected tensor, a wrong shape or dtype, or a blob
-                that is not what its layer says. Nothing has been loaded then.
+            ModelError: for a missing or unexpected tensor, or a wrong shape or dtype.
+            FormatError: for a blob that is not what its layer says, or that is quantized where the
+                module cannot take it. Nothing has been loaded in either case.
         """
-        parameters = dict(tree_flatten(module.parameters()))
-        shapes = {name: value.shape for name, value in parameters.items()}
-        skipped = tuple(name for name in self._layers if skip(name))
-        wanted = {name: module.sanitize(name) for name in self._layers if name not in skipped}
-        self._match_names(wanted, set(shapes))
-        tensors = [self._check(name, own, shapes[own]) for name, own in wanted.items()]
-        weights: list[tuple[str, mx.array]] = []
-        for chunk in _chunks(tensors, CHUNK):
-            loaded = [(tensor.parameter, _load(tensor, dtype)) for tensor in chunk]
-            mx.eval([value for _, value in loaded])
-            weights += loaded
-        module.load_weights(weights, strict=True)
+        from clowder_aimage.model.apply import Target, load_into
+
+        names = self._catalogue.names()
+        skipped = tuple(name for name in names if skip(name))
+        target = Target.of(self.component, module)
+        left_out = set(skipped)
+        wanted = target.match(name for name in names if name not in left_out)
+        tensors = {own: self._catalogue.find(name) for name, own in wanted.items()}
+        for own, tensor in tensors.items():
+            target.check(tensor, own)
+        load_into(target, tensors, dtype, keep_quantized=_keeps(keep_quantized))
         return skipped
 
-    def _match_names(self, wanted: Mapping[str, str], parameters: set[str]) -> None:
-        given = Counter(wanted.values())
-        if twice := sorted(own for own, count in given.items() if count > 1):
-            raise ModelError(f"{self.component}: two tensors for {_some(twice)}")
-        if missing := sorted(parameters - set(given)):
-            raise ModelError(f"{self.component}: missing tensors {_some(missing)}")
-        if extra := sorted(name for name, own in wanted.items() if own not in parameters):
-            raise ModelError(
-                f"{self.component}: unexpected tensors {_some(extra)}",
-                hint="the weights are of another model than the configuration",
-            )
+    # -- other runtimes
 
-    def _check(self, name: str, parameter: str, shape: tuple[int, ...]) -> _Tensor:
-        """Hold the blob's header next to the layer and the module."""
-        layer = self._layers[name]
-        path = self._store.path(layer.descriptor)
-        try:
-            with self._store.open(layer.descriptor) as file:
-                header = read_header(file, layer.descriptor.size)
-        except FormatError as error:
-            raise ModelError(f"{layer.name}: {error}") from error
-        key = self._key(name, header.tensors)
-        info = header.tensors[key]
-        if layer.dtype not in (None, info.dtype) or layer.shape not in (None, info.shape):
-            raise ModelError(
-                f"{layer.name}: the blob holds {info.dtype} {list(info.shape)}, "
-                f"its layer promises {layer.dtype} {list(layer.shape or ())}"
-            )
-        if info.dtype not in FLOATS:
-            raise ModelError(f"{layer.name}: weights of type {info.dtype} are not supported")
-        if (expected := _torch_shape(shape)) != info.shape:
-            raise ModelError(
-                f"{layer.name}: the configuration asks for shape {list(expected)}, "
-                f"the tensor has {list(info.shape)}"
-            )
-        return _Tensor(name, parameter, path, key)
+    def numpy(self, name: str) -> view.Array:
+        """The tensor ``name``, read-only: a view of the blob; float32 where it is quantized or of
+        a type that numpy has not (BF16, 8-bit floats).
 
-    def _key(self, name: str, tensors: Mapping[str, TensorInfo]) -> str:
-        for key in (name, f"{self.component}/{name}", "data"):
-            if key in tensors:
-                return key
-        raise ModelError(
-            f"{self.component}/{name}: the blob holds {_some(sorted(tensors))} instead"
-        )
+        Raises:
+            NotFoundError: there is none.
+            FormatError: its blob is not what its layer says.
+            ModelError: it cannot be shown.
+        """
+        return view.numpy_tensor(self._catalogue.find(name))
+
+    def torch(self, name: str) -> Any:
+        """The tensor ``name`` as a ``torch.Tensor`` over the blob; float32 where it is quantized.
+
+        Raises as ``numpy`` does, and ModelError without PyTorch.
+        """
+        return view.torch_tensor(self._catalogue.find(name))
+
+    def parts(self, name: str) -> dict[str, view.Array]:
+        """What is stored for the quantized tensor ``name``, as numpy arrays: codes at "", and at
+        ".scale", ".bias" and ".global_scale" what there is of them.
+
+        Raises:
+            FormatError: it is not quantized; and as ``numpy`` does.
+        """
+        tensor = self._catalogue.find(name)
+        if tensor.quantization is None:
+            raise FormatError(f"{name[:200]} is not quantized: it is {tensor.dtype}")
+        spans = {"": tensor.values, **tensor.parts}
+        return {part: view.numpy_span(span) for part, span in spans.items()}
 
 
-def _load(tensor: _Tensor, dtype: mx.Dtype | None) -> mx.array:
-    """A lazy array in MLX's layout and the wanted type."""
-    try:
-        arrays: Any = mx.load(str(tensor.path), format="safetensors")
-    except RuntimeError as error:
-        raise ModelError(f"{tensor.name}: cannot be loaded: {error}") from error
-    value: mx.array = arrays[tensor.key]
-    if value.ndim == 4:
-        value = value.transpose(0, 2, 3, 1)
-    return value if dtype is None else value.astype(dtype)
+def _keeps(wish: bool | None) -> bool:
+    """Whether quantized weights stay codes: as wished, or as the device likes it."""
+    from clowder_aimage.model.backend import on_gpu
 
-
-def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an MLX parameter as a checkpoint has it."""
-    if len(shape) != 4:
-        return tuple(shape)
-    out_channels, height, width, in_channels = shape
-    return (out_channels, in_channels, height, width)
-
-
-def _chunks(items: list[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    """The first names, and how many more."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(name[:120] for name in names[:limit]) + more
+    return on_gpu() if wish is None else wish

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
+from clowder_aimage.content.store import bytes_body, file_body
+from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.oci import Descriptor, mediatype
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header, read_header
 
 SMALL = (".json", ".jinja", ".txt")
@@ -84,3 +87,14 @@ def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) ->
             data = json.dumps(value).encode()
             layers.append(Layer(store.add(mediatype.AIMAGE_FILE, data), name))
     return AImage(aimage.config, tuple(layers))
+
+
+def into_layout(store: FolderStore, aimage: AImage, root: Path, name: str) -> None:
+    """The AImage in an image layout at ``root``, under ``name``."""
+    layout = ImageLayout(root)
+    for layer in aimage.layers:
+        layout.push(layer.descriptor, file_body(store.path(layer.descriptor)))
+    whole = AImage(b'{"schemaVersion":1}', aimage.layers)
+    manifest, config = DIALECTS["clowder"].write(whole)
+    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(name))

@@ -114,6 +114,49 @@ def test_qwen2() -> None:
     assert sliding.windows == (None, None, 4096, 4096)
 
 
+MLX = {"group_size": 64, "bits": 4}
+READABLE: list[dict[str, Any]] = [
+    {"quantization": MLX},
+    {"quantization": MLX | {"mode": "affine"}, "quantization_config": MLX},
+    {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}},
+    {"quantization": MLX | {"layers.0.mlp.down_proj": {"group_size": 32, "bits": 8}}},
+    {"quantization": MLX | {"layers.0.mlp.down_proj": False}},
+    {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+    {"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {}}},
+    {"quantization_config": None},
+]
+UNREADABLE: list[Any] = [
+    {},
+    "int4",
+    {"bits": 4},
+    MLX | {"bits": 6},
+    MLX | {"group_size": 48},
+    MLX | {"mode": "mxfp8"},
+    MLX | {"layers.0.mlp.down_proj": {"group_size": 64, "bits": 3}},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": 1}}},
+]
+
+
+@pytest.mark.parametrize("changes", READABLE)
+def test_quantizations_that_the_blobs_tell(changes: dict[str, Any]) -> None:
+    assert text(**changes) == text()
+    for kind, file in ((TransformerConfig, "transformer"), (VaeConfig, "vae")):
+        values = tiny(f"{file}/config.json")
+        assert kind.parse("c", values | changes) == kind.parse("c", values)
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+@pytest.mark.parametrize("value", UNREADABLE)
+def test_quantizations_that_cannot_be_read(key: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"{key} = .*this quantisation is not supported"):
+        text(**{key: value})
+    for kind, file in ((TransformerConfig, "transformer"), (VaeConfig, "vae")):
+        with pytest.raises(ModelError, match=f"{key} = .*this quantisation is not supported"):
+            kind.parse("c", tiny(f"{file}/config.json") | {key: value})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -150,7 +193,7 @@ def test_text_encoders_that_are_refused(changes: dict[str, Any], message: str) -
         ({"axes_dims": [8, 8, 16]}, "add up"),
         ({"axes_dims": [7, 9, 8]}, "even"),
         ({"axes_lens": [0, 1, 1]}, "axes_lens"),
-        ({"quantization_config": {}}, "unknown fields quantization_config"),
+        ({"quantization_config": {}}, "quantization_config = {}: this quantisation"),
     ],
 )
 def test_transformers_that_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.model.fields import MAX_LAYERS, Fields
+from clowder_aimage.model.stated import accept_quantization
 from clowder_aimage.model.zimage.rope import RopeConfig
 
 PATCH = 2  # the patch side that ZImagePipeline asks the transformer for
@@ -73,6 +74,7 @@ class TransformerConfig:
             axes_dims=fields.integers("axes_dims", (32, 48, 48)),
             axes_lens=fields.integers("axes_lens", (1024, 512, 512)),
         )
+        accept_quantization(fields)
         fields.finish("n_kv_heads", "siglip_feat_dim", "torch_dtype", "dtype")
         if len(config.axes_dims) != 3 or len(config.axes_lens) != 3:
             raise fields.refuse("axes_dims", "Z-Image has three axes: caption, height, width")
@@ -112,8 +114,7 @@ class TextEncoderConfig:
         model_type = fields.text("model_type")
         if model_type not in ("qwen3", "qwen2"):
             raise fields.refuse("model_type", "only qwen3 and qwen2 text encoders are supported")
-        if fields.raw("quantization_config") is not None:
-            raise fields.refuse("quantization_config", "this quantisation is not supported")
+        accept_quantization(fields)
         fields.only("hidden_act", "silu")
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
@@ -217,5 +218,6 @@ class VaeConfig:
             use_post_quant_conv=fields.boolean("use_post_quant_conv", True),
             mid_block_add_attention=fields.boolean("mid_block_add_attention", True),
         )
+        accept_quantization(fields)
         fields.finish("sample_size", "force_upcast", "torch_dtype", "dtype")
         return config

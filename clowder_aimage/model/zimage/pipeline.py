@@ -59,11 +59,19 @@ class ZImagePipeline:
     skipped: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, store: ContentStore, aimage: AImage, dtype: mx.Dtype) -> ZImagePipeline:
-        """Load every component strictly.
+    def load(
+        cls,
+        store: ContentStore,
+        aimage: AImage,
+        dtype: mx.Dtype,
+        *,
+        keep_quantized: bool | None = None,
+    ) -> ZImagePipeline:
+        """Load every component strictly. ``keep_quantized`` is as ``ModelWeights.apply`` has it.
 
         Raises:
             ModelError: for configurations or weights that do not fit, or not each other.
+            FormatError: for blobs that are not what they claim to be.
         """
         scheduler_file = "scheduler/scheduler_config.json"
         scheduler = Scheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
@@ -73,7 +81,9 @@ class ZImagePipeline:
         def network(component: str, make: Callable[[ModelWeights], Network]) -> Network:
             weights = ModelWeights.open(store, aimage, component)
             module = make(weights)
-            left_out = weights.apply(module, skip=module.skip, dtype=dtype)
+            left_out = weights.apply(
+                module, skip=module.skip, dtype=dtype, keep_quantized=keep_quantized
+            )
             skipped.extend(f"{component}/{name}" for name in left_out)
             return module
 
@@ -149,7 +159,7 @@ class ZImagePipeline:
             ModelError: when tokenizer and text encoder are not of one mind.
         """
         tokens = self.tokenizer.encode(prompt)
-        if max(tokens) >= self.text_encoder.embed_tokens.weight.shape[0]:
+        if max(tokens) >= self.text_encoder.config.vocab_size:
             raise ModelError("the tokenizer makes tokens that the text encoder does not know")
         positions = self.transformer.config.axes_lens[0]
         if padded(len(tokens)) + 2 > positions:
@@ -201,7 +211,7 @@ def _vae(weights: ModelWeights) -> Vae:
 
 def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
     """Refuse components that are not of one model."""
-    hidden = text_encoder.embed_tokens.weight.shape[1]
+    hidden = text_encoder.config.hidden_size
     if hidden != transformer.config.cap_feat_dim:
         raise ModelError(
             f"the text encoder gives {hidden} features, "

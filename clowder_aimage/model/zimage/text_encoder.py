@@ -90,13 +90,13 @@ class TextEncoder(Network):
 
     def __init__(self, config: TextEncoderConfig) -> None:
         super().__init__()
-        self.rope = config.rope
+        self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, window) for window in config.windows[:-1]]
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """tokens: (length,) whole numbers; returns (length, hidden)."""
-        rope = self.rope.table(tokens.shape[0])
+        rope = self.config.rope.table(tokens.shape[0])
         hidden: mx.array = self.embed_tokens(tokens[None])
         for layer in self.layers:
             hidden = layer(hidden, rope)

@@ -138,7 +138,7 @@ class TimestepEmbedder(Network):
 
     def __call__(self, time: float) -> mx.array:
         """time: already scaled; returns (1, modulation_dim)."""
-        features = mx.array(sinusoid(time))[None].astype(self.linear1.weight.dtype)
+        features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
 
 

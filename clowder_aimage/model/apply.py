@@ -1,0 +1,141 @@
+"""Weights into a module: all names, shapes and kinds are checked, then all is loaded.
+
+Convolutions turn from torch's layout (out, in, height, width) to MLX's (out, height, width, in).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.model.array import read_arrays
+from clowder_aimage.model.backend import Embedding, Linear, mx, tree_flatten
+from clowder_aimage.model.blob import Tensor, some
+from clowder_aimage.model.quantized import QuantizedArray, quantized_layer
+
+FLOATS = ("F32", "F16", "BF16")
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The module's side: the shape of every parameter, by name."""
+
+    component: str
+    module: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, component: str, module: Any) -> Target:
+        parameters = dict(tree_flatten(module.parameters()))
+        return cls(component, module, {name: value.shape for name, value in parameters.items()})
+
+    def match(self, names: Iterable[str]) -> dict[str, str]:
+        """Names of tensors to those of parameters, all of them, one to one.
+
+        Raises:
+            ModelError: a tensor is missing, unexpected, or there twice.
+        """
+        wanted = {name: self.module.sanitize(name) for name in names}
+        given = Counter(wanted.values())
+        if twice := sorted(own for own, count in given.items() if count > 1):
+            raise ModelError(f"{self.component}: two tensors for {some(twice)}")
+        if missing := sorted(set(self.shapes) - set(given)):
+            raise ModelError(f"{self.component}: missing tensors {some(missing)}")
+        if extra := sorted(name for name, own in wanted.items() if own not in self.shapes):
+            raise ModelError(
+                f"{self.component}: unexpected tensors {some(extra)}",
+                hint="the weights are of another model than the configuration",
+            )
+        return wanted
+
+    def check(self, tensor: Tensor, own: str) -> None:
+        """Hold a tensor next to its parameter.
+
+        Raises:
+            FormatError: it is quantized, and what takes it is neither linear nor an embedding.
+            ModelError: its dtype or its shape cannot be used.
+        """
+        name = f"{self.component}/{tensor.name}"
+        if tensor.quantization is not None:
+            owner = self.owner(own)
+            if not own.endswith(_WEIGHT) or not isinstance(owner, (Linear, Embedding)):
+                raise FormatError(
+                    f"{name}: a {type(owner).__name__} cannot take {tensor.dtype} weights",
+                    hint="only linear layers and embeddings can be quantized",
+                )
+        elif tensor.dtype not in FLOATS:
+            raise ModelError(f"{name}: weights of type {tensor.dtype} are not supported")
+        if (expected := _torch_shape(self.shapes[own])) != tensor.shape:
+            raise ModelError(
+                f"{name}: the configuration asks for shape {list(expected)}, "
+                f"the tensor has {list(tensor.shape)}"
+            )
+
+    def owner(self, parameter: str) -> Any:
+        """The layer that a parameter belongs to."""
+        found = self.module
+        for step in parameter.split(".")[:-1]:
+            found = found[int(step)] if isinstance(found, (list, tuple)) else found[step]
+        return found
+
+    def replace(self, parameter: str, layer: Any) -> None:
+        """Put ``layer`` where the parameter's layer is."""
+        path = parameter.rpartition(".")[0]
+        parent, step = self.owner(path), path.rpartition(".")[2]
+        parent[int(step) if isinstance(parent, list) else step] = layer
+
+
+def load_into(
+    target: Target,
+    tensors: Mapping[str, Tensor],
+    dtype: mx.Dtype | None,
+    *,
+    keep_quantized: bool,
+) -> None:
+    """Read the tensors, by names of parameters, and put them into the module, strictly.
+
+    Raises:
+        ModelError: a blob cannot be loaded. The module is as it was then.
+    """
+    weights: list[tuple[str, mx.array]] = []
+    layers: dict[str, QuantizedArray] = {}
+    found = read_arrays(tensors.values(), dtype, keep_quantized=keep_quantized)
+    for own, (_, value) in zip(tensors, found, strict=True):
+        if isinstance(value, QuantizedArray):
+            layers[own] = value
+        else:
+            weights.append((own, _channels_last(value)))
+    for own, value in layers.items():
+        layer = quantized_layer(target.owner(own), value, dtype)
+        target.replace(own, layer)
+        path = own.removesuffix(_WEIGHT)
+        weights += [(f"{path}.{name}", part) for name, part in _parts(value).items()]
+    target.module.load_weights(weights, strict=True)
+    mx.eval(target.module.parameters())
+
+
+def _parts(value: QuantizedArray) -> dict[str, mx.array]:
+    """What a quantized layer calls its arrays, but for a linear layer's own bias."""
+    parts = {
+        "weight": value.weight,
+        "scales": value.scales,
+        "biases": value.biases,
+        "global_scale": value.global_scale,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _channels_last(value: mx.array) -> mx.array:
+    return value.transpose(0, 2, 3, 1) if value.ndim == 4 else value
+
+
+def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an MLX parameter as a checkpoint has it."""
+    if len(shape) != 4:
+        return tuple(shape)
+    out_channels, height, width, in_channels = shape
+    return (out_channels, in_channels, height, width)

@@ -1,0 +1,149 @@
+"""Tensors as MLX arrays, a few at a time.
+
+``mx.load`` keeps a file open for every blob until its arrays are evaluated, and a process may have
+as few as 256 open files. So tensors come in chunks of at most 32 blobs. Two chunks are read side by
+side while the next one is opened: most of the time goes into fresh memory, which two threads get
+faster than one. Casting and dequantizing happen on the way, so the peak is what is kept plus what
+is under way: at most 192 MiB as stored, or one tensor that is larger.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.model.backend import mx, on_gpu
+from clowder_aimage.model.blob import Span, Tensor
+from clowder_aimage.model.quantized import QuantizedArray
+from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
+
+CHUNK_BLOBS = 32
+CHUNK_BYTES = 64 * 1024 * 1024
+PENDING_BYTES = 3 * CHUNK_BYTES
+_STREAMS = 2
+Value = mx.array | QuantizedArray
+_TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "C64")
+
+
+def read_arrays(
+    tensors: Iterable[Tensor], dtype: mx.Dtype | None, *, keep_quantized: bool
+) -> Iterator[tuple[Tensor, Value]]:
+    """The tensors with their values, evaluated.
+
+    Floats become ``dtype``; None keeps what is stored. Quantized ones stay codes with
+    ``keep_quantized``, with affine scales in ``dtype``, and are dequantized to it without.
+
+    Raises:
+        ModelError: for a type that MLX cannot hold, or a blob that it cannot load.
+    """
+    pending: deque[_Pending] = deque()
+    for chunk, stream in zip(_chunks(tensors), itertools.cycle(_streams()), strict=False):
+        size = sum(tensor.nbytes for tensor in chunk)
+        while pending and size + sum(before for before, _ in pending) > PENDING_BYTES:
+            yield from _evaluated(pending)
+        found = _lazy(chunk, dtype, keep_quantized, stream)
+        mx.async_eval(_arrays(found))  # type: ignore[no-untyped-call]
+        pending.append((size, found))
+        if len(pending) > _STREAMS:
+            yield from _evaluated(pending)
+    while pending:
+        yield from _evaluated(pending)
+
+
+_Pending = tuple[int, list[tuple[Tensor, Value]]]  # bytes as stored, and the arrays
+_own = threading.local()
+
+
+def _streams() -> list[mx.Stream]:
+    """Streams of the CPU, each with a thread of MLX, which this thread alone may use. They are
+    made once: MLX keeps them for good."""
+    if not hasattr(_own, "streams"):
+        _own.streams = [mx.new_stream(mx.cpu) for _ in range(_STREAMS)]
+    streams: list[mx.Stream] = _own.streams
+    return streams
+
+
+def _evaluated(pending: deque[_Pending]) -> list[tuple[Tensor, Value]]:
+    """The oldest chunk, when it is there. Memory that its casts gave back goes to the system."""
+    _, chunk = pending.popleft()
+    try:
+        mx.eval(_arrays(chunk))
+    except RuntimeError as error:
+        raise ModelError(f"the weights cannot be loaded: {error}") from error
+    if mx.get_cache_memory() > PENDING_BYTES:
+        mx.clear_cache()
+    return chunk
+
+
+def _arrays(chunk: list[tuple[Tensor, Value]]) -> list[mx.array]:
+    arrays: list[mx.array] = []
+    for _, value in chunk:
+        arrays += value.arrays if isinstance(value, QuantizedArray) else [value]
+    return arrays
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """As many tensors as fit in a chunk, at least one."""
+    chunk: list[Tensor] = []
+    paths: set[str] = set()
+    size = 0
+    for tensor in tensors:
+        own = {span.path for span in tensor.spans}
+        nbytes = tensor.nbytes
+        if chunk and (len(paths | own) > CHUNK_BLOBS or size + nbytes > CHUNK_BYTES):
+            yield chunk
+            chunk, paths, size = [], set(), 0
+        chunk.append(tensor)
+        paths |= own
+        size += nbytes
+    if chunk:
+        yield chunk
+
+
+def _lazy(
+    chunk: list[Tensor], dtype: mx.Dtype | None, keep_quantized: bool, stream: mx.Stream
+) -> list[tuple[Tensor, Value]]:
+    """The tensors with arrays that are not read yet, to be read and computed on ``stream``."""
+    files = _open(chunk, stream)
+    with mx.stream(mx.default_stream(mx.gpu) if on_gpu() else stream):
+        return [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
+
+
+Files = dict[str, dict[str, mx.array]]
+
+
+def _open(chunk: list[Tensor], stream: mx.Stream) -> Files:
+    """The arrays of every file in the chunk, by path and key; each is opened once."""
+    files: Files = {}
+    for tensor in chunk:
+        for span in tensor.spans:
+            if span.dtype not in _TYPES:  # MLX would hand out bytes for an 8-bit float
+                raise ModelError(f"{tensor.name}: weights of type {span.dtype} are not supported")
+            if span.path in files:
+                continue
+            try:
+                loaded: Any = mx.load(span.path, format="safetensors", stream=stream)
+            except RuntimeError as error:
+                raise ModelError(f"{tensor.name}: cannot be loaded: {error}") from error
+            files[span.path] = loaded
+    return files
+
+
+def _value(tensor: Tensor, files: Files, dtype: mx.Dtype | None, keep_quantized: bool) -> Value:
+    def array(span: Span) -> mx.array:
+        return files[span.path][span.key]
+
+    value = array(tensor.values)
+    if tensor.quantization is None:
+        if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
+            return value.astype(dtype)
+        return value
+    parts = {part: array(span) for part, span in tensor.parts.items()}
+    quantized = QuantizedArray(
+        tensor.quantization, value, parts[SCALE], parts.get(BIAS), parts.get(GLOBAL_SCALE)
+    )
+    return quantized.cast(dtype) if keep_quantized else quantized.dequantized(dtype)

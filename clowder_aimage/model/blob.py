@@ -1,0 +1,144 @@
+"""Where each tensor of an AImage lies: blobs' headers, held next to their layers. No MLX in here.
+
+Only headers are read; each file is closed again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, cast
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.aimage import Layer
+from clowder_aimage.errors import FormatError, StoreError
+from clowder_aimage.oci import Descriptor
+from clowder_aimage.tensor import BlobTensor, Header, Quantization, read_header
+
+_FIRST = 4096  # bytes: the header of nearly every blob, in one read
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One array: ``key`` in the header of the file ``path``, ``nbytes`` bytes from ``start`` on."""
+
+    path: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor by its ``name`` without the component. ``dtype`` is safetensors' word or the name
+    of the quantization, ``shape`` that of the tensor itself. ``values`` are its values or codes,
+    ``parts`` what belongs to codes: SCALE, BIAS, GLOBAL_SCALE."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: Span
+    quantization: Quantization | None = None
+    parts: Mapping[str, Span] = field(default_factory=dict)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return (self.values, *self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        return sum(span.nbytes for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A layer's file and the header in it."""
+
+    layer: Layer
+    path: str
+    header: Header
+
+    @classmethod
+    def read(cls, store: ContentStore, layer: Layer) -> Blob:
+        """Read and check the header.
+
+        Raises:
+            FormatError: the blob is not the safetensors file that its descriptor promises.
+            AccessError: it is not in the store, or cannot be read.
+        """
+        path = os.fspath(store.path(layer.descriptor))
+        try:
+            return cls(layer, path, _header(path, layer.descriptor))
+        except FormatError as error:
+            raise blame(layer, error) from None
+        except OSError as error:
+            raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
+
+    def span(self, key: str) -> Span:
+        """Where the array called ``key`` is."""
+        info = self.header.tensors[key]
+        start = self.header.data_offset + info.start
+        return Span(self.path, key, info.dtype, info.shape, start, info.nbytes)
+
+    def tensor(self, name: str, found: BlobTensor) -> Tensor:
+        """``found`` in this blob, under the name it has outside."""
+        parts = {part: self.span(key) for part, key in found.parts.items()}
+        value = self.span(found.key)
+        return Tensor(name, found.dtype, found.shape, value, found.quantization, parts)
+
+
+def blame(layer: Layer, error: FormatError) -> FormatError:
+    """The error, with the layer that it is about."""
+    return FormatError(f"{layer.name}: {error}", hint=error.hint)
+
+
+def _header(path: str, content: Descriptor) -> Header:
+    """The strict header of the file, with one read where it is short, as most are."""
+    handle = os.open(path, _FLAGS)
+    try:
+        size = os.fstat(handle).st_size
+        if size != content.size:
+            raise FormatError(f"the file has {size} bytes, its layer promises {content.size}")
+        first = os.read(handle, _FIRST)
+        if int.from_bytes(first[:8], "little") + 8 <= len(first):
+            return read_header(io.BytesIO(first), size)
+        os.lseek(handle, 0, os.SEEK_SET)
+        with io.FileIO(handle, closefd=False) as file:
+            return read_header(cast(BinaryIO, file), size)
+    finally:
+        os.close(handle)
+
+
+def check_promise(layer: Layer, tensor: Tensor) -> None:
+    """Hold what the layer says of its tensor next to what the blob says.
+
+    A layer gives a quantized tensor the name of its quantization and the shape of the tensor
+    itself; other makers' layers say U32 and the shape of the codes. Nothing said is fine.
+
+    Raises:
+        FormatError: they say different things.
+    """
+    if (layer.dtype, layer.shape) == (tensor.dtype, tensor.shape):
+        return
+    dtypes, shapes = [tensor.dtype], [tensor.shape]
+    if tensor.quantization is not None:
+        dtypes.append(tensor.values.dtype)
+        shapes += [tensor.values.shape] if layer.dtype != tensor.dtype else []
+    if layer.dtype not in (None, *dtypes) or layer.shape not in (None, *shapes):
+        promised = (layer.dtype or "", "" if layer.shape is None else str(list(layer.shape)))
+        raise FormatError(
+            f"the blob holds {tensor.dtype} {list(tensor.shape)}, "
+            f"its layer promises {' '.join(filter(None, promised))}"
+        )
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(name[:120] for name in names[:limit]) + more

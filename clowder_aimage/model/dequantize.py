@@ -1,0 +1,84 @@
+"""Codes back to values with numpy alone: what MLX's ``dequantize`` computes, in float32.
+
+Affine: code * scale + bias. nvfp4: E2M1 * E4M3. mxfp4: E2M1 * E8M0. mxfp8: E4M3 * E8M0. The lowest
+bits of a word are the first value. Products of BF16 and F16 scales and of all float codes are
+exact in float32, so two ways of computing them cannot differ. Formats: OCP Microscaling Formats
+1.0, section 5; OCP 8-bit Floating Point 1.0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.tensor import Quantization
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def e4m3(values: Bytes) -> Floats:
+    """OCP's 8-bit float with 4 bits of exponent: no infinities, and NaN where all bits are set."""
+    return _E4M3[values]
+
+
+def e5m2(values: Bytes) -> Floats:
+    """OCP's 8-bit float with 5 bits of exponent: the upper half of a float16."""
+    return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+
+
+def e8m0(values: Bytes) -> Floats:
+    """Powers of two. The last one is infinity, as it is in MLX; the specification has NaN there."""
+    return _E8M0[values]
+
+
+def unpack(codes: npt.NDArray[np.uint32], bits: int) -> Bytes:
+    """The codes in words of shape (..., words): (..., words * 32 / bits), 4 or 8 bits each."""
+    octets = np.ascontiguousarray(codes).view(np.uint8)
+    if bits == 8:
+        return octets
+    pairs = np.stack([octets & 15, octets >> 4], axis=-1)
+    return pairs.reshape(*octets.shape[:-1], -1)
+
+
+def dequantize(
+    quantization: Quantization,
+    codes: npt.NDArray[np.uint32],
+    scales: Floats | Bytes,
+    biases: Floats | None = None,
+    global_scale: Floats | None = None,
+) -> Floats:
+    """The values of ``codes`` (rows, words): (rows, columns), in float32.
+
+    scales, biases: (rows, groups), float32 for affine types, bytes for the others. global_scale: a
+    factor for all, or one for each row.
+    """
+    kind = quantization.type
+    found = unpack(codes, kind.bits)
+    grouped = found.reshape(*found.shape[:-1], -1, quantization.group_size)
+    if biases is not None:
+        values = grouped.astype(np.float32) * scales[..., None] + biases[..., None]
+    else:
+        table = _E4M3 if kind.bits == 8 else _E2M1
+        decode = _E4M3 if kind.name == "nvfp4" else _E8M0
+        values = table[grouped] * decode[scales][..., None]
+    values = values.reshape(found.shape)
+    if global_scale is None:
+        return values
+    factor = global_scale.reshape(()) if global_scale.size == 1 else global_scale
+    return values * (factor.reshape(*values.shape[:-1], 1) if factor.ndim else factor)
+
+
+def _e4m3_table() -> Floats:
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    value = np.where(code & 127 == 127, np.nan, value)
+    return np.where(code & 128, -value, value).astype(np.float32)
+
+
+_E4M3 = _e4m3_table()
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.inf).astype(np.float32)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])

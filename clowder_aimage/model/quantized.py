@@ -1,0 +1,132 @@
+"""Quantized weights in MLX: as they are stored, and the layers that compute with them.
+
+MLX's own quantized layers first quantize weights of their own making, and know no factor beside
+the scales; these take what was stored. Sums and products are in the type of the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clowder_aimage.model.backend import Embedding, Linear, Network, mx
+from clowder_aimage.tensor import Quantization
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedArray:
+    """Codes (rows, words), scales and biases (rows, groups), and a factor for all or each row."""
+
+    quantization: Quantization
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None = None
+    global_scale: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        every = (self.weight, self.scales, self.biases, self.global_scale)
+        return [value for value in every if value is not None]
+
+    def cast(self, dtype: mx.Dtype | None) -> QuantizedArray:
+        """The same with affine scales and biases in ``dtype``. MLX multiplies in the widest type
+        of input and scales: float32 scales would make a bfloat16 product a slow one."""
+        if self.biases is None or dtype is None:
+            return self
+        return replace(self, scales=self.scales.astype(dtype), biases=self.biases.astype(dtype))
+
+    def dequantized(self, dtype: mx.Dtype | None = None) -> mx.array:
+        """The values (rows, columns), computed in float32, in ``dtype``; None: in the type of
+        affine scales, otherwise bfloat16."""
+        affine = self.biases is not None
+        if dtype is None:
+            dtype = self.scales.dtype if affine else mx.bfloat16
+        values: mx.array = mx.dequantize(
+            self.weight,
+            self.scales.astype(mx.float32) if affine else self.scales,
+            None if self.biases is None else self.biases.astype(mx.float32),
+            dtype=mx.float32,
+            **_words(self.quantization),
+        )
+        if self.global_scale is not None:
+            values = values * _factor(self.global_scale, values.ndim)
+        return values.astype(dtype)
+
+
+class QuantizedLinear(Network):
+    """A linear layer on quantized weights: what it takes and gives is as with ``Linear``."""
+
+    def __init__(self, weights: QuantizedArray, bias: mx.array | None) -> None:
+        super().__init__()
+        self.quantization = weights.quantization
+        self.weight, self.scales = weights.weight, weights.scales
+        if weights.biases is not None:
+            self.biases = weights.biases
+        if weights.global_scale is not None:
+            self.global_scale = weights.global_scale
+        if bias is not None:
+            self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = mx.quantized_matmul(
+            x,
+            self.weight,
+            scales=self.scales,
+            biases=self.get("biases"),
+            transpose=True,
+            **_words(self.quantization),
+        )
+        if "global_scale" in self:
+            y = y * self.global_scale.reshape(-1)
+        y = y.astype(x.dtype)
+        return y + self.bias if "bias" in self else y
+
+
+class QuantizedEmbedding(Network):
+    """Rows of a quantized table, in ``dtype``."""
+
+    def __init__(self, weights: QuantizedArray, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.quantization, self.dtype = weights.quantization, dtype
+        self.weight, self.scales = weights.weight, weights.scales
+        if weights.biases is not None:
+            self.biases = weights.biases
+        if weights.global_scale is not None:
+            self.global_scale = weights.global_scale
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        rows = QuantizedArray(
+            self.quantization,
+            self.weight[tokens],
+            self.scales[tokens],
+            self.biases[tokens] if "biases" in self else None,
+            self._factors(tokens),
+        )
+        return rows.dequantized(self.dtype)
+
+    def _factors(self, tokens: mx.array) -> mx.array | None:
+        if "global_scale" not in self:
+            return None
+        factors = self.global_scale.reshape(-1)
+        return factors if factors.size == 1 else factors[tokens]
+
+
+def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | None) -> Network:
+    """What computes as ``old``, a linear layer or an embedding, would with these weights."""
+    if isinstance(old, Linear):
+        return QuantizedLinear(weights, old.get("bias"))
+    assert isinstance(old, Embedding)  # noqa: S101 - the only other kind that is let this far
+    return QuantizedEmbedding(weights, dtype or mx.bfloat16)
+
+
+def _words(quantization: Quantization) -> dict[str, Any]:
+    """The quantization in MLX's words."""
+    kind = quantization.type
+    return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
+
+
+def _factor(global_scale: mx.array, ndim: int) -> mx.array:
+    """For all, or for each row of a matrix (or of many) with ``ndim`` dimensions."""
+    if global_scale.size == 1:
+        return global_scale.reshape(())
+    return global_scale if global_scale.ndim == ndim else global_scale[..., None]

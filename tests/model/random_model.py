@@ -1,0 +1,124 @@
+"""A small Z-Image with random weights, wide enough for groups of 64; made without torch.
+
+The tokenizer and the schedule are those of examples/tiny. Norms, biases and pad tokens are random,
+too: left at their defaults they would hide what is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from model_blobs import FolderStore
+from quantized_blobs import bits, blob, quantize
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.model.backend import mx, tree_flatten
+from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
+from clowder_aimage.model.zimage.text_encoder import TextEncoder
+from clowder_aimage.model.zimage.transformer import Transformer
+from clowder_aimage.model.zimage.vae import Vae
+from clowder_aimage.oci import mediatype
+from clowder_aimage.tensor import Quantization
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+CHANGES: dict[str, dict[str, Any]] = {
+    "transformer": {"dim": 128, "n_heads": 2, "axes_dims": [16, 24, 24], "cap_feat_dim": 64},
+    "text_encoder": {"hidden_size": 64, "intermediate_size": 128},
+    "vae": {},
+}
+MAKERS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "transformer": lambda name, config: Transformer(TransformerConfig.parse(name, config)),
+    "text_encoder": lambda name, config: TextEncoder(TextEncoderConfig.parse(name, config)),
+    "vae": lambda name, config: Vae(VaeConfig.parse(name, config)),
+}
+Arrays = dict[str, np.ndarray]
+
+
+def configuration(component: str) -> dict[str, Any]:
+    """The component's config.json."""
+    value = json.loads((TINY / component / "config.json").read_text()) | CHANGES[component]
+    assert isinstance(value, dict)
+    return value
+
+
+def weights(component: str) -> Arrays:
+    """Random tensors in torch's layout, in float32 with the values of BF16."""
+    random = np.random.default_rng(len(component))
+    module = MAKERS[component](component, configuration(component))
+    found = {}
+    for name, parameter in tree_flatten(module.parameters()):
+        values = random.standard_normal(parameter.shape)
+        if name.endswith("bias"):
+            values *= 0.1
+        elif parameter.ndim == 1:
+            values = 1 + values * 0.2
+        elif name.endswith("_token"):
+            values *= 0.5
+        else:
+            values /= np.sqrt(np.prod(parameter.shape[1:]))
+        if values.ndim == 4:
+            values = values.transpose(0, 3, 1, 2)
+        rounded = np.ascontiguousarray(values, np.float32).view(np.uint32) & 0xFFFF0000
+        found[name] = rounded.view(np.float32)
+    return found
+
+
+def pack(
+    store: FolderStore, quantized: Mapping[str, str], configs: Mapping[str, Any] | None = None
+) -> AImage:
+    """The model as an AImage; ``quantized`` maps components to the kind of their matrices.
+
+    Embeddings of the text encoder stay as they are, and so does the vae.
+    """
+    layers = []
+    for path in sorted(TINY.rglob("*")):
+        if path.is_file() and path.suffix in (".json", ".jinja") and path.name != "config.json":
+            name = path.relative_to(TINY).as_posix()
+            layers.append(Layer(store.add(mediatype.AIMAGE_FILE, path.read_bytes()), name))
+    for component in MAKERS:
+        config = configuration(component) | dict((configs or {}).get(component, {}))
+        data = store.add(mediatype.AIMAGE_FILE, json.dumps(config).encode())
+        layers.append(Layer(data, f"{component}/config.json"))
+        for name, values in weights(component).items():
+            kind = quantized.get(component)
+            layers.append(_layer(store, component, name, values, kind))
+    return AImage(b"{}", tuple(layers))
+
+
+def _layer(
+    store: FolderStore, component: str, name: str, values: np.ndarray, kind: str | None
+) -> Layer:
+    metadata = None
+    if kind and takes_codes(name, values):
+        how = Quantization.parse(kind)
+        parts = {name + part: bits(array) for part, array in quantize(values, kind).items()}
+        metadata, dtype = how.metadata(), how.type.name
+    else:
+        parts, dtype = {name: bits(mx.array(values))}, "F32"
+    data = store.add(mediatype.AIMAGE_SAFETENSORS, blob(parts, metadata))
+    return Layer(data, f"{component}/{name}", dtype, values.shape)
+
+
+def write_directory(root: Path) -> None:
+    """The model as a directory of diffusers' kind."""
+    for path in sorted(TINY.rglob("*")):
+        index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in (".json", ".jinja") and not index:
+            target = root / path.relative_to(TINY)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    for component in MAKERS:
+        (root / component / "config.json").write_text(json.dumps(configuration(component)))
+        parts = {name: bits(mx.array(values)) for name, values in weights(component).items()}
+        stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+        (root / component / f"{stem}.safetensors").write_bytes(blob(parts))
+
+
+def takes_codes(name: str, values: np.ndarray) -> bool:
+    """Matrices of linear layers, in whole groups of every kind."""
+    plain = "embed_tokens" in name or name.endswith("_token")
+    return values.ndim == 2 and values.shape[1] % 64 == 0 and not plain

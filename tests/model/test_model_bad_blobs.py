@@ -1,0 +1,225 @@
+"""Blobs, layers and groups that are not what they claim to be: a sentence, and nothing loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_blobs import FolderStore
+from quantized_blobs import (
+    MATRICES,
+    NAME,
+    VECTORS,
+    Maker,
+    Net,
+    bits,
+    blob,
+    judge,
+    made,
+    opened,
+    quantize,
+    values,
+)
+
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.model.backend import Conv2d, Network, RMSNorm, mx
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.tensor import Quantization
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path)
+
+
+GOOD = {NAME + part: bits(value) for part, value in quantize(MATRICES[NAME], "int8").items()}
+INT8 = {"quant_type": "int8", "group_size": "64"}
+U8_SCALE = GOOD | {f"{NAME}.scale": ("U8", (8, 1), bytes(8))}
+BAD: dict[str, tuple[bytes, str]] = {
+    "truncated": (blob(GOOD, INT8)[:-1], "not|fill"),
+    "unknown type": (blob(GOOD, INT8 | {"quant_type": "int3"}), "unknown quantization 'int3'"),
+    "no type": (blob(GOOD), "does not say of what kind"),
+    "another group size": (blob(GOOD, INT8 | {"group_size": "32"}), r"has .* \[8, 2\]"),
+    "an impossible group size": (blob(GOOD, INT8 | {"group_size": "48"}), "not of '48'"),
+    "no number": (blob(GOOD, INT8 | {"group_size": "six"}), "not of 'six'"),
+    "a type with fewer bits": (blob(GOOD, INT8 | {"quant_type": "int4"}), r"has .* \[8, 2\]"),
+    "a type without biases": (blob(GOOD, {"quant_type": "mxfp8"}), "has groups of 32"),
+    "no biases": (blob({k: v for k, v in GOOD.items() if ".bias" not in k}, INT8), "has biases"),
+    "scales of another kind": (blob(U8_SCALE, INT8), r"U8 \[8, 1\], where int8"),
+    "no scales": (blob({NAME: GOOD[NAME]}, INT8), "has no scales"),
+    "another name": (blob({k.replace("fc", "up"): v for k, v in GOOD.items()}, INT8), "instead"),
+    "not quantized": (blob({NAME: bits(mx.zeros((8, 64)))}), "promises int8"),
+    "another shape": (
+        blob({NAME + k: bits(v) for k, v in quantize(values(8, 128), "int8").items()}, INT8),
+        r"holds int8 \[8, 128\], its layer promises int8 \[8, 64\]",
+    ),
+}
+
+
+def with_blob(store: FolderStore, data: bytes, **layer: Any) -> ModelWeights:
+    maker = Maker(store)
+    for name, array in MATRICES.items():
+        if name == NAME:
+            maker.add(name, data, **({"dtype": "int8", "shape": (8, 64)} | layer))
+        else:
+            maker.quantized(name, array, "int8")
+    for name, array in VECTORS.items():
+        maker.plain(name, array)
+    return opened(maker)
+
+
+@pytest.mark.parametrize(("data", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_blobs_load_nothing(store: FolderStore, data: bytes, message: str) -> None:
+    weights, net = with_blob(store, data), Net()
+    before = {
+        name: np.array(value) for name, value in (("fc", net.fc.weight), ("t", net.table.weight))
+    }
+    for load in (lambda: weights.apply(net), weights.load, lambda: weights.numpy(NAME)):
+        with pytest.raises(FormatError, match=message) as caught:
+            load()
+        assert caught.value.exit_code == 5
+        assert NAME in str(caught.value)
+    assert (np.array(net.fc.weight) == before["fc"]).all()
+    assert (np.array(net.table.weight) == before["t"]).all()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"dtype": "int4"},
+        {"dtype": "BF16"},
+        {"shape": (8, 16)},
+        {"shape": (64, 8)},
+        {"dtype": "U32", "shape": (8, 8)},
+    ],
+)
+def test_layers_that_promise_something_else(store: FolderStore, layer: dict[str, Any]) -> None:
+    weights = with_blob(store, blob(GOOD, INT8), **layer)
+    with pytest.raises(FormatError, match="its layer promises"):
+        weights.apply(Net())
+
+
+def test_what_is_not_the_size_that_its_layer_says(store: FolderStore) -> None:
+    weights = with_blob(store, blob(GOOD, INT8))
+    (path,) = (path for path in store.root.iterdir() if path.read_bytes() == blob(GOOD, INT8))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(FormatError, match=r"has \d+ bytes, its layer promises \d+"):
+        weights.apply(Net())
+
+
+def test_headers_come_before_weights(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bad blob is the last one; nothing has been asked of MLX when it is found."""
+    maker = made(store, "int8", "combined")
+    maker.add("model.last.weight", b"hello", "F32", (1,))
+    monkeypatch.setattr(mx, "load", lambda *_, **__: pytest.fail("a weight was read"))
+    with pytest.raises(FormatError, match=r"net/model\.last\.weight: truncated"):
+        opened(maker).load()
+
+
+class Strange(Network):
+    """Layers that no codes can be put into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = Conv2d(8, 8, 64, bias=False)
+        self.norm = RMSNorm(64)
+        self.norm.weight = mx.ones((4, 64))
+        self.token = mx.zeros((4, 64))
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        return name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [("conv.weight", "Conv2d"), ("norm.weight", "RMSNorm"), ("token", "Strange")],
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_layers_that_cannot_take_codes(
+    store: FolderStore, wrong: str, kind: str, keep: bool
+) -> None:
+    shapes = {"conv.weight": (8, 8, 64, 64), "norm.weight": (4, 64), "token": (4, 64)}
+    maker = Maker(store)
+    for name, shape in shapes.items():
+        if name == wrong:
+            maker.quantized(name, values(*shape), "int8")
+        else:
+            maker.plain(name, values(*shape))
+    with pytest.raises(FormatError, match=f"{wrong}: a {kind} cannot take int8 weights"):
+        opened(maker).apply(Strange(), keep_quantized=keep)
+
+
+def test_a_configuration_that_is_wrong_about_the_blobs(store: FolderStore) -> None:
+    """The blob's own word counts; where it has none, the shapes must fit the configuration."""
+    maker = made(store, "int8", "combined")
+    maker.config["quantization"] = {"group_size": 32, "bits": 4}
+    assert opened(maker).quantization(NAME) == Quantization.parse("int8", 64)
+    maker = made(store, "int8", "layers of mlx")
+    maker.config["quantization"]["group_size"] = 32
+    with pytest.raises(FormatError, match="groups of 32"):
+        opened(maker).numpy(NAME)
+    maker.config = {}
+    with pytest.raises(FormatError, match="does not say of what kind"):
+        opened(maker).numpy(NAME)
+
+
+def test_mlx_may_say_how_one_module_is_quantized(store: FolderStore) -> None:
+    maker = Maker(store)
+    maker.quantized("one.weight", values(4, 64), "int4", "layers of mlx")
+    maker.quantized("two.weight", values(4, 64), "int8", "layers of mlx", 32)
+    maker.config["quantization"] = {
+        "group_size": 64,
+        "bits": 4,
+        "two": {"group_size": 32, "bits": 8},
+    }
+    weights = opened(maker)
+    assert weights.quantization("one.weight") == Quantization.parse("int4", 64)
+    assert weights.quantization("two.weight") == Quantization.parse("int8", 32)
+    np.testing.assert_array_equal(weights.numpy("two.weight"), judge(values(4, 64), "int8", 32))
+
+
+def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
+    """As compressed-tensors has them: 8-bit floats, and a scale in a layer of its own."""
+    maker = Maker(store)
+    maker.add("x.weight", blob({"x.weight": ("F8_E4M3", (2, 4), bytes(8))}), "F8_E4M3", (2, 4))
+    maker.plain("x.weight_scale", mx.ones((2, 1)))
+    with pytest.raises(FormatError, match="F8_E4M3 values with scales beside them"):
+        opened(maker).numpy("x.weight")
+
+
+def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
+    one = bits(mx.ones((2, 2)))
+    for parts, message in (
+        ({"a.experts.0.w": one, "b.experts.0.w": one}, "of another group"),
+        ({"a.experts.0.w": one, "net/a.experts.0.w": one}, "of another group"),
+        ({}, "no tensors"),
+    ):
+        maker = Maker(store)
+        maker.add("a.experts", blob(parts))
+        with pytest.raises(FormatError, match=message):
+            opened(maker).keys()
+    maker = Maker(store)
+    maker.add("mlp.fc", blob({"mlp.fcx.w": one}))
+    with pytest.raises(FormatError, match=r"holds mlp\.fcx\.w instead"):
+        opened(maker).keys()
+    maker = Maker(store)
+    maker.add("experts", blob({"experts.0.w": one, "experts.1.w": one}), "F32", (2, 2))
+    with pytest.raises(NotFoundError, match=r"no tensor net/experts\.0\.w"):
+        opened(maker).numpy("experts.0.w")
+    maker = Maker(store)
+    maker.add("experts", blob({"experts.0.w": one}))
+    maker.plain("experts.0.w", mx.ones((2, 2)))
+    with pytest.raises(FormatError, match=r"two tensors are called experts\.0\.w"):
+        opened(maker).load()
+
+
+def test_names_that_are_not_there(store: FolderStore) -> None:
+    weights = opened(made(store, "int8", "layers of the first generation"))
+    for name in ("model.fc.weight_scale", "model.fc", "model.up.weight", ""):
+        with pytest.raises(NotFoundError, match="no tensor net/"):
+            weights.quantization(name)
+    with pytest.raises(FormatError, match="is not quantized: it is F32"):
+        weights.parts("norm.weight")

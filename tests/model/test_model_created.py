@@ -1,0 +1,69 @@
+"""What ``create`` has quantized, read back and run: from every dialect the same picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantized_blobs import judge
+from random_model import weights, write_directory
+
+from clowder_aimage.create import create
+from clowder_aimage.importer.recipe import Recipe
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.oci import Reference
+from clowder_aimage.tensor import Quantization
+
+REQUEST = Request("a red fox", 64, 64, 8, seed=42)
+NAME = Reference.parse("random")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    write_directory(root)
+    return root
+
+
+def latents(
+    directory: Path, store: ImageLayout, quantize: str | None, dialect: str = "clowder"
+) -> np.ndarray:
+    create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
+    pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
+    assert isinstance(pipeline, ZImagePipeline)
+    noise, guide = mx.array(pipeline.noise(REQUEST, 42)), pipeline.guide(REQUEST)
+    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    return np.array(final)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "bound"),
+    [("int8", 0.99), ("transformer=nvfp4,text_encoder=int4", 0.98), ("mxfp8", 0.99)],
+)
+def test_pictures_of_created_ones(
+    directory: Path, tmp_path: Path, quantize: str, bound: float
+) -> None:
+    store = ImageLayout(tmp_path)
+    exact, found = latents(directory, store, None), latents(directory, store, quantize)
+    assert bound < np.corrcoef(exact.ravel(), found.ravel())[0, 1] < 1 - 1e-7
+    for dialect in ("ollama", "container"):
+        np.testing.assert_array_equal(latents(directory, store, quantize, dialect), found)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4", "mxfp8"])
+def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> None:
+    """Bit for bit what MLX makes of the same numbers."""
+    store, name = ImageLayout(tmp_path), "layers.0.attention.to_q.weight"
+    create(store, NAME, directory, recipe=Recipe.parse(quantize=kind))
+    found = ModelWeights.open(store, read_aimage(store, NAME).aimage, "transformer")
+    assert found.quantization(name) == Quantization.parse(kind)
+    expected = judge(weights("transformer")[name], kind, dtype=mx.float32)
+    np.testing.assert_array_equal(found.numpy(name), expected)
+    assert found.quantization("layers.0.attention_norm1.weight") is None

@@ -1,0 +1,207 @@
+"""Tensors for other runtimes: numpy and torch over the blobs, without MLX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_blobs import FolderStore, into_layout
+from quantized_blobs import MATRICES, NAME, Maker, Part, blob, judge, made, opened, quantize
+
+from clowder_aimage.errors import ModelError, StoreError
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.mapping import map_file
+from clowder_aimage.model.weights import ModelWeights
+
+BYTES = bytes(range(16))
+# dtype in the header: numpy's and torch's
+PLAIN = {
+    "BOOL": ("bool", "bool"),
+    "U8": ("uint8", "uint8"),
+    "I8": ("int8", "int8"),
+    "U16": ("uint16", "uint16"),
+    "I16": ("int16", "int16"),
+    "F16": ("float16", "float16"),
+    "U32": ("uint32", "uint32"),
+    "I32": ("int32", "int32"),
+    "F32": ("float32", "float32"),
+    "U64": ("uint64", "uint64"),
+    "I64": ("int64", "int64"),
+    "F64": ("float64", "float64"),
+    "C64": ("complex64", "complex64"),
+    "BF16": ("float32", "bfloat16"),
+    "F8_E4M3": ("float32", "float8_e4m3fn"),
+    "F8_E5M2": ("float32", "float8_e5m2"),
+    "F8_E8M0": ("float32", "float8_e8m0fnu"),
+}
+SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+SIZES |= {"U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path)
+
+
+def with_tensors(store: FolderStore, tensors: dict[str, Part]) -> ModelWeights:
+    maker = Maker(store)
+    for name, part in tensors.items():
+        maker.add(name, blob({name: part}), *part[:2])
+    return opened(maker)
+
+
+def of(dtype: str, data: bytes = BYTES) -> Part:
+    if dtype == "BOOL":
+        data = bytes(value & 1 for value in data)
+    return dtype, (2, len(data) // SIZES.get(dtype, 8) // 2), data
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_numpy(store: FolderStore, dtype: str) -> None:
+    part = of(dtype)
+    found = with_tensors(store, {"x": part}).numpy("x")
+    assert found.dtype == PLAIN[dtype][0]
+    assert found.shape == part[1]
+    if PLAIN[dtype][0] == PLAIN[dtype][1]:
+        assert found.tobytes() == part[2]
+    assert not found.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 0
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_torch(store: FolderStore, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    part = of(dtype)
+    weights = with_tensors(store, {"x": part})
+    found = weights.torch("x")
+    assert found.dtype == getattr(torch, PLAIN[dtype][1])
+    assert tuple(found.shape) == part[1]
+    assert bytes(found.contiguous().view(torch.uint8).flatten().tolist()) == part[2]
+    if found.dtype.is_floating_point:
+        np.testing.assert_array_equal(
+            found.to(torch.float64).numpy(), weights.numpy("x").astype(np.float64)
+        )
+
+
+def test_what_bf16_means(store: FolderStore) -> None:
+    values = np.array([1.0, -2.5, 3e38, 1e-40, np.inf], np.float32)
+    stored = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
+    weights = with_tensors(store, {"x": ("BF16", (5,), stored.tobytes())})
+    expected = np.array(mx.array(values).astype(mx.bfloat16).astype(mx.float32))
+    np.testing.assert_array_equal(weights.numpy("x"), expected)
+
+
+def test_numpy_does_not_copy(store: FolderStore) -> None:
+    """The view shows the file's own pages."""
+    data = np.arange(4096, dtype=np.float32)
+    weights = with_tensors(store, {"x": ("F32", (4096,), data.tobytes())})
+    found = weights.numpy("x")
+    (path,) = (path for path in store.root.iterdir() if path.stat().st_size > 4096)
+    with path.open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(np.float32(7).tobytes())
+    assert found[-1] == 7
+    assert found[-2] == 4094
+
+
+def test_writing_to_torch_stays_here(store: FolderStore) -> None:
+    pytest.importorskip("torch")
+    weights = with_tensors(store, {"x": ("F32", (2, 2), np.ones(4, np.float32).tobytes())})
+    mine = weights.torch("x")
+    mine[0, 0] = 5
+    assert mine[0, 0] == 5
+    assert weights.torch("x")[0, 0] == 1
+    assert weights.numpy("x")[0, 0] == 1
+
+
+def test_views_outlive_the_blob(store: FolderStore) -> None:
+    weights = with_tensors(store, {"x": of("F32")})
+    found = weights.numpy("x")
+    del weights
+    for path in store.root.iterdir():
+        path.unlink()
+    assert found.tobytes() == BYTES
+
+
+def test_empty_scalar_and_unpadded(store: FolderStore) -> None:
+    torch = pytest.importorskip("torch")
+    one = np.float32(2.5).tobytes()
+    text = b'{"x":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}'
+    assert len(text) % 4
+    maker = Maker(store)
+    maker.add("x", len(text).to_bytes(8, "little") + text + one)
+    maker.add("none", blob({"none": ("BF16", (0, 4), b"")}))
+    weights = opened(maker)
+    assert float(weights.numpy("x")) == float(weights.torch("x")) == 2.5
+    assert weights.numpy("x").shape == tuple(weights.torch("x").shape) == ()
+    assert weights.numpy("none").shape == tuple(weights.torch("none").shape) == (0, 4)
+    assert weights.torch("none").dtype == torch.bfloat16
+
+
+def test_quantized_tensors(store: FolderStore) -> None:
+    torch = pytest.importorskip("torch")
+    weights = opened(made(store, "int4", "combined"))
+    expected = judge(MATRICES[NAME], "int4")
+    found = weights.torch(NAME)
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert not weights.numpy(NAME).flags.writeable
+    parts, own = weights.parts(NAME), quantize(MATRICES[NAME], "int4")
+    assert parts.keys() == own.keys()
+    for key, value in parts.items():
+        plain = own[key] if key == "" else own[key].astype(mx.float32)
+        np.testing.assert_array_equal(value, np.array(plain))
+
+
+def test_without_torch(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModelError, match="PyTorch is not installed") as caught:
+        with_tensors(store, {"x": of("F32")}).torch("x")
+    assert "numpy" in (caught.value.hint or "")
+
+
+def test_what_cannot_be_mapped(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be mapped: No such file"):
+        map_file(str(tmp_path / "none"))
+    (tmp_path / "empty").touch()
+    with pytest.raises(StoreError, match="cannot be mapped"):
+        map_file(str(tmp_path / "empty"))
+
+
+def test_a_blob_that_shrinks_behind_our_back(store: FolderStore) -> None:
+    weights = with_tensors(store, {"x": of("F32", bytes(8192))})
+    assert weights.shape("x") == (2, 1024)
+    for path in store.root.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    for read in (weights.numpy, weights.torch):
+        with pytest.raises(StoreError, match="has become shorter"):
+            read("x")
+
+
+WITHOUT_MLX = """
+import sys
+sys.modules["mlx"] = sys.modules["mlx.core"] = None
+from pathlib import Path
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.oci import Reference
+store = ImageLayout(Path({root!r}))
+weights = ModelWeights.open(store, read_aimage(store, Reference.parse("x:y")).aimage, "net")
+for name in weights.keys():
+    print(name, weights.numpy(name).sum(), weights.quantization(name))
+"""
+
+
+def test_without_mlx(tmp_path: Path) -> None:
+    """From a name in a store to numpy arrays, in a process that cannot have MLX."""
+    maker = made(FolderStore(tmp_path), "nvfp4", "combined")
+    into_layout(maker.store, maker.aimage(), tmp_path / "layout", "x:y")
+    program = WITHOUT_MLX.format(root=str(tmp_path / "layout"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME} {judge(MATRICES[NAME], 'nvfp4').sum()} Quantization(" in done.stdout
