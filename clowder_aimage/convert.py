@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.errors import UsageError
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.importer import Packed, Plan, Recipe, check_config, pack
 from clowder_aimage.importer.stored import plan_conversion, read_stored, weights_of
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
 from clowder_aimage.layout.aimage import inflate, read_aimage
 from clowder_aimage.model import blas
+from clowder_aimage.model.fields import parse_object
+from clowder_aimage.model.stated import Stated
 from clowder_aimage.oci import Reference
 
 Converted = Packed
+_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
 
 
 def convert(
@@ -48,7 +54,7 @@ def convert(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         inflate(store, stored)
-        layers = read_stored(store, stored.aimage)
+        layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact)
         check_config(plan)
@@ -56,3 +62,29 @@ def convert(
         if recipe.quantize:
             blas.preload()  # before MLX is imported: this process may run models later
         return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+
+
+def _configured(
+    store: ContentStore, aimage: AImage
+) -> Callable[[str, str], tuple[str | None, int | None]]:
+    """What the configurations of an AImage say of how (component, tensor) is quantized; they are
+    read when they are asked for."""
+
+    @cache
+    def of(component: str) -> Stated:
+        config = _object(store, aimage, f"{component}/config.json")
+        return Stated(config, _object(store, aimage, "model_index.json"))
+
+    return lambda component, name: of(component).of(name)
+
+
+def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
+    """A JSON file of an AImage; nothing if it has none, or one that is too large."""
+    try:
+        content = aimage.layer(name).descriptor
+    except NotFoundError:
+        return {}
+    if content.size > _LARGEST:
+        return {}
+    with store.open(content) as file:
+        return parse_object(name, file.read(content.size))

@@ -1,7 +1,7 @@
-"""The whole job on the embedded tiny model, with every command shown: ``make demo``.
+"""The whole job on the embedded shapes model, with every command shown: ``make demo``.
 
 A registry is started on this machine, a model directory becomes an AImage, goes into the registry,
-comes out of it into a second, empty store, and makes a picture there. Needs no network, no Docker
+comes out of it into a second, empty store, and makes pictures there. Needs no network, no Docker
 and no root. Only the standard library is used here; the work is done by ``aimage``.
 """
 
@@ -20,9 +20,18 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-MODEL = Path(__file__).resolve().parent / "tiny"
+EXAMPLES = Path(__file__).resolve().parent
+MODEL = EXAMPLES / "shapes" / "model"
 OUTPUT = Path("demo-output")
-PROMPT, SEED = "a lighthouse at dusk", "42"
+PROMPTS = (
+    "a red circle on a white background",
+    "two blue squares",
+    "a green triangle left of a yellow circle",
+    "an orange star on a black background",  # the model was never shown an orange star
+    "three pink crosses on a grey background",
+    "a small cyan square in the top right corner",
+)
+SEED, EACH = "1", "3"  # of every prompt so many pictures, with seeds from that one on
 LIMIT = 120  # seconds for one step
 CHILDREN: list[subprocess.Popen[str]] = []
 
@@ -46,19 +55,19 @@ def main() -> None:
         finally:
             for child in CHILDREN:
                 stop(child)
-    print(f"\nDone in {time.monotonic() - began:.0f} s. The picture: {picture.resolve()}")
-    print("It is colourful noise: the tiny model is a complete Z-Image with random weights.")
+    print(f"\nDone in {time.monotonic() - began:.0f} s. The pictures: {picture.resolve()}")
+    print("The model is a small Z-Image that knows drawn shapes: examples/shapes tells more.")
     print("A real model directory takes the same commands. Next: README.md")
 
 
 def demo(home: Path) -> Path:
-    """The steps; returns the picture's path."""
+    """The steps; returns the path of the sheet with all pictures."""
     program = find_program()
     environment = make_environment(home)
 
     say("A registry on this machine, over an empty directory")
     host = start_registry(program, environment, home / "registry")
-    reference = f"{host}/demo/tiny:v1"
+    reference = f"{host}/demo/shapes:v1"
     here, there = ["--store", str(home / "here")], ["--store", str(home / "there")]
 
     def aimage(*arguments: str) -> str:
@@ -77,14 +86,21 @@ def demo(home: Path) -> Path:
     say("show: what it consists of")
     aimage("show", reference, *there)
 
-    say("run: a picture from a prompt, with the weights that came from the registry")
+    say("run: pictures from prompts, with the weights that came from the registry")
     OUTPUT.mkdir(exist_ok=True)
-    path = OUTPUT / f"lighthouse-{SEED}.png"
-    aimage("run", reference, PROMPT, "--seed", SEED, "-o", str(path), "--no-open", *there)
+    paths = []
+    for prompt in PROMPTS:
+        place = OUTPUT / prompt.replace(" ", "-")
+        place.mkdir(exist_ok=True)
+        wish = ["--seed", SEED, "-n", EACH, "-o", str(place), "--no-open"]
+        paths += aimage("run", reference, prompt, *wish, *there).split("\n")[:-1]
 
-    say("replay: the picture says how it was made; made again, it is the same")
-    agree("replay", last_line(aimage("replay", str(path), *there)), "equal")
-    return path
+    say("replay: a picture says how it was made; made again, it is the same")
+    agree("replay", last_line(aimage("replay", paths[-1], *there)), "equal")
+
+    sheet = OUTPUT / "shapes.png"
+    subprocess.run([sys.executable, str(EXAMPLES / "sheet.py"), str(sheet), *paths], check=True)
+    return sheet
 
 
 def find_program() -> str:

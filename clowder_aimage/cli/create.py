@@ -223,5 +223,5 @@ def _cast(report: Report, recipe: Recipe) -> Iterator[str]:
     for (source, target), count in sorted(report.cast.items()):
         why = ", without loss: their values are" if is_auto else " instead of"
         yield f"{plural(count, 'tensor')} stored as {target}{why} {target if is_auto else source}"
-    if is_auto and not report.cast:
+    if is_auto and not report.cast and not report.quantized:
         yield "no F32 tensor has BF16 values alone: all are stored as they were"

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 @click.option("--negative", metavar="TEXT", help="What to avoid; needs --guidance.")
 @click.option("--guidance", type=float, help="How hard to follow the prompt. [default: 0]")
 @click.option("--shift", type=float, help="Of the noise schedule. [default: the model's]")
-@click.option("--dtype", help="To compute in: float32 or bfloat16. [default: by device]")
+@click.option(
+    "--dtype",
+    help="To compute in: float32 (f32) or bfloat16 (bf16). [default: by device]",
+)
 @click.option(
     "-n",
     "count",

@@ -16,9 +16,9 @@ MIXED = "mixed"  # what a component is quantized to where its tensors differ
 @dataclass(frozen=True, slots=True)
 class Report:
     """What becomes of the weights: ``tensors`` of them with ``parameters`` values in all.
-    ``quantized`` has the config's facts by component, ``cast``
-    counts tensors by their dtypes (from, to). All of them together take ``saved`` bytes less than
-    in the source. ``ignored`` scales of activations are left out."""
+    ``quantized`` has the config's facts by component, ``cast`` counts the tensors that are not
+    quantized by their dtypes (from, to). All of them together take ``saved`` bytes less than in the
+    source. ``ignored`` scales of activations are left out."""
 
     tensors: int = 0
     parameters: int = 0
@@ -38,7 +38,7 @@ def report(
         len(decisions),
         sum(decision.weight.elements for decision in decisions),
         {name: facts for name, facts in said.items() if isinstance(facts, dict)},
-        Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast),
+        Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast and not d.result),
         sum(d.weight.nbytes - d.nbytes for d in decisions if d.changes),
         ignored,
     )

@@ -30,7 +30,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Values of ``source`` stored as ``target``, both words of safetensors."""
+    """Values of ``source`` stored as ``target``, both words of safetensors. ``name`` is for errors,
+    and has the component."""
 
     span: Span
     name: str
@@ -106,13 +107,14 @@ class PlannedLayer:
         )
 
 
-def _pieces(decision: Decision) -> list[Piece]:
+def _pieces(component: str, decision: Decision) -> list[Piece]:
     weight = decision.weight
+    name = f"{component}/{weight.name}"
     if decision.quantization is not None:
         return [
             Quantize(
                 weight.tensor.span,
-                weight.name,
+                name,
                 weight.dtype,
                 values_of(decision),
                 weight.shape,
@@ -121,9 +123,7 @@ def _pieces(decision: Decision) -> list[Piece]:
             )
         ]
     if decision.is_cast:
-        return [
-            Cast(weight.tensor.span, weight.name, weight.dtype, decision.dtype, decision.nbytes)
-        ]
+        return [Cast(weight.tensor.span, name, weight.dtype, decision.dtype, decision.nbytes)]
     return [
         Copy(part.tensor.span)
         if part.reading is Reading.AS_IS
@@ -164,7 +164,7 @@ def tensor_layer(component: str, decision: Decision, *origins: Descriptor) -> Pl
         f"{component}/{decision.weight.name}",
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(entries(decision), quantization.metadata() if quantization else None),
-        tuple(_pieces(decision)),
+        tuple(_pieces(component, decision)),
         decision.stored,
         decision.weight.shape,
         origins,
@@ -182,7 +182,7 @@ def group_layer(
         encode_header(
             [entry for decision in members for entry in entries(decision)], _metadata(members)
         ),
-        tuple(piece for decision in members for piece in _pieces(decision)),
+        tuple(piece for decision in members for piece in _pieces(component, decision)),
         origins=origins,
     )
 

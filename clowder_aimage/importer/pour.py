@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.errors import ModelError
 from clowder_aimage.importer.layer import Cast, Copy, Factor, Piece, PlannedLayer, Quantize
 from clowder_aimage.importer.prequantized import factors
 from clowder_aimage.importer.read import SpanReader
@@ -18,16 +17,25 @@ if TYPE_CHECKING:
 
 Sink = Callable[[memoryview], None]
 BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole rows
+BLOCKS = 32 * 1024 * 1024  # bytes, of all threads together
+CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at once
 
 
 class Pourer:
-    """What one thread makes blobs with. ``buffer`` is lent to each sink, full but for the last
-    time, and written anew when the sink returns."""
+    """What one of ``threads`` makes blobs with. ``buffer`` is lent to each sink, full but for the
+    last time, and written anew when the sink returns."""
 
     def __init__(
-        self, size: int, stopped: threading.Event, quantizer: Quantizer | None = None
+        self,
+        size: int,
+        stopped: threading.Event,
+        quantizer: Quantizer | None = None,
+        threads: int = 1,
     ) -> None:
         self.buffer = new_buffer(size)
+        # casting takes several times what is cast, in every thread
+        self._chunk = min(CHUNK_SIZE, CHUNKS // threads)
+        self._block = min(BLOCK, BLOCKS // threads)
         self._stopped = stopped
         self._quantizer = quantizer
         self._filled = 0
@@ -36,7 +44,8 @@ class Pourer:
         """Give all of the blob's bytes to ``sink``; nothing for an empty one.
 
         Raises:
-            ModelError: a file changed, or a value does not fit its type.
+            ModelError: a file changed, a value does not fit its type, or values cannot be
+                quantized.
             StoppedError: the user has left.
         """
         self._filled = 0
@@ -80,7 +89,7 @@ class Pourer:
     def _cast(self, piece: Cast, target: str, reader: SpanReader, sink: Sink) -> None:
         from clowder_aimage.importer import precision
 
-        scratch = memoryview(bytearray(min(CHUNK_SIZE, piece.span.nbytes)))
+        scratch = memoryview(bytearray(min(self._chunk, piece.span.nbytes)))
         while count := reader.readinto(scratch):
             values, lost = precision.cast(scratch[:count], piece.source, target)
             if lost:
@@ -94,36 +103,27 @@ class Pourer:
 
     def _quantize(self, piece: Quantize, reader: SpanReader, sink: Sink) -> None:
         """Codes go on at once; scales and biases, a few per cent of them, wait for the end."""
-        from clowder_aimage.importer import precision
+        from clowder_aimage.importer import guard, precision
 
         assert self._quantizer is not None  # noqa: S101
+        watch = guard.Guard(piece.name, piece.target, piece.quantization)
         row = nbytes(piece.source, piece.shape[1:])
-        scratch = memoryview(bytearray(min(piece.span.nbytes, max(1, BLOCK // row) * row)))
+        scratch = memoryview(bytearray(min(piece.span.nbytes, max(1, self._block // row) * row)))
         parts: list[list[bytes]] = [[], []]
-        is_zero = True
         while count := reader.readinto(scratch):
             values, lost = precision.cast(scratch[:count], piece.source, piece.target)
             if lost:
                 raise precision.overflow(piece.name, lost, piece.target)
-            is_zero = is_zero and not values.any()
+            values = watch.admit(values)
             rows = values.reshape(-1, *piece.shape[1:])
             codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
+            watch.look(values, codes, others[0], others[1] if len(others) > 1 else None)
             self._add(codes, sink)
             for part, data in zip(parts, others, strict=False):
                 part.append(data)
-        if piece.quantization.type.name == "nvfp4" and not is_zero:
-            _check_scales(piece.name, parts[0])
+        watch.check()
         for data in (*parts[0], *parts[1]):
             self._add(data, sink)
-
-
-def _check_scales(name: str, scales: list[bytes]) -> None:
-    """The least scale in E4M3 is 2**-9: below a sixth of it, all values are lost."""
-    if not any(data.strip(b"\0") for data in scales):
-        raise ModelError(
-            f"the values of {name[:200]} are too small for nvfp4: all would become zero",
-            hint="use int4 or mxfp8, whose scales reach further",
-        )
 
 
 def _bytes(values: Any) -> memoryview:

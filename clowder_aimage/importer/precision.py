@@ -21,10 +21,15 @@ from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.importer.weight import FLOATS, Weight
 
 CHUNK = 1024 * 1024  # bytes of a source that are looked at or cast at once
+CHUNKS = 8 * CHUNK  # of all threads together
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _INFINITY = 0x7F80  # the bits of BF16's, without the sign
 _QUIET = 0x0040  # makes a NaN of what would be infinite once its lower half is cut off
 _LARGEST = {"F16": "65504", "BF16": "3.39e38", "F32": "3.4e38"}
+_WIDER = {
+    "F16": "use --dtype bf16, which reaches as far as float32",
+    "BF16": "use --dtype f32, which reaches a little further",
+}
 Values = npt.NDArray[Any]
 
 
@@ -84,7 +89,7 @@ def overflow(name: str, count: int, target: str) -> ModelError:
     values = "1 value" if count == 1 else f"{count} values"
     return ModelError(
         f"{values} of {name[:200]} cannot be {target}, which ends at {_LARGEST[target]}",
-        hint="use --dtype bf16, which reaches as far as float32",
+        hint=_WIDER.get(target, "no type here reaches further: keep it as it is"),
     )
 
 
@@ -105,11 +110,12 @@ def survey(
     """
     stopped = threading.Event()
     exact: set[tuple[str, str]] = set()
+    chunk = min(CHUNK, CHUNKS // jobs)
 
     def look(component: str, weight: Weight) -> None:
         if recipe.dtype != AUTO:
-            _check_fits(component, weight, DTYPES["f16"], stopped)
-        elif _is_exact(weight, stopped):
+            _check_fits(component, weight, DTYPES["f16"], stopped, chunk)
+        elif _is_exact(weight, stopped, chunk):
             exact.add((component, weight.name))
         on_read(weight.nbytes)
 
@@ -132,9 +138,9 @@ def to_survey(weights: Iterable[tuple[str, Weight]], recipe: Recipe) -> list[tup
     return [(component, weight) for component, weight in weights if weight.dtype in wanted]
 
 
-def _is_exact(weight: Weight, stopped: threading.Event) -> bool:
+def _is_exact(weight: Weight, stopped: threading.Event, chunk: int) -> bool:
     """Whether the lower half of every word is zero: such a float32 is a BF16."""
-    buffer = memoryview(bytearray(min(CHUNK, weight.nbytes)))
+    buffer = memoryview(bytearray(min(chunk, weight.nbytes)))
     with SpanReader(weight.tensor.span, stopped) as reader:
         while count := reader.readinto(buffer):
             if np.frombuffer(buffer[:count], "<u2")[::2].any():
@@ -143,8 +149,10 @@ def _is_exact(weight: Weight, stopped: threading.Event) -> bool:
     return weight.nbytes > 0
 
 
-def _check_fits(component: str, weight: Weight, target: str, stopped: threading.Event) -> None:
-    buffer = memoryview(bytearray(min(CHUNK, weight.nbytes)))
+def _check_fits(
+    component: str, weight: Weight, target: str, stopped: threading.Event, chunk: int
+) -> None:
+    buffer = memoryview(bytearray(min(chunk, weight.nbytes)))
     lost = 0
     with SpanReader(weight.tensor.span, stopped) as reader:
         while count := reader.readinto(buffer):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
+from clowder_aimage.importer.foreign import check_method, check_rest
 from clowder_aimage.importer.shards import SourceTensor
 from clowder_aimage.importer.weight import Part, Reading, Weight, by_name, plain
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
@@ -55,8 +56,10 @@ def read_quantized(
         for word in _ACTIVATIONS
         if name.endswith(word) and name.removesuffix(word) in stems
     }
-    rest = [plain(tensor) for name, tensor in named.items() if name not in taken | ignored]
-    whole = by_name([*weights, *rest])
+    rest = [tensor for name, tensor in named.items() if name not in taken | ignored]
+    check_rest(rest)
+    check_method(directory, config)
+    whole = by_name([*weights, *map(plain, rest)])
     for one, other in pairwise(whole):
         if one.name == other.name:
             raise FormatError(f"{directory} has {one.name[:200]} both quantized and as it was")
@@ -82,8 +85,8 @@ def _packed(
 def _mlx(
     named: Mapping[str, SourceTensor], codes: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Weight:
-    quantization = _configured(codes, stem, config)
     scales, biases = named[f"{stem}.scales"], named.get(f"{stem}.biases")
+    quantization = _configured(codes, scales, stem, config)
     parts = [_part(SCALE, scales)]
     if biases is not None:
         parts.append(_part(BIAS, biases))
@@ -92,12 +95,23 @@ def _mlx(
     return _weight(codes.name, quantization, codes, codes.shape, parts)
 
 
-def _configured(codes: SourceTensor, stem: str, config: Mapping[str, Any]) -> Quantization:
-    """What config.json says of a tensor, or of all. Raises FormatError."""
+def _configured(
+    codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
+) -> Quantization:
+    """What config.json says of a tensor, or of all.
+
+    A module's own entry stands for itself, as MLX's ``to_quantized`` reads it: it is affine unless
+    it says otherwise, whatever the mode of the rest. Its group size may be left out: the shapes
+    tell it. Raises FormatError.
+    """
     said = config.get("quantization", config.get("quantization_config"))
     own = said.get(stem) if isinstance(said, dict) else None
-    facts = {**said, **own} if isinstance(said, dict) and isinstance(own, dict) else said
-    if not isinstance(facts, dict) or "bits" not in facts or "group_size" not in facts:
+    facts = own if isinstance(own, dict) else said
+    if (
+        not isinstance(facts, dict)
+        or "bits" not in facts
+        or not (isinstance(own, dict) or "group_size" in facts)
+    ):
         raise FormatError(
             f"{codes.path}: {codes.name[:200]} is quantized, and the config.json beside it does "
             "not say how",
@@ -111,11 +125,18 @@ def _configured(codes: SourceTensor, stem: str, config: Mapping[str, Any]) -> Qu
             "which is not known",
             hint=f"known are {', '.join(QUANT_TYPES)}",
         )
-    size = facts["group_size"]
+    size = facts["group_size"] if "group_size" in facts else _group_size(name, codes, scales)
     try:
         return Quantization.parse(name, size if type(size) is int else -1)
     except FormatError as error:
         raise FormatError(f"{codes.path}: {codes.name[:200]}: {error}") from None
+
+
+def _group_size(name: str, codes: SourceTensor, scales: SourceTensor) -> int:
+    """The values of a row for each of its scales."""
+    values = Quantization.parse(name).shape(codes.shape)[-1] if codes.shape else 0
+    groups = scales.shape[-1] if scales.shape else 0
+    return values // groups if groups else -1
 
 
 def _modelopt(named: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,38 @@ from clowder_aimage.importer.describe import describe_component, report, totals
 from clowder_aimage.importer.layer import PlannedLayer, group_layer, tensor_layer
 from clowder_aimage.importer.plan import Plan, check, decide_all
 from clowder_aimage.importer.recipe import Recipe
+from clowder_aimage.importer.separate import Stated, StoredLayer, join
 from clowder_aimage.importer.shards import SourceTensor
 from clowder_aimage.importer.weight import Part, Weight
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.tensor import BlobTensor, Header, read_header, read_tensors
-from clowder_aimage.tensor.blob import LEGACY_KEY
+from clowder_aimage.tensor import (
+    BlobTensor,
+    Header,
+    find_group,
+    find_tensor,
+    read_header,
+    read_tensors,
+)
 
+_EXPERTS = ("experts", "shared_experts")
 _TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # anew, of weights that change
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """A layer and the weights in its blob; none in a file."""
-
-    layer: Layer
-    weights: tuple[Weight, ...]
-    is_group: bool = False
-
-
-def read_stored(store: ContentStore, aimage: AImage) -> list[StoredLayer]:
-    """The layers of an AImage; of tensors, the headers are read.
+def read_stored(
+    store: ContentStore, aimage: AImage, stated: Stated = lambda *_: (None, None)
+) -> list[StoredLayer]:
+    """The layers of an AImage; of tensors, the headers are read. ``stated`` is asked about codes
+    that do not say themselves how they are quantized.
 
     Raises:
         NotFoundError: a blob is not in the store.
         FormatError: a blob is not what its layer says.
     """
-    return [
+    layers = [
         _read(store, layer) if layer.is_tensor else StoredLayer(layer, ())
         for layer in aimage.layers
     ]
+    return join(layers, stated)
 
 
 def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
@@ -62,23 +64,32 @@ def _read(store: ContentStore, layer: Layer) -> StoredLayer:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
         tensors = read_tensors(header)
-        keys = {_plain_key(key, layer, own): key for key in tensors}
-        if own in keys and len(tensors) == 1:
-            weight = _weight(own, tensors[keys[own]], header, path)
-            _check(weight, layer)
-            return StoredLayer(layer, (weight,))
-        if not tensors or not all(name.startswith(f"{own}.") for name in keys):
-            held = ", ".join(sorted(keys)[:4]) or "nothing"
-            raise FormatError(f"its blob holds {held[:300]} instead")
+        group = _group(tensors, own, layer)
     except FormatError as error:
-        raise FormatError(f"{layer.name}: {error}") from None
-    members = tuple(_weight(name, tensors[key], header, path) for name, key in keys.items())
+        said = error.message.removeprefix(f"{layer.name}: ")
+        raise FormatError(f"{layer.name}: {said}", hint=error.hint) from None
+    if own in group:
+        return StoredLayer(layer, (_weight(own, group[own], header, path),))
+    members = tuple(_weight(name, member, header, path) for name, member in group.items())
     return StoredLayer(layer, members, is_group=True)
 
 
-def _plain_key(key: str, layer: Layer, own: str) -> str:
-    """The name of a tensor, whichever way a packer wrote it."""
-    return own if key == LEGACY_KEY else key.removeprefix(f"{layer.component}/")
+def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
+    """The tensor that the layer is called like, or those of a packed group, by name. Stacked
+    experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
+
+    Raises:
+        FormatError: they are of another place, or not what the layer promises.
+    """
+    try:
+        return {own: find_tensor(tensors, own, layer.component)}
+    except FormatError:
+        names = [key.removeprefix(f"{layer.component}/") for key in tensors]
+        is_stacked = own.rpartition(".")[2] in _EXPERTS
+        promises_one = layer.dtype is not None or layer.shape is not None
+        if promises_one or not (is_stacked or all(name.startswith(f"{own}.") for name in names)):
+            raise
+        return find_group(tensors, own, layer.component)
 
 
 def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
@@ -97,16 +108,6 @@ def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight
         )
         parts.append(Part(suffix, info.dtype, info.shape, source))
     return Weight(name, tensor.dtype, tensor.shape, tuple(parts), tensor.quantization)
-
-
-def _check(weight: Weight, layer: Layer) -> None:
-    if layer.dtype not in (None, weight.dtype, weight.parts[0].dtype) or layer.shape not in (
-        *(None, weight.shape, weight.parts[0].shape),
-    ):
-        raise FormatError(
-            f"its blob holds {weight.dtype} {list(weight.shape)}, its layer promises "
-            f"{layer.dtype} {list(layer.shape or ())}"
-        )
 
 
 def plan_conversion(

@@ -53,7 +53,8 @@ def write_layers(
     """Store the plan's blobs, ``jobs`` at a time, and keep them by ``lease``.
 
     Raises:
-        ModelError: a file changed while it was read, or a value does not fit its type.
+        ModelError: a file changed while it was read, a value does not fit its type, or values
+            cannot be quantized.
         VerificationError: a blob of the store that is changed is damaged.
         StoreError, NoSpaceError: the store cannot keep it.
     """
@@ -84,7 +85,8 @@ class _Writer:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._ours: set[Digest] = set()
-        self._size = max(LEAST, min(BUFFER, BUFFERS // max(1, jobs)))
+        self._jobs = max(1, jobs)
+        self._size = max(LEAST, min(BUFFER, BUFFERS // self._jobs))
         self._quantizer = None
         if any(layer.is_quantizing for layer in plan.layers):
             from clowder_aimage.importer.quantize import Quantizer
@@ -114,7 +116,7 @@ class _Writer:
     def _pourer(self) -> Pourer:
         """The calling thread's."""
         if not hasattr(self._own, "pourer"):
-            self._own.pourer = Pourer(self._size, self.stopped, self._quantizer)
+            self._own.pourer = Pourer(self._size, self.stopped, self._quantizer, self._jobs)
         pourer: Pourer = self._own.pourer
         return pourer
 

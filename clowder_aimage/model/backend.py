@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # as weights are spoken of
 
 
 class Network(Module):
@@ -61,7 +62,8 @@ def on_gpu() -> bool:
 
 
 def dtype_name(name: str | None) -> str:
-    """The name of the type to compute in; None picks bfloat16 on a GPU and float32 on a CPU.
+    """The whole name of the type to compute in, from that or the short one (f32, bf16); None picks
+    bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         UsageError: for float16, in which Z-Image overflows, and for an unknown name.
@@ -74,9 +76,10 @@ def dtype_name(name: str | None) -> str:
             "float16 ends at 65504, and the picture turns black",
             hint="use bfloat16 or float32; weights that are stored as float16 are fine",
         )
-    if name not in DTYPES:
-        raise UsageError(f"unknown compute type {name!r}: use {' or '.join(DTYPES)}")
-    return name
+    chosen = _SHORT.get(name, name)
+    if chosen not in DTYPES:
+        raise UsageError(f"unknown compute type {name!r:.40}: use {' or '.join(DTYPES)}")
+    return chosen
 
 
 def compute_dtype(name: str | None) -> mx.Dtype:

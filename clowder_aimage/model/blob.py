@@ -15,7 +15,7 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.tensor import BlobTensor, Header, Quantization, read_header
+from clowder_aimage.tensor import BlobTensor, Header, Quantization, parse_header, read_header
 
 _FIRST = 4096  # bytes: the header of nearly every blob, in one read
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -94,8 +94,11 @@ class Blob:
 
 
 def blame(layer: Layer, error: FormatError) -> FormatError:
-    """The error, with the layer that it is about."""
-    return FormatError(f"{layer.name}: {error}", hint=error.hint)
+    """The error, with the layer that it is about, named once."""
+    text = str(error)
+    for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
+        text = text.removeprefix(f"{name}: ")
+    return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
 def _header(path: str, content: Descriptor) -> Header:
@@ -106,36 +109,14 @@ def _header(path: str, content: Descriptor) -> Header:
         if size != content.size:
             raise FormatError(f"the file has {size} bytes, its layer promises {content.size}")
         first = os.read(handle, _FIRST)
-        if int.from_bytes(first[:8], "little") + 8 <= len(first):
-            return read_header(io.BytesIO(first), size)
+        end = 8 + int.from_bytes(first[:8], "little")
+        if end <= min(len(first), size):  # what read_header asks, without a file around it
+            return parse_header(first[8:end], size - end)
         os.lseek(handle, 0, os.SEEK_SET)
         with io.FileIO(handle, closefd=False) as file:
             return read_header(cast(BinaryIO, file), size)
     finally:
         os.close(handle)
-
-
-def check_promise(layer: Layer, tensor: Tensor) -> None:
-    """Hold what the layer says of its tensor next to what the blob says.
-
-    A layer gives a quantized tensor the name of its quantization and the shape of the tensor
-    itself; other makers' layers say U32 and the shape of the codes. Nothing said is fine.
-
-    Raises:
-        FormatError: they say different things.
-    """
-    if (layer.dtype, layer.shape) == (tensor.dtype, tensor.shape):
-        return
-    dtypes, shapes = [tensor.dtype], [tensor.shape]
-    if tensor.quantization is not None:
-        dtypes.append(tensor.values.dtype)
-        shapes += [tensor.values.shape] if layer.dtype != tensor.dtype else []
-    if layer.dtype not in (None, *dtypes) or layer.shape not in (None, *shapes):
-        promised = (layer.dtype or "", "" if layer.shape is None else str(list(layer.shape)))
-        raise FormatError(
-            f"the blob holds {tensor.dtype} {list(tensor.shape)}, "
-            f"its layer promises {' '.join(filter(None, promised))}"
-        )
 
 
 def some(names: list[str], limit: int = 8) -> str:

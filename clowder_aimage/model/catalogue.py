@@ -14,13 +14,7 @@ from dataclasses import replace
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.model.blob import (
-    Blob,
-    Span,
-    Tensor,
-    blame,
-    check_promise,
-)
+from clowder_aimage.model.blob import Blob, Span, Tensor, blame
 from clowder_aimage.model.stated import Stated
 from clowder_aimage.tensor import BlobTensor, Header, Quantization, TensorInfo, read_tensors
 from clowder_aimage.tensor.blob import (
@@ -28,6 +22,7 @@ from clowder_aimage.tensor.blob import (
     GLOBAL_SCALE,
     LEGACY_KEY,
     SCALE,
+    check_layer,
     find_group,
     find_tensor,
 )
@@ -107,15 +102,15 @@ class Catalogue:
             return
         found = read_tensors(self._completed(blob.header, layer_name))
         try:
-            tensor = blob.tensor(layer_name, find_tensor(found, layer_name, self._component))
+            inside = find_tensor(found, layer_name, self._component)
         except FormatError:
             if blob.layer.dtype is not None or blob.layer.shape is not None:
                 raise  # it promises one tensor, so it is no group
             for name, member in _group(found, layer_name, self._component).items():
                 yield name, blob.tensor(name, member)
             return
-        check_promise(blob.layer, tensor)
-        yield layer_name, tensor
+        _check(blob.layer, inside)
+        yield layer_name, blob.tensor(layer_name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
         """The header with what it leaves out about codes: the type as the configuration says it,
@@ -133,7 +128,7 @@ class Catalogue:
 
     def _joined(self, name: str, blob: Blob, parts: Mapping[str, str]) -> Tensor:
         """A quantized tensor whose codes, scales and biases are layers of their own."""
-        codes = self._single(name, blob)
+        codes = blob.span(self._single(name, blob).key)
         spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
         if codes.dtype != _CODES:
             raise FormatError(f"{codes.dtype} values with scales beside them cannot be read")
@@ -142,21 +137,25 @@ class Catalogue:
             for part, span in {"": codes, **spans}.items()
         }
         found = read_tensors(self._completed(Header(infos, {}, 0), name))[name]
-        tensor = Tensor(name, found.dtype, found.shape, codes, found.quantization, spans)
-        check_promise(blob.layer, tensor)
-        return tensor
+        _check(blob.layer, found)
+        return Tensor(name, found.dtype, found.shape, codes, found.quantization, spans)
 
     def _part(self, layer_name: str) -> Span:
         """The scales or biases that are a layer of their own."""
         layer = self._part_layers[layer_name]
-        span = self._single(layer_name, Blob.read(self._store, layer))
-        check_promise(layer, Tensor(layer_name, span.dtype, span.shape, span))
-        return span
+        blob = Blob.read(self._store, layer)
+        found = self._single(layer_name, blob)
+        _check(layer, found)
+        return blob.span(found.key)
 
-    def _single(self, name: str, blob: Blob) -> Span:
+    def _single(self, name: str, blob: Blob) -> BlobTensor:
         """The one array in the blob of a layer."""
-        found = read_tensors(blob.header)
-        return blob.span(find_tensor(found, name, self._component).key)
+        return find_tensor(read_tensors(blob.header), name, self._component)
+
+
+def _check(layer: Layer, tensor: BlobTensor) -> None:
+    """Hold a tensor next to what its layer promises. Raises FormatError."""
+    check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
 
 def _own_layers(name: str, layers: Mapping[str, Layer]) -> dict[str, str]:

@@ -50,8 +50,8 @@ def dequantize(
 ) -> Floats:
     """The values of ``codes`` (rows, words): (rows, columns), in float32.
 
-    scales, biases: (rows, groups), float32 for affine types, bytes for the others. global_scale: a
-    factor for all, or one for each row.
+    scales, biases: (rows, groups), float32 for affine types, bytes for the others. Matrices may be
+    stacked. global_scale: a factor for all, for each matrix of a stack, or for each row.
     """
     kind = quantization.type
     found = unpack(codes, kind.bits)
@@ -65,8 +65,15 @@ def dequantize(
     values = values.reshape(found.shape)
     if global_scale is None:
         return values
-    factor = global_scale.reshape(()) if global_scale.size == 1 else global_scale
-    return values * (factor.reshape(*values.shape[:-1], 1) if factor.ndim else factor)
+    return values * global_scale.reshape(factor_shape(global_scale.shape, values.ndim))
+
+
+def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """The shape in which factors of ``shape`` multiply values of ``ndim`` dimensions: dimensions
+    are those of the values from the left, ones may follow."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape + (1,) * (ndim - len(shape))
 
 
 def _e4m3_table() -> Floats:

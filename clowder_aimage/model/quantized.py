@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.model.backend import Embedding, Linear, Network, mx
+from clowder_aimage.model.dequantize import factor_shape
 from clowder_aimage.tensor import Quantization
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedArray:
-    """Codes (rows, words), scales and biases (rows, groups), and a factor for all or each row."""
+    """Codes (rows, words), scales and biases (rows, groups), and factors: one for all or for each
+    row. In a stack of matrices there is one more dimension, and factors may be for each matrix."""
 
     quantization: Quantization
     weight: mx.array
@@ -49,7 +51,8 @@ class QuantizedArray:
             **_words(self.quantization),
         )
         if self.global_scale is not None:
-            values = values * _factor(self.global_scale, values.ndim)
+            factor = factor_shape(self.global_scale.shape, values.ndim)
+            values = values * self.global_scale.reshape(factor)
         return values.astype(dtype)
 
 
@@ -123,10 +126,3 @@ def _words(quantization: Quantization) -> dict[str, Any]:
     """The quantization in MLX's words."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
-
-
-def _factor(global_scale: mx.array, ndim: int) -> mx.array:
-    """For all, or for each row of a matrix (or of many) with ``ndim`` dimensions."""
-    if global_scale.size == 1:
-        return global_scale.reshape(())
-    return global_scale if global_scale.ndim == ndim else global_scale[..., None]

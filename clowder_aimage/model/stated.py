@@ -29,7 +29,8 @@ class Stated:
     def of(self, name: str) -> tuple[str | None, int | None]:
         """The quantization's name and group size of the tensor ``name``, as far as they are said.
 
-        A module that MLX's table names has its own entry there.
+        A module that MLX's table names has its own entry there, which takes nothing from the table:
+        without a mode it is affine, without a group size the shapes tell it.
         """
         for key in KEYS:
             value = self.config.get(key)
@@ -69,10 +70,12 @@ def _known(value: Mapping[str, Any]) -> bool:
     if method is not None:
         # rotations and other transforms would have to be computed while the model runs
         return method in _CONVERTED and not value.get("transform_config")
-    entries = [value, *(entry for entry in value.values() if isinstance(entry, dict))]
-    return all(_known_mlx(entry) for entry in entries)
+    modules = (entry for entry in value.values() if isinstance(entry, dict))
+    return "group_size" in value and all(map(_known_mlx, (value, *modules)))
 
 
 def _known_mlx(entry: Mapping[str, Any]) -> bool:
+    """Whether there is such a type, in groups of such a size where one is said."""
     name, size = mlx_type(entry)
-    return name is not None and size in QUANT_TYPES[name].group_sizes
+    said = "group_size" in entry
+    return name is not None and (not said or size in QUANT_TYPES[name].group_sizes)

@@ -77,12 +77,14 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
     x/imagegen/manifest.
 
     Raises:
-        FormatError: when the blob holds none of them.
+        FormatError: when the blob holds none of them, or other tensors as well.
     """
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
+            if len(tensors) > 1:
+                raise _crowded(tensors, key, name, component)
             return tensors[key]
-    raise FormatError(f"{component}/{name}: the blob holds {_some(tensors)} instead")
+    raise FormatError(f"{_whole(component, name)}: the blob holds {_some(tensors)} instead")
 
 
 def find_group(
@@ -94,17 +96,20 @@ def find_group(
     beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but not elsewhere.
 
     Raises:
-        FormatError: for an empty blob, a tensor of another place, or two of one name.
+        FormatError: for an empty blob, a tensor of another place, two of one name, or one that is
+            called as the group is: that blob would be of one tensor, and holds more.
     """
-    place = prefix.rpartition(".")[0]
+    place, whole = prefix.rpartition(".")[0], _whole(component, prefix)
     group: dict[str, BlobTensor] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(f"{component}/")
+        if name == prefix:
+            raise _crowded(tensors, key, prefix, component)
         if (place and not name.startswith(f"{place}.")) or name in group:
-            raise FormatError(f"{component}/{prefix}: the blob holds {key[:200]}, of another group")
+            raise FormatError(f"{whole}: the blob holds {key[:200]}, of another group")
         group[name] = tensor
     if not group:
-        raise FormatError(f"{component}/{prefix}: the blob holds no tensors")
+        raise FormatError(f"{whole}: the blob holds no tensors")
     return group
 
 
@@ -119,6 +124,8 @@ def check_layer(
     Raises:
         FormatError: when dtype or shape differ.
     """
+    if (dtype, shape) == (tensor.dtype, tensor.shape):
+        return  # nearly always
     true = [(tensor.dtype, tensor.shape)]
     if tensor.quantization is not None:
         true.append((_CODES, tensor.quantization.codes_shape(tensor.shape)))
@@ -231,6 +238,17 @@ def _check_global(
         or factors != shape[: len(factors)]
     ):
         raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is no factor of nvfp4")
+
+
+def _crowded(tensors: Mapping[str, BlobTensor], key: str, name: str, component: str) -> FormatError:
+    """What a layer of one tensor, found at ``key``, has to say of the others."""
+    others = _some(tensors.keys() - {key})
+    return FormatError(f"{_whole(component, name)}: the blob holds {others} as well")
+
+
+def _whole(component: str, name: str) -> str:
+    """The name of the layer. Language models have no components: theirs is ""."""
+    return f"{component}/{name}" if component else name
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

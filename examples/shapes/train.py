@@ -39,7 +39,9 @@ BATCH, RATE, MUON_RATE = 64, 1e-3, 6e-3
 AVERAGE = 0.9995  # of the weights, from step to step
 
 
-def optimizers(transformer: nn.Module, text_encoder: nn.Module) -> list[torch.optim.Optimizer]:
+def optimizers(
+    transformer: nn.Module, text_encoder: nn.Module, rate: float
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the transformer's blocks, AdamW for all else."""
     blocks = [
         parameter
@@ -55,9 +57,13 @@ def optimizers(transformer: nn.Module, text_encoder: nn.Module) -> list[torch.op
     ]
     return [
         torch.optim.Muon(
-            blocks, lr=MUON_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", ns_steps=4
+            blocks,
+            lr=rate * MUON_RATE,
+            weight_decay=0.0,
+            adjust_lr_fn="match_rms_adamw",
+            ns_steps=4,
         ),
-        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=rate * RATE, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -82,6 +88,7 @@ def train_flow(
     text_encoder: nn.Module,
     pool: Pool,
     steps: int,
+    rate: float,
     device: str,
     say: Callable[[str], None],
     snapshot: Callable[[nn.Module, nn.Module], None],
@@ -91,7 +98,7 @@ def train_flow(
     rng = random.Random(SEED)
     networks = nn.ModuleList([transformer, text_encoder])
     average = copy.deepcopy(networks).requires_grad_(False)
-    steppers = optimizers(transformer, text_encoder)
+    steppers = optimizers(transformer, text_encoder, rate)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: rate_at(step, steps))
         for one in steppers
@@ -141,9 +148,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     parser.add_argument("--vae-steps", type=int, default=7000)
     parser.add_argument("--steps", type=int, default=16000)
+    parser.add_argument("--rate", type=float, default=1.0, help="times the rate of learning")
     parser.add_argument("--tune-steps", type=int, default=1500)
     parser.add_argument("--scenes", type=int, default=90000)
-    parser.add_argument("--go-on", type=Path, metavar="DIR", help="with the parts of an earlier run")
+    parser.add_argument(
+        "--go-on", type=Path, metavar="DIR", help="with the parts of an earlier run"
+    )
     parser.add_argument("--compile", action="store_true", help="faster; wants a C++ compiler")
     options = parser.parse_args()
     began = time.monotonic()
@@ -181,7 +191,15 @@ def main() -> None:
             torch._dynamo.config.recompile_limit = len(SIZES)
             answer = torch.compile(velocity, dynamic=False)
         transformer, text_encoder = train_flow(
-            transformer, text_encoder, pool, options.steps, options.device, say, snapshot, answer
+            transformer,
+            text_encoder,
+            pool,
+            options.steps,
+            options.rate,
+            options.device,
+            say,
+            snapshot,
+            answer,
         )
     if options.tune_steps:
         tune_decoder(

@@ -19,7 +19,15 @@ from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header
 from tests.importer.test_importer_prequantized import CONFIGS, REST, compressed, mlx
-from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
+from tests.importer.test_importer_quantize import parts, quantized_by_mlx
+from tests.importer.valued import (
+    as_dtype,
+    bf16_values,
+    blob_of,
+    make_valued,
+    read_back,
+    transformer,
+)
 
 PLAIN, NEW = Reference.parse("plain"), Reference.parse("new")
 Q = "transformer/layers.0.attention.to_q.weight"
@@ -196,6 +204,98 @@ def test_scales_in_layers_of_their_own_are_seen(tmp_path):
         converted(model, quantize="int8")
 
 
+SEPARATE = {"ollama": ("{name}_scale", "{name}_qbias"), "mlx": ("{stem}.scales", "{stem}.biases")}
+AFFINE = {"quantization": {"group_size": 64, "bits": 4}}
+SAID = {
+    "ollama": ("model_index.json", {"quantization": "int4", "group_size": 64}),
+    "no size": ("model_index.json", {"quantization": "q4"}),
+    "mlx": ("transformer/config.json", AFFINE),
+}
+
+
+def separate(store, words, said, promised=("U32", (64, 8))):
+    """An AImage of the first generation: codes, scales and biases in layers of their own."""
+    name = Q.partition("/")[2]
+    codes, scales, biases = (data for _, _, data in mlx64())
+    put_own = [
+        (name, "U32", (64, 8), codes, promised),
+        *(
+            (word.format(name=name, stem=name.removesuffix(".weight")), "F32", (64, 1), data, ())
+            for word, data in zip(SEPARATE[words], (scales, biases), strict=True)
+        ),
+        ("layers.0.norm.weight", "F32", (64,), bytes(256), ()),
+    ]
+    layers = [
+        put(store, f"transformer/{key}", encode_header([("data", dtype, shape)]), data, *promise)
+        for key, dtype, shape, data, promise in put_own
+    ]
+    if said is not None:
+        file, value = SAID[said]
+        raw = json.dumps(value).encode()
+        content = Descriptor.of(mediatype.AIMAGE_FILE, raw)
+        store.push(content, bytes_body(raw))
+        layers.append(Layer(content, file))
+    aimage = AImage(b'{"schemaVersion":1,"components":{}}', tuple(layers))
+    keep(store, PLAIN, aimage)
+    return aimage
+
+
+def mlx64():
+    """Codes, scales and biases of VALUES, in F32."""
+    codes, scales, biases = quantized_by_mlx(VALUES, "F32", "int4", None)
+    return [("U32", (64, 8), codes), ("F32", (64, 1), scales), ("F32", (64, 1), biases)]
+
+
+@pytest.mark.parametrize("words", SEPARATE)
+@pytest.mark.parametrize(
+    ("said", "promised"),
+    [
+        *((said, promised) for said in (*SAID, None) for promised in (("U32", (64, 8)), ())),
+        *((said, ("int4", (64, 64))) for said in SAID),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "auto"])
+def test_scales_in_layers_of_their_own_are_not_cast(tmp_path, words, said, promised, dtype):
+    model = make_valued(tmp_path / "model")
+    aimage = separate(ImageLayout(model.store), words, said, promised)
+    made = converted(model, dtype=dtype)
+    norm = "transformer/layers.0.norm.weight"
+    target = "F16" if dtype == "f16" else "BF16"
+    for layer in aimage.layers:
+        if layer.name == norm:
+            assert made.aimage.layer(norm).dtype == target
+        else:
+            assert made.aimage.layer(layer.name) == layer
+    assert made.report.cast == {("F32", target): 1}
+    assert made.report.tensors == 2
+    facts = made.aimage.properties["components"]["transformer"]
+    assert facts["tensors"] == 2
+    if said is not None:
+        assert facts["parameters"] == 64 * 64 + 64
+        assert facts["quantization"] == {
+            "type": "int4",
+            "group_size": 64,
+            "tensors": 1,
+            "kept": {"as in the source": 1},
+        }
+    with pytest.raises(UsageError, match="quantized already"):
+        converted(model, quantize="int8")
+
+
+def test_scales_in_layers_of_their_own_that_do_not_fit(tmp_path, monkeypatch):
+    model = make_valued(tmp_path / "model")
+    for value in (
+        {"quantization": "int8", "group_size": 64},
+        {"quantization": "int4", "group_size": 32},
+        {"quantization": "int5"},
+    ):
+        monkeypatch.setitem(SAID, "ollama", ("model_index.json", value))
+        separate(ImageLayout(model.store), "ollama", "ollama")
+        with pytest.raises(FormatError, match=f"{Q}: "):
+            converted(model, dtype="bf16")
+
+
 @pytest.mark.parametrize(
     "said",
     [None, {"type": "int4", "tensors": 1}, {"type": "int4", "tensors": 1, "kept": {}}],
@@ -277,7 +377,7 @@ TWO = encode_header([("a.weight", "BF16", (32, 64)), ("b.weight", "BF16", (32, 6
     [
         (OTHER, BITS, None, None, "holds layers.0.attention.to_k.weight instead"),
         (TWO, BITS, None, None, "holds a.weight, b.weight instead"),
-        (encode_header([]), b"", None, None, "holds nothing instead"),
+        (encode_header([]), b"", None, None, "holds no"),
         (HEADER, BITS, "F32", (64, 64), "its layer promises F32"),
         (HEADER, BITS, "BF16", (64, 32), "its layer promises BF16"),
         (HEADER, BITS[:-1], None, None, "file holds"),
@@ -308,6 +408,55 @@ def test_a_blob_that_is_not_what_its_layer_says(tmp_path, header, data, dtype, s
         converted(model, quantize="int8")
     assert Q in caught.value.message
     assert names(model.store) == ["plain:latest"]
+
+
+def test_a_tensor_that_has_company(tmp_path):
+    """Refused by whoever runs it, too."""
+    model = make_valued(tmp_path / "model")
+    store = ImageLayout(model.store)
+    for key in (OWN, Q, "data"):
+        header = encode_header([(key, "BF16", (64, 64)), ("extra", "BF16", (64, 64))])
+        layer = put(store, Q, header, BITS + BITS)
+        keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
+        with pytest.raises(FormatError, match="holds extra as well"):
+            converted(model, dtype="f32")
+
+
+def group(store, prefix, *names, **promise):
+    header = encode_header([(name, "BF16", (64, 64)) for name in names])
+    layer = put(store, f"transformer/{prefix}", header, BITS * len(names), **promise)
+    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
+
+
+def test_stacked_experts_may_stand_beside_their_group(tmp_path):
+    model = make_valued(tmp_path / "model")
+    store = ImageLayout(model.store)
+    stacked = "layers.1.mlp.switch_mlp.up_proj.weight"
+    own = "layers.1.mlp.experts.0.up_proj.weight"
+    group(store, "layers.1.mlp.experts", own, f"transformer/{stacked}")
+    made = converted(model, quantize="int8")
+    raw = blob_of(model.store, made.aimage, "transformer/layers.1.mlp.experts")
+    _, found = parts(raw)
+    assert [name for name in found if name.endswith("weight")] == [own, stacked]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names", "promise", "said"),
+    [
+        ("layers.1.mlp.experts", ["layers.2.mlp.experts.0.weight"], {}, "of another group"),
+        ("layers.1.mlp.experts", ["layers.1.mlp.a", "x"], {}, "of another group"),
+        ("layers.1.mlp.other", ["layers.1.mlp.switch_mlp.up_proj.weight"], {}, "instead"),
+        ("layers.1.mlp.experts", ["layers.1.mlp.experts.0.a"], {"dtype": "BF16"}, "instead"),
+        ("layers.1.mlp.experts", ["layers.1.mlp.experts.0.a"], {"shape": (64, 64)}, "instead"),
+    ],
+    ids=str,
+)
+def test_groups_that_are_none(tmp_path, prefix, names, promise, said):
+    model = make_valued(tmp_path / "model")
+    group(ImageLayout(model.store), prefix, *names, **promise)
+    with pytest.raises(FormatError, match=said) as caught:
+        converted(model, dtype="f32")
+    assert caught.value.message.startswith(f"transformer/{prefix}: the blob holds")
 
 
 def test_what_came_quantized_is_the_same_through_both_ways(tmp_path):

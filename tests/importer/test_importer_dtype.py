@@ -173,6 +173,28 @@ def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_
         assert model.make(dtype="bf16")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "ends", "hint"),
+    [
+        ({"dtype": "bf16"}, "BF16, which ends at 3.39e38", "use --dtype f32"),
+        ({"dtype": "f32"}, "F32, which ends at 3.4e38", "keep it as it is"),
+        ({"quantize": "int8"}, "F32, which ends at 3.4e38", "keep it as it is"),
+    ],
+    ids=str,
+)
+def test_the_hint_names_a_type_that_reaches_further(tmp_path, recipe, ends, hint):
+    name = "layers.0.attention.to_q.weight"
+    values = transformer()
+    values[name] = values[name].astype(np.float64)
+    values[name][0, 0] = 1e300
+    tensors = as_dtype(values, "F64")
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    with pytest.raises(ModelError) as caught:
+        model.make(**recipe)
+    assert caught.value.message == f"1 value of transformer/{name} cannot be {ends}"
+    assert hint in caught.value.hint
+
+
 def test_float64_can_be_stored_smaller(tmp_path):
     tensors = {name: stored(value, "F64") for name, value in transformer().items()}
     model = make_valued(tmp_path / "model", transformer=tensors)

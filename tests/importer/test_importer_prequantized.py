@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
@@ -116,6 +117,47 @@ def test_mlx_and_quantizing_here_are_the_same_blob(tmp_path):
 )
 def test_mlx_that_does_not_fit_what_its_config_says(tmp_path, config, said):
     refused(tmp_path, mlx("int4"), config, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rest", "own", "size"),
+    [
+        ("int8", CONFIGS["mxfp4"], {"group_size": 64, "bits": 8}, 64),
+        ("int8", CONFIGS["mxfp4"], {"bits": 8}, 64),
+        ("int8", CONFIGS["int4"], {"bits": 8}, 64),
+        ("int4", {"group_size": 32, "bits": 8}, {"bits": 4}, 64),
+        ("mxfp8", CONFIGS["int4"], {"bits": 8, "mode": "mxfp8"}, 32),
+        ("nvfp4", CONFIGS["mxfp8"], {"bits": 4, "mode": "nvfp4", "group_size": 16}, 16),
+        ("mxfp8", CONFIGS["mxfp8"], False, 32),
+    ],
+    ids=str,
+)
+def test_a_module_that_is_quantized_in_another_way(tmp_path, kind, rest, own, size):
+    """Its own entry stands for itself: it does not inherit the mode, nor the group size."""
+    _, _, metadata, _ = packed(tmp_path, mlx(kind), {"quantization": rest | {STEM: own}})
+    assert metadata == {"quant_type": kind, "group_size": str(size)}
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({}, "does not say how"),
+        ({"group_size": 64}, "does not say how"),
+        ({"bits": 5}, "5 bits"),
+        ({"bits": 4, "group_size": 32}, "does not fit int4 in groups of 32"),
+        ({"bits": 4, "group_size": None}, "groups of"),
+    ],
+    ids=str,
+)
+def test_a_module_whose_own_entry_does_not_fit(tmp_path, own, said):
+    refused(tmp_path, mlx("int4"), {"quantization": CONFIGS["int4"] | {STEM: own}}, said)
+
+
+@pytest.mark.parametrize("shape", [(16, 0), (), (16, 5)], ids=str)
+def test_no_group_size_and_no_scales_to_tell_it(tmp_path, shape):
+    scales = ("BF16", shape, bytes(2 * math.prod(shape)))
+    tensors = mlx("int8") | {f"{STEM}.scales": scales, f"{STEM}.biases": scales}
+    refused(tmp_path, tensors, {"quantization": CONFIGS["int4"] | {STEM: {"bits": 8}}}, "int8")
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors
 
 from clowder_aimage.dialect import DIALECTS
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.importer import Recipe, pour, write
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.schema import validate
-from clowder_aimage.tensor import Quantization, parse_header, read_tensors
+from clowder_aimage.tensor import (
+    DTYPE_BITS,
+    QUANT_TYPES,
+    Quantization,
+    parse_header,
+    read_tensors,
+)
 from tests.importer.conftest import data_of
 from tests.importer.valued import (
     KEPT,
@@ -120,6 +127,26 @@ def test_the_config_says_it(model):
     for name, component in components.items():
         own = packed.aimage.component(name)
         assert component["size"] == sum(layer.descriptor.size for layer in own)
+
+
+def test_the_schema_knows_every_dtype():
+    path = Path(__file__).parents[2] / "schemas" / "aimage-config.schema.json"
+    schema = json.loads(path.read_text())
+    assert sorted(schema["$defs"]["dtype"]["enum"]) == sorted([*DTYPE_BITS, *QUANT_TYPES])
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
+    shape = (64, 64)
+    name = "layers.0.large.weight"
+    tensors = {name: (dtype, shape, bytes(64 * 64 * DTYPE_BITS[dtype] // 8))}
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    if dtype == "U32":  # codes without scales
+        with pytest.raises(FormatError):
+            model.make()
+        return
+    config = model.make().aimage.properties
+    assert config["components"]["transformer"]["dtype"] == dtype
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -22,7 +22,7 @@ from clowder_aimage.model.zimage.text_encoder import TextEncoder
 from clowder_aimage.model.zimage.transformer import Transformer
 from clowder_aimage.model.zimage.vae import Vae
 from clowder_aimage.oci import mediatype
-from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor import Quantization, read_header
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CHANGES: dict[str, dict[str, Any]] = {
@@ -45,11 +45,21 @@ def configuration(component: str) -> dict[str, Any]:
     return value
 
 
+def checkpoint_names(component: str) -> dict[str, str]:
+    """The names of parameters to those that tensors have in a checkpoint."""
+    (path,) = (TINY / component).glob("*.safetensors")
+    with path.open("rb") as file:
+        names = read_header(file, path.stat().st_size).tensors
+    module = MAKERS[component](component, configuration(component))
+    return {module.sanitize(name): name for name in names}
+
+
 def weights(component: str) -> Arrays:
-    """Random tensors in torch's layout, in float32 with the values of BF16."""
+    """Random tensors in torch's layout and with a checkpoint's names, in float32 with the values
+    of BF16."""
     random = np.random.default_rng(len(component))
     module = MAKERS[component](component, configuration(component))
-    found = {}
+    names, found = checkpoint_names(component), {}
     for name, parameter in tree_flatten(module.parameters()):
         values = random.standard_normal(parameter.shape)
         if name.endswith("bias"):
@@ -63,7 +73,7 @@ def weights(component: str) -> Arrays:
         if values.ndim == 4:
             values = values.transpose(0, 3, 1, 2)
         rounded = np.ascontiguousarray(values, np.float32).view(np.uint32) & 0xFFFF0000
-        found[name] = rounded.view(np.float32)
+        found[names[name]] = rounded.view(np.float32)
     return found
 
 

@@ -57,6 +57,18 @@ def test_pictures_of_created_ones(
         np.testing.assert_array_equal(latents(directory, store, quantize, dialect), found)
 
 
+def test_the_model_has_the_names_of_checkpoints(directory: Path) -> None:
+    for component, name in (
+        ("transformer", "cap_embedder.1.weight"),
+        ("transformer", "layers.0.attention.to_out.0.weight"),
+        ("transformer", "t_embedder.mlp.0.weight"),
+        ("vae", "decoder.mid_block.attentions.0.to_out.0.weight"),
+    ):
+        assert name in weights(component)
+        (path,) = (directory / component).glob("*.safetensors")
+        assert f'"{name}"'.encode() in path.read_bytes()
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4", "mxfp8"])
 def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> None:
     """Bit for bit what MLX makes of the same numbers."""

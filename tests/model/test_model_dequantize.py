@@ -8,7 +8,8 @@ from quantized_blobs import KINDS, judge, quantize
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.dequantize import dequantize, e4m3, e5m2, e8m0, unpack
-from clowder_aimage.tensor import Quantization
+from clowder_aimage.model.quantized import QuantizedArray
+from clowder_aimage.tensor import Header, Quantization, TensorInfo, read_tensors
 
 EVERY = np.arange(256, dtype=np.uint8)
 
@@ -82,6 +83,38 @@ def test_a_factor_for_all_or_for_each_row(shape: tuple[int, ...]) -> None:
     found = dequantize(Quantization.parse("nvfp4"), *parts, None, factor)
     rows = np.broadcast_to(factor.reshape(-1), (4,))[:, None]
     same(found, judge(values, "nvfp4") * rows)
+
+
+STACKS = [
+    ((3, 8, 32), [(), (1,), (1, 1, 1), (3,), (3, 1), (3, 1, 1), (3, 8), (3, 8, 1)]),
+    ((3, 3, 32), [(3,), (3, 1), (3, 1, 1), (3, 3), (3, 3, 1)]),
+    ((3, 1, 32), [(3,), (3, 1), (3, 1, 1)]),
+    ((1, 3, 32), [(1,), (1, 1), (1, 3), (1, 3, 1)]),
+    ((3, 32), [(), (1,), (1, 1), (3,), (3, 1)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"), [(shape, own) for shape, every in STACKS for own in every]
+)
+def test_factors_stand_at_the_left(shape: tuple[int, ...], factors: tuple[int, ...]) -> None:
+    """One for each matrix or each row: by numpy, by MLX, and by hand; and the check allows it."""
+    random = np.random.RandomState(4)
+    values = random.standard_normal(shape).astype(np.float32)
+    factor = random.uniform(1, 2, factors).astype(np.float32)
+    codes, scales = numpy_parts(values, "nvfp4", None)
+    sizes = {"": codes.shape, ".scale": scales.shape, ".global_scale": factors}
+    dtypes = {"": "U32", ".scale": "U8", ".global_scale": "F32"}
+    infos = {f"w{part}": TensorInfo(dtypes[part], size, 0, 0) for part, size in sizes.items()}
+    how = read_tensors(Header(infos, {"quant_type": "nvfp4"}, 0))["w"].quantization
+    assert how is not None
+    expected = judge(values, "nvfp4").copy()
+    for row in np.ndindex(shape[:-1]):
+        place = tuple(i if size > 1 else 0 for i, size in zip(row, factors, strict=False))
+        expected[row] *= factor[place[: len(factors)]]
+    same(dequantize(how, codes, scales.astype(np.uint8), None, factor), expected)
+    kept = QuantizedArray(how, mx.array(codes), mx.array(scales), None, mx.array(factor))
+    same(np.array(kept.dequantized(mx.float32)), expected)
 
 
 def test_8_bit_floats() -> None:

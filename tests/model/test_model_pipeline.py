@@ -15,7 +15,7 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model import blas
 from clowder_aimage.model.activation import silu
-from clowder_aimage.model.backend import describe, mx
+from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import MAX_SEED, Image, Request, Step, to_pixels
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
@@ -167,6 +167,19 @@ def test_models_that_do_not_fit(
     store, aimage = tiny
     with pytest.raises(ModelError, match=message):
         load_pipeline(store, replace(store, aimage, name, **changes), dtype="float32")
+
+
+def test_short_names_of_the_types_to_compute_in() -> None:
+    assert [dtype_name(name) for name in ("f32", "bf16", "float32", "bfloat16")] == [
+        *("float32", "bfloat16") * 2
+    ]
+    assert compute_dtype("bf16") == mx.bfloat16
+    for name in ("f16", "float16"):
+        with pytest.raises(UsageError, match="the picture turns black"):
+            dtype_name(name)
+    for name in ("F32", "f64", ""):
+        with pytest.raises(UsageError, match="use float32 or bfloat16"):
+            dtype_name(name)
 
 
 def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:

@@ -136,7 +136,7 @@ def test_loaded_and_asked_for(store: FolderStore, keep: bool) -> None:
         weights["rest.0.weight"]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (8,), (8, 1)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (8,), (8, 1)])
 def test_a_global_scale(store: FolderStore, shape: tuple[int, ...]) -> None:
     factor = (np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32) * 3e-4).reshape(shape)
     maker = Maker(store)

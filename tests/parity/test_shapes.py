@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -20,7 +21,10 @@ with warnings.catch_warnings():
     import torch
     from make_model import reference
 
-from composing import compose
+from composing import compose, held_out_scenes
+
+from benchmarks import quality
+from clowder_aimage.layout import ImageLayout
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 pytestmark = pytest.mark.filterwarnings("default")
@@ -66,3 +70,15 @@ def test_the_program_trains_and_writes_what_diffusers_opens(tmp_path: Path) -> N
     pipeline = reference(tmp_path / "model")
     made = pipeline("a red circle", width=64, height=96, num_inference_steps=2, guidance_scale=0.0)
     assert made.images[0].size == (64, 96)
+
+
+def test_the_trained_model_makes_the_pictures_of_diffusers(tmp_path: Path) -> None:
+    """Every tenth held-out scene; benchmarks/quality.py compares all 300."""
+    model = SHAPES / "model"
+    scenes = held_out_scenes()
+    asked = [quality.request(scenes[seed], seed) for seed in range(0, 300, 10)]
+    pipeline, _ = quality.load(model, "float32", ImageLayout(tmp_path))
+    make = quality.reference(model)
+    for one in asked:
+        away = np.abs(quality.picture(pipeline, one).astype(int) - make(one))
+        assert away.max() <= 1, one.prompt

@@ -250,16 +250,27 @@ def test_a_tensor_is_found_by_all_its_names():
     def tensor(key: str) -> BlobTensor:
         return BlobTensor(key, "F32", (1,), None, {})
 
-    every = {key: tensor(key) for key in ("data", "unet/a.weight", "a.weight")}
     for key in ("a.weight", "unet/a.weight", "data"):
-        assert find_tensor(every, "a.weight", "unet") is every[key]
-        del every[key]
+        alone = {key: tensor(key)}
+        assert find_tensor(alone, "a.weight", "unet") is alone[key]
     others = {f"t{i}": tensor(f"t{i}") for i in range(10)}
     message = "^unet/a.weight: the blob holds t0, t1, t2, t3, t4, t5, t6, t7 and 2 more instead$"
     with pytest.raises(FormatError, match=message):
         find_tensor(others, "a.weight", "unet")
     with pytest.raises(FormatError, match="holds nothing instead"):
         find_tensor({}, "a.weight", "unet")
+    with pytest.raises(FormatError, match=r"^a\.weight: the blob holds nothing instead"):
+        find_tensor({}, "a.weight", "")  # a language model has no components
+
+
+@pytest.mark.parametrize("key", ["a.weight", "unet/a.weight", "data"])
+def test_a_layer_of_one_tensor_has_no_other(key):
+    found = read([(key, "F32", (1,)), ("a.weight.more", "F32", (1,))])
+    message = r"^unet/a\.weight: the blob holds a\.weight\.more as well$"
+    with pytest.raises(FormatError, match=message):
+        find_tensor(found, "a.weight", "unet")
+    with pytest.raises(FormatError, match=r"as well|of another group"):  # nor is it a group
+        find_group(found, "a.weight", "unet")
 
 
 def test_the_tensors_of_a_group_are_found():

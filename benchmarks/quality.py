@@ -1,0 +1,154 @@
+"""How well the shapes model does as it is told, by precision: ``python benchmarks/quality.py``.
+
+Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps, no
+guidance, are judged from their pixels alone. A row for each precision: computed in float32, in
+bfloat16, and in float32 from an AImage whose transformer was quantized. ``--diffusers`` adds the
+figures of diffusers on the same model, and the largest difference between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.create import create
+from clowder_aimage.importer import Recipe
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.pipeline import Image, Request
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.oci import Reference
+
+SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
+sys.path.insert(0, str(SHAPES))
+
+from composing import held_out_scenes  # noqa: E402
+from judge import look  # noqa: E402
+from scene import Scene  # noqa: E402
+from score import figures, score  # noqa: E402
+
+STEPS = 8
+QUANTIZED = ("int8", "mxfp8", "int4", "nvfp4")
+PRECISIONS = ("float32", "bfloat16", *QUANTIZED)
+COLUMNS = ("colour", "shape", "both", "both_trained", "both_left_out", "count", "left_right")
+COLUMNS += ("above_below", "position", "size", "background")
+Pixels = npt.NDArray[np.uint8]
+
+
+def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePipeline, int]:
+    """The model at ``directory`` in one of PRECISIONS, and how many tensors are quantized."""
+    name = Reference.parse(f"shapes:{precision}")
+    quantize = precision if precision in QUANTIZED else None
+    create(store, name, directory, recipe=Recipe.parse(quantize=quantize))
+    aimage = read_aimage(store, name).aimage
+    dtype = precision if precision == "bfloat16" else "float32"
+    pipeline = load_pipeline(store, aimage, dtype=dtype)
+    assert isinstance(pipeline, ZImagePipeline)
+    return pipeline, sum(layer.dtype == quantize for layer in aimage.layers) if quantize else 0
+
+
+def request(scene: Scene, seed: int) -> Request:
+    """What is asked for a scene."""
+    return Request(scene.caption, scene.width, scene.height, STEPS, seed=seed)
+
+
+def picture(pipeline: ZImagePipeline, asked: Request) -> Pixels:
+    """One picture."""
+    *_, image = pipeline.generate(asked)
+    assert isinstance(image, Image)
+    return image.pixels
+
+
+def reference(directory: Path) -> Callable[[Request], Pixels]:
+    """diffusers' own way to the same picture, in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from diffusers import ZImagePipeline as Reference
+    pipeline = Reference.from_pretrained(directory, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def make(asked: Request) -> Pixels:
+        made = pipeline(
+            asked.prompt,
+            height=asked.height,
+            width=asked.width,
+            num_inference_steps=asked.steps,
+            guidance_scale=0.0,
+            generator=torch.Generator().manual_seed(asked.seed),
+        )
+        return np.asarray(made.images[0])
+
+    return make
+
+
+def judged(scenes: Sequence[Scene], pictures: Sequence[Pixels]) -> dict[str, Any]:
+    """The judge's figures."""
+    pairs = zip(scenes, pictures, strict=True)
+    return figures((scene, score(scene, look(pixels))) for scene, pixels in pairs)
+
+
+def percent(share: float | None) -> str:
+    """A share of those that were asked for it; a dash where none was."""
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def correlations(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> list[float]:
+    """Of each picture with the other of the same scene, over all values of its pixels."""
+    return [
+        float(np.corrcoef(one.ravel().astype(float), other.ravel().astype(float))[0, 1])
+        for one, other in zip(pictures, others, strict=True)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=SHAPES / "model")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--scenes", type=int, default=None, help="only the first so many")
+    parser.add_argument("--diffusers", action="store_true")
+    options = parser.parse_args()
+    scenes = held_out_scenes()[: options.scenes]
+    asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
+    titles = [column.replace("_", " ") for column in COLUMNS]
+    print("| precision | quantized |", " | ".join(titles), "| correlation, mean | least |")
+    print("|---" * (len(COLUMNS) + 4) + "|")
+    exact: list[Pixels] = []
+
+    def row(title: str, count: int, pictures: list[Pixels]) -> None:
+        found = judged(scenes, pictures)
+        shares = [percent(found[column]["share"]) for column in COLUMNS]
+        with_exact = correlations(pictures, exact)
+        print(
+            f"| {title} | {count} |",
+            " | ".join(shares),
+            f"| {np.mean(with_exact):.4f} | {min(with_exact):.4f} |",
+            flush=True,
+        )
+
+    with tempfile.TemporaryDirectory() as place:
+        store = ImageLayout(Path(place))
+        for precision in options.precisions.split(","):
+            pipeline, count = load(options.directory, precision, store)
+            pictures = [picture(pipeline, one) for one in asked]
+            exact = exact or pictures
+            row(precision, count, pictures)
+    if options.diffusers:
+        make = reference(options.directory)
+        pictures = [make(one) for one in asked]
+        row("diffusers, float32", 0, pictures)
+        away = [np.abs(a.astype(int) - b).max() for a, b in zip(exact, pictures, strict=True)]
+        print(f"\nLargest difference between float32 and diffusers: {max(away)} of 255")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""show says what of an AImage is quantized, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.cli.show import _quantized
+from tests.importer.valued import make_valued
+
+
+def rows(text: str) -> dict[str, str]:
+    """The lines of the table of components, by their first word."""
+    table = text[text.index("COMPONENT") :].splitlines()
+    return {line.split()[0]: line for line in table}
+
+
+def test_components_say_what_is_quantized(aimage, tmp_path):
+    here, model = aimage(), make_valued(tmp_path / "model", "F32")
+    here("create", "m", model.directory, "--quantize", "transformer=int8,text_encoder=int4")
+    found = rows(here("show", "m").out)
+    assert found["COMPONENT"].split()[2:] == ["TENSORS", "SIZE", "QUANTIZED"]
+    assert found["transformer"].endswith("kB   int8 (23 of 34 tensors)")
+    assert found["text_encoder"].endswith("kB  int4 (1 of 4 tensors)")
+    assert found["vae"].endswith("B")
+    column = found["COMPONENT"].index("QUANTIZED")
+    assert found["transformer"].index("int8") == found["text_encoder"].index("int4") == column
+    facts = here("show", "m", "--json").value["config"]["components"]
+    assert facts["transformer"]["quantization"]["tensors"] == 23
+
+
+def test_nothing_is_said_where_nothing_is_quantized(aimage, tmp_path):
+    here, model = aimage(), make_valued(tmp_path / "model", "F32")
+    here("create", "m", model.directory)
+    found = rows(here("show", "m").out)
+    assert found["COMPONENT"].split()[1:] == ["CLASS", "TENSORS", "SIZE"]
+    assert "QUANTIZED" not in here("show", "m", "--layers").out
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({}, ""),
+        ({"quantization": "int8"}, ""),
+        ({"quantization": {"tensors": 3}}, ""),
+        ({"quantization": {"type": "int8"}, "tensors": 9}, "int8"),
+        ({"quantization": {"type": "int8", "tensors": "3"}, "tensors": 9}, "int8"),
+        ({"quantization": {"type": "mixed", "tensors": 1}}, "mixed (1 tensor)"),
+        ({"quantization": {"type": "mixed", "tensors": 3}, "tensors": []}, "mixed (3 tensors)"),
+        ({"quantization": {"type": "a\nb", "tensors": 3}, "tensors": 3}, "a b (3 of 3 tensors)"),
+    ],
+)
+def test_configs_of_others_may_say_less(part, said):
+    assert _quantized(part) == said

@@ -1,0 +1,199 @@
+"""What quantizing would ruin without a word: NaN, infinities, and values that are too small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.importer import pour
+from clowder_aimage.importer.guard import Guard
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.backend import mx
+from clowder_aimage.tensor import Quantization
+from tests.importer.test_importer_quantize import parts
+from tests.importer.valued import as_dtype, blob_of, make_valued, read_back, transformer
+
+NAME = "layers.0.attention.to_q.weight"
+TYPES = ["int4", "int8", "nvfp4", "mxfp8"]
+
+
+def model_of(directory, change, dtype="BF16"):
+    """The usual model, after ``change`` was made to the values of NAME."""
+    values = transformer()
+    change(values[NAME])
+    return make_valued(directory, transformer=as_dtype(values, dtype))
+
+
+def read(model, kind, dtype="BF16"):
+    """The values that the blob of NAME stands for."""
+    _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{NAME}"))
+    quantization = Quantization.parse(kind)
+    arrays = []
+    for word, shape, data in found.values():
+        bits = np.frombuffer(data, {"U32": "<u4", "U8": "u1", "BF16": "<u2", "F32": "<u4"}[word])
+        array = mx.array(bits.reshape(shape))
+        floats = {"BF16": mx.bfloat16, "F32": mx.float32}
+        arrays.append(array.view(floats[word]) if word in floats else array)
+    facts = {"bits": quantization.type.bits, "mode": quantization.type.mode}
+    size = quantization.group_size
+    return np.array(mx.dequantize(*arrays, group_size=size, dtype=mx.float32, **facts))
+
+
+# -- not finite
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_not_quantized(tmp_path, kind, dtype, value):
+    def spoil(values):
+        values[3, 5] = value
+
+    model = model_of(tmp_path / "model", spoil, dtype)
+    with pytest.raises(ModelError) as caught:
+        model.make(quantize=kind)
+    assert caught.value.message == f"1 value of transformer/{NAME} is NaN or infinite"
+    assert "keep it as it is, or mend the model" in caught.value.hint
+    assert caught.value.exit_code == 1
+    assert list(ImageLayout(model.store).tags()) == []
+
+
+def test_what_is_not_finite_and_kept_is_as_it_was(tmp_path):
+    values = transformer()
+    values["layers.0.attention_norm1.weight"][0] = np.nan
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
+    assert model.make(quantize="int8")
+
+
+def test_every_block_is_looked_at(tmp_path, monkeypatch):
+    def spoil(values):
+        values[62:, 0] = np.inf
+
+    monkeypatch.setattr(pour, "BLOCK", 64 * 2)
+    with pytest.raises(ModelError, match=f"1 value of transformer/{NAME} is NaN or infinite"):
+        model_of(tmp_path / "model", spoil).make(quantize="int4")
+
+
+# -- nearly zero
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("size", [1e-37, 3e-38, 1e-38, 1e-39])
+def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(tmp_path, dtype, size):
+    def shrink(values):
+        values[7] = np.where(np.arange(64) % 2, size, -size)
+
+    model = model_of(tmp_path / "model", shrink, dtype)
+    model.make(quantize="mxfp8")
+    found = read(model, "mxfp8")
+    assert np.isfinite(found).all()
+    assert np.abs(found[7]).max() == 0
+    assert np.abs(found[6]).max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_all_that_passes_comes_back_near_what_it_was(kind, dtype):
+    """Groups of one value each, over all exponents of float32."""
+    exponents = np.arange(-149, 120)
+    values = np.repeat(np.ldexp(1.5, exponents).astype(np.float32)[:, None], 32, axis=1)
+    words = values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+    quantization = Quantization.parse(kind)
+    admitted = mx.array(Guard("x", dtype, quantization).admit(words))
+    admitted = admitted if dtype == "F32" else admitted.view(mx.bfloat16)
+    facts = {"group_size": 32, "bits": quantization.type.bits, "mode": kind}
+    made = mx.quantize(admitted, **facts, stream=mx.cpu)
+    found = np.array(mx.dequantize(*made, **facts, dtype=mx.float32, stream=mx.cpu))
+    kept = exponents >= -118
+    assert np.array_equal(found[~kept], np.zeros_like(found[~kept]))
+    np.testing.assert_allclose(found[kept], values[kept], rtol=0.35)
+
+
+# -- too small
+
+
+def shrunk(share, factor):
+    """Make ``share`` of the rows ``factor`` times as large."""
+
+    def change(values):
+        values[: round(share * len(values))] *= np.float32(factor)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("nvfp4", 1e-4), ("int4", 1e-8), ("int8", 1e-9)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_more_than_a_hundredth_of_the_groups(tmp_path, kind, factor, dtype):
+    model = model_of(tmp_path / "half" / "model", shrunk(0.5, factor), dtype)
+    with pytest.raises(ModelError) as caught:
+        model.make(quantize=kind)
+    assert caught.value.message == (
+        f"the values of transformer/{NAME} are too small for {kind}: 50 % of its groups would "
+        "become zero"
+    )
+    assert caught.value.hint == "use mxfp8, whose scales reach further"
+    assert list(ImageLayout(model.store).tags()) == []
+    assert model.make(quantize="mxfp8")
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
+def test_zeros_are_not_lost(tmp_path, kind):
+    """Nor do they hide that all of the rest is."""
+    model = model_of(tmp_path / "zeros" / "model", shrunk(0.9, 0.0))
+    model.make(quantize=kind)
+    assert np.abs(read(model, kind)[-1]).max() > 0.01
+
+    def only_tiny(values):
+        values[1:] = 0
+        values[0] *= np.float32(1e-9)
+
+    with pytest.raises(ModelError, match="100 % of its groups would become zero"):
+        model_of(tmp_path / "tiny" / "model", only_tiny).make(quantize=kind)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
+def test_a_few_groups_may_vanish(tmp_path, kind):
+    def shrink(values):
+        values[0, :16] *= np.float32(1e-9)  # a group of nvfp4, of 256; none of the others
+
+    model = model_of(tmp_path / "model", shrink)
+    assert model.make(quantize=kind)
+
+
+def test_values_that_are_small_on_average_lose_most_of_their_groups(tmp_path):
+    """A deviation of 0.0006: the scales of nvfp4 end at 2**-9, and half of that becomes one."""
+    model = model_of(tmp_path / "model", shrunk(1, 0.012))
+    with pytest.raises(ModelError, match=r"too small for nvfp4: [\d.]+ % of its groups"):
+        model.make(quantize="nvfp4")
+    assert model.make(quantize="int4")
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
+    """Rows of every size, and of both signs, dequantized by MLX."""
+    rng = np.random.default_rng(5)
+    quantization = Quantization.parse(kind)
+    sizes = np.ldexp(1.0, -np.arange(24) if dtype == "F16" else -np.arange(60))[:, None]
+    values = (rng.standard_normal((len(sizes), 128)) * sizes).astype(np.float32)
+    values[::7] = np.abs(values[::7])
+    values[3] = 0
+    floats = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    array = mx.array(values).astype(floats[dtype])
+    facts = {"bits": quantization.type.bits, "mode": quantization.type.mode}
+    facts["group_size"] = size = quantization.group_size
+    made = mx.quantize(array, **facts, stream=mx.cpu)
+    found = np.array(mx.dequantize(*made, **facts, stream=mx.cpu).astype(mx.float32))
+    given = np.array(array.astype(mx.float32)).reshape(-1, size)
+    lost = int((given.any(axis=1) & ~found.reshape(-1, size).any(axis=1)).sum())
+    words = np.array(array.view(mx.uint32 if dtype == "F32" else mx.uint16))
+    guard = Guard("x", dtype, quantization)
+    codes, scales, *biases = (
+        np.array(a.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.itemsize])).tobytes()
+        for a in made
+    )
+    guard.look(words, codes, scales, biases[0] if biases else None)
+    assert (guard._lost, guard._groups) == (lost, int(given.any(axis=1).sum()))
