@@ -3,9 +3,9 @@
 In a ``console`` block, lines after ``$`` are commands and the others what they print: ``...``
 stands for anything, and lines may be left out. A comment ``# exit code 3`` at the end of a command
 says that it fails. A document's commands share one shell, in a directory that holds
-``examples/tiny``; ``localhost:5000`` is a registry, ``localhost:5001`` one that wants the user
-``operator`` with the password in ``password.txt``. What cannot be run stands in an ``sh`` block,
-under a comment ``<!-- not run: why -->``.
+``examples/tiny`` and ``examples/shapes/model``; ``localhost:5000`` is a registry,
+``localhost:5001`` one that wants the user ``operator`` with the password in ``password.txt``. What
+cannot be run stands in an ``sh`` block, under a comment ``<!-- not run: why -->``.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def run_all(
     """Type the commands into one shell; the exit code and the output of each."""
     place = home / "place"
     shutil.copytree(ROOT / "examples" / "tiny", place / "examples" / "tiny")
+    shutil.copytree(ROOT / "examples" / "shapes" / "model", place / "examples" / "shapes" / "model")
     (place / "password.txt").write_text(f"{PASSWORD}\n")
     answers = home / "answers"
     answers.mkdir()
