@@ -191,7 +191,7 @@ def test_the_shell_keeps_codes_output_and_variables(tmp_path: Path) -> None:
     ]
     assert run_all(commands, tmp_path, dict(os.environ)) == [
         (0, ""),
-        (1, "x\ntiny\n"),
+        (1, "x\nshapes\ntiny\n"),
         (0, "a b\n"),
     ]
     assert [command.code for command in commands] == [0, 1, 0]
