@@ -13,8 +13,8 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.importer.shards import SourceTensor
+from clowder_aimage.tensor.quantization import CONVERTED
 
-CONVERTED = ("modelopt", "modelopt_fp4", "compressed-tensors")
 _HINT = (
     "known are MLX's .scales and .biases, and nvfp4 of ModelOpt and compressed-tensors: "
     "begin with the model as it was before it was quantized"

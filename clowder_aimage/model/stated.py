@@ -13,10 +13,9 @@ from typing import Any
 
 from clowder_aimage.model.fields import Fields
 from clowder_aimage.tensor import QUANT_TYPES
+from clowder_aimage.tensor.quantization import CONVERTED
 
 KEYS = ("quantization", "quantization_config")
-# Their tensors become ours when an AImage is created; what could not become ours is refused there.
-_CONVERTED = ("modelopt", "modelopt_fp4", "compressed-tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def _known(value: Mapping[str, Any]) -> bool:
     method = value.get("quant_method")
     if method is not None:
         # rotations and other transforms would have to be computed while the model runs
-        return method in _CONVERTED and not value.get("transform_config")
+        return method in CONVERTED and not value.get("transform_config")
     modules = (entry for entry in value.values() if isinstance(entry, dict))
     return "group_size" in value and all(map(_known_mlx, (value, *modules)))
 
