@@ -193,6 +193,7 @@ def warm_up(way: str) -> None:
         torch.zeros(1)
     if "safe_open" in way:
         import safetensors  # noqa: F401
+    time.sleep(0.2)  # the threads of a BLAS wait with all their might for a while
 
 
 def raise_limit() -> None:

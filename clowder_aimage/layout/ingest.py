@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 import threading
 from pathlib import Path
 
@@ -426,3 +427,11 @@ def ingested(root: Path, content: Descriptor) -> int:
 def blob_path(root: Path, content: Descriptor) -> str:
     """Where the layout keeps a blob; the digest is strict, so nothing can climb out."""
     return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
+
+
+def is_file(path: str) -> bool:
+    """Whether a file is there; a link leads who knows where, and is none."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False

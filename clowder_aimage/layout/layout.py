@@ -25,7 +25,7 @@ from clowder_aimage.layout.index import (
     read_index,
     same_name,
 )
-from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested
+from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.listing import remember
 from clowder_aimage.layout.lock import (
@@ -110,10 +110,10 @@ class ImageLayout:
     def path(self, content: Descriptor, /) -> Path:
         if self._batch is not None and content.digest in self._batch:
             self._batch.settle()
-        path = Path(self.place(content))
-        if path.is_symlink() or not path.is_file():  # a link leads who knows where
+        path = self.place(content)
+        if not is_file(path):
             raise self._absent(content)
-        return path
+        return Path(path)
 
     def _absent(self, content: Descriptor) -> NotFoundError:
         return NotFoundError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout.index import same_name
-from clowder_aimage.layout.ingest import blob_path
+from clowder_aimage.layout.ingest import blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -52,7 +50,7 @@ class Stores(ImageLayout):
     def place(self, content: Descriptor) -> str:
         own = super().place(content)
         places = [own, *(blob_path(other.root, content) for other in self._others)]
-        return next((path for path in places if _is_file(path)), own)
+        return next((path for path in places if is_file(path)), own)
 
     def untag(self, reference: Reference, /) -> None:
         try:
@@ -73,13 +71,6 @@ def only_read(reference: Reference, root: Path, verb: str) -> NotFoundError:
         f"{reference} is in the store {root}, which is only read",
         hint=f"to change that one: aimage --store {root} {verb} {reference}",
     )
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)  # a link leads who knows where
-    except OSError:
-        return False
 
 
 class _Leases(FileLease):

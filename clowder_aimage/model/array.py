@@ -1,30 +1,27 @@
 """Tensors as MLX arrays, a few at a time.
 
 ``mx.load`` keeps a file open for every blob until its arrays are evaluated, and a process may have
-as few as 256 open files. So tensors come in chunks of at most 32 blobs. Two chunks are read side by
-side while the next one is opened: most of the time goes into fresh memory, which two threads get
-faster than one. Casting and dequantizing happen on the way, so the peak is what is kept plus what
-is under way: at most 192 MiB as stored, or one tensor that is larger.
+as few as 256 open files. So tensors come in chunks of at most 16 blobs, and MLX reads some chunks
+while headers are parsed for the next ones. Casting and dequantizing happen on the way, so the peak
+is what is kept plus what is under way: at most 192 MiB as stored, or one tensor that is larger.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.backend import mx, on_gpu
+from clowder_aimage.model.backend import mx
 from clowder_aimage.model.blob import Span, Tensor
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 
-CHUNK_BLOBS = 32
+CHUNK_BLOBS = 16
 CHUNK_BYTES = 64 * 1024 * 1024
 PENDING_BYTES = 3 * CHUNK_BYTES
-_STREAMS = 2
+_PENDING = 8  # chunks that MLX reads
 Value = mx.array | QuantizedArray
 _TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "C64")
 
@@ -41,30 +38,21 @@ def read_arrays(
         ModelError: for a type that MLX cannot hold, or a blob that it cannot load.
     """
     pending: deque[_Pending] = deque()
-    for chunk, stream in zip(_chunks(tensors), itertools.cycle(_streams()), strict=False):
+    for chunk in _chunks(tensors):
         size = sum(tensor.nbytes for tensor in chunk)
         while pending and size + sum(before for before, _ in pending) > PENDING_BYTES:
             yield from _evaluated(pending)
-        found = _lazy(chunk, dtype, keep_quantized, stream)
+        files = _open(chunk)
+        found = [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
         mx.async_eval(_arrays(found))  # type: ignore[no-untyped-call]
         pending.append((size, found))
-        if len(pending) > _STREAMS:
+        if len(pending) > _PENDING:
             yield from _evaluated(pending)
     while pending:
         yield from _evaluated(pending)
 
 
 _Pending = tuple[int, list[tuple[Tensor, Value]]]  # bytes as stored, and the arrays
-_own = threading.local()
-
-
-def _streams() -> list[mx.Stream]:
-    """Streams of the CPU, each with a thread of MLX, which this thread alone may use. They are
-    made once: MLX keeps them for good."""
-    if not hasattr(_own, "streams"):
-        _own.streams = [mx.new_stream(mx.cpu) for _ in range(_STREAMS)]
-    streams: list[mx.Stream] = _own.streams
-    return streams
 
 
 def _evaluated(pending: deque[_Pending]) -> list[tuple[Tensor, Value]]:
@@ -104,19 +92,10 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-def _lazy(
-    chunk: list[Tensor], dtype: mx.Dtype | None, keep_quantized: bool, stream: mx.Stream
-) -> list[tuple[Tensor, Value]]:
-    """The tensors with arrays that are not read yet, to be read and computed on ``stream``."""
-    files = _open(chunk, stream)
-    with mx.stream(mx.default_stream(mx.gpu) if on_gpu() else stream):
-        return [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
-
-
 Files = dict[str, dict[str, mx.array]]
 
 
-def _open(chunk: list[Tensor], stream: mx.Stream) -> Files:
+def _open(chunk: list[Tensor]) -> Files:
     """The arrays of every file in the chunk, by path and key; each is opened once."""
     files: Files = {}
     for tensor in chunk:
@@ -126,7 +105,7 @@ def _open(chunk: list[Tensor], stream: mx.Stream) -> Files:
             if span.path in files:
                 continue
             try:
-                loaded: Any = mx.load(span.path, format="safetensors", stream=stream)
+                loaded: Any = mx.load(span.path, format="safetensors")
             except RuntimeError as error:
                 raise ModelError(f"{tensor.name}: cannot be loaded: {error}") from error
             files[span.path] = loaded

@@ -105,12 +105,12 @@ class ModelWeights:
         codes on a GPU, values on a CPU.
 
         Raises:
-            FormatError: a blob is not what its layer says; no weight has been read then.
+            FormatError: a blob is not what its layer says; nothing is kept then.
             ModelError: for types that MLX does not have.
         """
         from clowder_aimage.model.array import read_arrays
 
-        tensors = [self._catalogue.find(name) for name in self._catalogue.names()]
+        tensors = (self._catalogue.find(name) for name in self._catalogue.names())
         keep = _keeps(keep_quantized)
         values = read_arrays(tensors, dtype, keep_quantized=keep)
         self._loaded = {tensor.name: value for tensor, value in values}
