@@ -1,9 +1,11 @@
 """Train a small Z-Image on drawn shapes: ``python examples/shapes/train.py``.
 
 First the autoencoder, then the transformer together with the text encoder, by flow matching in the
-autoencoder's latents, then the decoder once more. What is written is a directory that diffusers
-opens. Everything that is drawn by chance comes from one seed; another machine rounds differently,
-and so ends a little elsewhere.
+autoencoder's latents. Then both learn from themselves: what they say, and once more by how much
+they say it better than networks that learned for a short time only (autoguidance, Karras et al.
+2024, made part of the networks as Meng et al. 2023 do with guidance). Then the decoder once more.
+What is written is a directory that diffusers opens. Everything that is drawn by chance comes from
+one seed; another machine rounds differently, and so ends a little elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import copy
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +39,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BATCH, RATE, MUON_RATE = 64, 1e-3, 6e-3
 AVERAGE = 0.9995  # of the weights, from step to step
+GUIDANCE = 1.0  # how much further from the short-trained networks
+Aim = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def optimizers(
@@ -93,8 +97,10 @@ def train_flow(
     say: Callable[[str], None],
     snapshot: Callable[[nn.Module, nn.Module], None],
     answer: Callable[..., torch.Tensor] = velocity,
+    aim: Aim | None = None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Learn the velocity from noise to latents; returns the averaged networks."""
+    """Learn the velocity from noise to latents, or what ``aim`` says of noisy latents, time, token
+    ids and lengths. Returns the averaged networks."""
     rng = random.Random(SEED)
     networks = nn.ModuleList([transformer, text_encoder])
     average = copy.deepcopy(networks).requires_grad_(False)
@@ -120,7 +126,8 @@ def train_flow(
         with torch.autocast(device, torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
             features = embed(text_encoder, ids, lengths)
             said = answer(transformer, noisy, 1 - sigma, features, lengths)
-        loss = functional.mse_loss(said.float(), clean - noise)
+            true = aim(noisy, 1 - sigma, ids, lengths) if aim else clean - noise
+        loss = functional.mse_loss(said.float(), true.float())
         for one in steppers:
             one.zero_grad()
         loss.backward()
@@ -142,12 +149,34 @@ def train_flow(
     return average[0], average[1]
 
 
+def guided(
+    strong: Sequence[nn.Module], weak: Sequence[nn.Module], answer: Callable[..., torch.Tensor]
+) -> Aim:
+    """What the ``strong`` transformer and text encoder say, moved away from what the ``weak`` say:
+    the mistakes that both make, the weak ones more, become fewer."""
+
+    def aim(
+        noisy: torch.Tensor, time: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            said, worse = (
+                answer(transformer, noisy, time, embed(text_encoder, ids, lengths), lengths)
+                for transformer, text_encoder in (strong, weak)
+            )
+        return torch.lerp(worse.float(), said.float(), 1 + GUIDANCE)
+
+    return aim
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=Path(__file__).parent / "model")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps")
     parser.add_argument("--vae-steps", type=int, default=7000)
     parser.add_argument("--steps", type=int, default=16000)
+    parser.add_argument("--weak-steps", type=int, default=2000)
+    parser.add_argument("--weak", type=Path, metavar="DIR", help="what was written after them")
+    parser.add_argument("--guided-steps", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=1.0, help="times the rate of learning")
     parser.add_argument("--tune-steps", type=int, default=1500)
     parser.add_argument("--scenes", type=int, default=90000)
@@ -163,20 +192,16 @@ def main() -> None:
 
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    parts = [make_vae(), make_transformer(), make_text_encoder(len(tokenizer))]
-    prepare(parts[1])
+
+    def begin() -> list[nn.Module]:
+        parts = [make_vae(), make_transformer(), make_text_encoder(len(tokenizer))]
+        prepare(parts[1])
+        return [part.to(options.device) for part in parts]
+
+    parts = begin()
     if options.go_on:
-        for part, name in zip(parts, ("vae", "transformer", "text_encoder"), strict=True):
-            if not (options.go_on / name).is_dir():
-                continue
-            earlier = type(part).from_pretrained(options.go_on / name, dtype=torch.float32)
-            part.load_state_dict(earlier.state_dict())
-            if name == "vae":
-                part.register_to_config(
-                    scaling_factor=earlier.config.scaling_factor,
-                    shift_factor=earlier.config.shift_factor,
-                )
-    vae, transformer, text_encoder = (part.to(options.device) for part in parts)
+        resume(parts, options.go_on)
+    vae, transformer, text_encoder = parts
 
     def snapshot(transformer: nn.Module, text_encoder: nn.Module) -> None:
         copies = (copy.deepcopy(part).cpu() for part in (vae, transformer, text_encoder))
@@ -184,22 +209,35 @@ def main() -> None:
 
     if options.vae_steps:
         train_vae(vae, options.vae_steps, options.device, say)
-    if options.steps:
+    if options.steps or options.guided_steps:
         pool = make_pool(vae, tokenizer, options.scenes, options.device, say)
         answer = velocity
         if options.compile:
-            torch._dynamo.config.recompile_limit = len(SIZES)
+            torch._dynamo.config.recompile_limit = 2 * len(SIZES)  # with gradients and without
             answer = torch.compile(velocity, dynamic=False)
-        transformer, text_encoder = train_flow(
-            transformer,
-            text_encoder,
-            pool,
-            options.steps,
-            options.rate,
-            options.device,
-            say,
-            snapshot,
-            answer,
+
+    def learn(
+        networks: Sequence[nn.Module], steps: int, keep: bool = True, aim: Aim | None = None
+    ) -> tuple[nn.Module, nn.Module]:
+        at_times = snapshot if keep else lambda *_: None
+        rate, device = options.rate, options.device
+        return train_flow(*networks, pool, steps, rate, device, say, at_times, answer, aim)
+
+    if options.steps:
+        transformer, text_encoder = learn((transformer, text_encoder), options.steps)
+        snapshot(transformer, text_encoder)
+    if options.guided_steps:
+        weak = begin()
+        if options.weak:
+            resume(weak, options.weak)
+        else:
+            weak[1:] = learn(weak[1:], options.weak_steps, keep=False)
+        strong = copy.deepcopy((transformer, text_encoder))
+        for network in (transformer, text_encoder):
+            network.requires_grad_(True)
+        aim = guided(strong, weak[1:], answer)
+        transformer, text_encoder = learn(
+            (transformer, text_encoder), options.guided_steps, aim=aim
         )
     if options.tune_steps:
         tune_decoder(
@@ -207,6 +245,20 @@ def main() -> None:
         )
     snapshot(transformer, text_encoder)
     say(f"written: {options.directory}")
+
+
+def resume(parts: Sequence[nn.Module], directory: Path) -> None:
+    """Give the autoencoder, transformer and text encoder the weights that ``directory`` has."""
+    for part, name in zip(parts, ("vae", "transformer", "text_encoder"), strict=True):
+        if not (directory / name).is_dir():
+            continue
+        earlier = type(part).from_pretrained(directory / name, dtype=torch.float32)
+        part.load_state_dict(earlier.state_dict())
+        if name == "vae":
+            part.register_to_config(
+                scaling_factor=earlier.config.scaling_factor,
+                shift_factor=earlier.config.shift_factor,
+            )
 
 
 if __name__ == "__main__":

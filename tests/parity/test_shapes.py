@@ -57,9 +57,25 @@ def test_every_caption_fits_a_training_batch() -> None:
     assert len(ids) == 3000
 
 
+def test_guidance_leads_away_from_what_learned_for_a_short_time() -> None:
+    def answer(network: float, noisy: torch.Tensor, *_: object) -> torch.Tensor:
+        return noisy * network
+
+    import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "embed", lambda *_: None)
+        aim = train.guided((3.0, 0.0), (2.0, 0.0), answer)  # type: ignore[arg-type]
+        said = aim(torch.ones(2), torch.ones(1), torch.ones(1), torch.ones(1))
+    assert said.tolist() == [3.0 + train.GUIDANCE * (3.0 - 2.0)] * 2
+
+
 def test_the_program_trains_and_writes_what_diffusers_opens(tmp_path: Path) -> None:
     """A step or two of each stage."""
-    small = ["--vae-steps", "2", "--steps", "2", "--tune-steps", "2", "--scenes", "1"]
+    stages = ("vae", "", "weak", "guided", "tune")
+    small = ["--scenes", "1"]
+    for stage in stages:
+        small += [f"--{stage}-steps".replace("---", "--"), "2"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SHAPES / "train.py"), str(tmp_path / "model"), *small],
         capture_output=True,
