@@ -10,14 +10,15 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.importer import Packed, Plan, Recipe, check_config, pack
+from clowder_aimage.importer.layer import layer_name
 from clowder_aimage.importer.stored import plan_conversion, read_stored, weights_of
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
 from clowder_aimage.layout.aimage import inflate, read_aimage
 from clowder_aimage.model import blas
 from clowder_aimage.model.fields import parse_object
-from clowder_aimage.model.stated import Stated
 from clowder_aimage.oci import Reference
+from clowder_aimage.tensor.stated import Stated
 
 Converted = Packed
 _LARGEST = 16 * 1024 * 1024  # bytes of a configuration
@@ -72,7 +73,7 @@ def _configured(
 
     @cache
     def of(component: str) -> Stated:
-        config = _object(store, aimage, f"{component}/config.json")
+        config = _object(store, aimage, layer_name(component, "config.json"))
         return Stated(config, _object(store, aimage, "model_index.json"))
 
     return lambda component, name: of(component).of(name)

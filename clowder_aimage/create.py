@@ -1,12 +1,13 @@
-"""create: a model directory becomes an AImage in a store."""
+"""create: a model, in whatever format, becomes an AImage in a store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from clowder_aimage.content import ContentStore
+from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS
+from clowder_aimage.errors import FormatError
 from clowder_aimage.importer import (
     Packed,
     Plan,
@@ -15,21 +16,29 @@ from clowder_aimage.importer import (
     check_config,
     make_plan,
     pack,
-    take_inventory,
 )
+from clowder_aimage.importer.fit import Shapes, check_fit
+from clowder_aimage.importer.formats import lora
+from clowder_aimage.importer.inventory import Inventory
+from clowder_aimage.importer.layer import layer_name
+from clowder_aimage.importer.source import Form, take
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
+from clowder_aimage.layout.aimage import read_aimage, read_manifest
 from clowder_aimage.model import blas
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference, mediatype
 
 Created = Packed
+AS_FOUND = Form()
 
 
 def create(
     store: ContentStore,
     reference: Reference,
-    directory: Path,
+    path: Path,
     *,
+    form: Form = AS_FOUND,
+    base: Reference | None = None,
     dialect: str = DEFAULT,
     algorithm: str = "sha256",
     provenance: Provenance | None = None,
@@ -40,33 +49,82 @@ def create(
     on_plan: Callable[[Plan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Created:
-    """Pack the model in ``directory`` and name it ``reference``.
+    """Pack the model at ``path`` and name it ``reference``.
 
-    The same directory and ``recipe`` give the same manifest digest on every machine. ``algorithm``
-    hashes the layers and the config; the manifest is always known by its sha256, for registries'
-    sake. Where the recipe depends on values, ``on_survey`` hears how many bytes are to be looked at
-    before the plan, and ``on_surveyed`` of each tensor's.
+    The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
+    ``algorithm`` hashes the layers and the config; the manifest is always known by its sha256, for
+    registries' sake. ``base`` is what an adapter belongs to: an AImage in the store, which becomes
+    its subject. Where the recipe depends on values, ``on_survey`` hears how many bytes are to be
+    looked at before the plan, and ``on_surveyed`` of each tensor's.
 
     Raises:
-        ModelError: the directory is not a model that can be packed; nothing was written then,
-            unless a file changed in the middle.
-        UsageError: the recipe does not fit the model, or needs what is not installed.
-        FormatError: it is quantized in a way that is not known, or the provenance is not what the
-            config's schema allows; nothing was written.
+        ModelError: it is not a model that can be packed; nothing was written then, unless a file
+            changed in the middle.
+        UsageError: the form or the recipe does not fit the model, or needs what is not installed.
+        FormatError: it is damaged, or quantized in a way that is not known, or an adapter is for
+            another model, or the provenance is not what the config's schema allows; nothing was
+            written.
+        NotFoundError: the base is not in the store.
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
     recipe = recipe or Recipe()
     recipe.check_tools()
     chosen = DIALECTS[dialect]
-    inventory = take_inventory(directory)
+    inventory = take(path, form)
+    _check_adapters(inventory)
     weights = {component.name: component.weights for component in inventory.components}
     exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
-    plan = make_plan(
-        inventory, chosen, provenance or Provenance(), algorithm, recipe=recipe, exact=exact
-    )
-    check_config(plan)
-    on_plan(plan)
-    if recipe.quantize:
-        blas.preload()  # before MLX is imported: this process may run models later
     with store.lease() as lease:
+        plan = make_plan(
+            inventory,
+            chosen,
+            provenance or Provenance(),
+            algorithm,
+            recipe=recipe,
+            exact=exact,
+            compression=form.compression,
+            subject=_subject(store, base, inventory, lease) if base else None,
+        )
+        check_config(plan)
+        on_plan(plan)
+        if recipe.quantize:
+            blas.preload()  # before MLX is imported: this process may run models later
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
+
+
+def _subject(
+    store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
+) -> Descriptor:
+    """The manifest of the model that an adapter belongs to, if it fits there."""
+    found = store.resolve(base)
+    lease.add(found.digest)
+    subject = Descriptor(found.media_type, found.digest, found.size)
+    if found.media_type in mediatype.INDEXES:
+        return subject
+    try:
+        aimage = read_aimage(store, base).aimage
+    except FormatError:  # another kind of artifact, which the adapter's maker knows
+        read_manifest(store, found)
+        return subject
+    _check(
+        inventory, {one.name: one.shape for one in aimage.layers if one.shape}, str(base)
+    )
+    return subject
+
+
+def _check_adapters(inventory: Inventory) -> None:
+    """Hold adapters that travel with a model next to its tensors."""
+    shapes = {
+        layer_name(component.name, weight.name): weight.shape
+        for component in inventory.components
+        for weight in component.weights
+    }
+    _check(inventory, shapes, "the model")
+
+
+def _check(inventory: Inventory, shapes: Shapes, base: str) -> None:
+    if not shapes:  # whole files: what is in them is their runtime's to know
+        return
+    for file in inventory.files:
+        if file.media_type == mediatype.AIMAGE_LORA and file.path.suffix == ".safetensors":
+            check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)

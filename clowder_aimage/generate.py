@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.event import ignore
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import NotFoundError
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout.absence import absence, remedy
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, Request, Step
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import pull, stored_name
 from clowder_aimage.registry import Connection
 from clowder_aimage.schema import validate
@@ -53,19 +54,46 @@ def fetch(
     """The AImage, from the store or else from the registry in its name; ``lease`` keeps it.
 
     Raises:
-        NotFoundError: it is not in the store, and its name has no registry host or it is not
-            there either; and whatever ``pull`` raises.
+        NotFoundError: it is not in the store, or only a part of it is, and its name has no
+            registry host or it is not there either; and whatever ``pull`` raises.
     """
     try:
         stored = _complete(store, reference, lease)
-    except NotFoundError:
+    except NotFoundError as incomplete:
         if reference.registry is None:
             raise
-        descriptor = pull(reference, store, connection, on_event=on_event)
+        descriptor = _pull(reference, store, connection, on_event, incomplete)
         stored = _complete(store, stored_name(reference, descriptor), lease)
     inflate(store, stored)
     store.use(stored.descriptor)
     return stored
+
+
+def _pull(
+    reference: Reference,
+    store: ContentStore,
+    connection: Connection,
+    on_event: OnEvent,
+    incomplete: NotFoundError,
+) -> Descriptor:
+    """Pull what is not here. What is here in part is completed, whatever its tag means in the
+    registry by now; where that fails, what is missing is said, too."""
+    if not isinstance(incomplete, _PartError):
+        return pull(reference, store, connection, on_event=on_event)
+    try:
+        meant = replace(reference, digest=incomplete.digest)
+        return pull(meant, store, connection, on_event=on_event)
+    except AImageError as error:
+        error.hint = "; ".join(filter(None, (error.hint, incomplete.message)))
+        raise
+
+
+class _PartError(NotFoundError):
+    """An AImage of which something is in the store, but not all: the manifest of ``digest``."""
+
+    def __init__(self, message: str, digest: Digest, *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.digest = digest
 
 
 def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
@@ -79,11 +107,11 @@ def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored
         ),  # what compressed ones unpack to
     )
     validate("aimage-config", stored.aimage.properties)
-    missing = sum(not store.exists(blob) for blob in stored.manifest.children)
-    if missing:
-        raise NotFoundError(
-            f"{reference} is not complete: {missing} of its blobs are not in the store",
-            hint="pull or create it again",
+    if missing := absence(store, stored):
+        raise _PartError(
+            f"{reference} is not complete: the store lacks {missing.words}",
+            stored.descriptor.digest,
+            hint=remedy(store, reference, stored.descriptor),
         )
     return stored
 

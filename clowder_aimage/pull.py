@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import BinaryIO
 
-from clowder_aimage.content import ContentStore, CopyPlan, OnEvent, Rate, copy, plan_copy
+from clowder_aimage.content import (
+    ContentStore,
+    CopyPlan,
+    OnEvent,
+    Rate,
+    Source,
+    copy,
+    plan_copy,
+    read_all,
+)
 from clowder_aimage.content.choose import ANY, Platform, Rooted, Wish, find
 from clowder_aimage.content.event import ignore
-from clowder_aimage.errors import FormatError
-from clowder_aimage.layout.aimage import inflate, read_aimage
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.dialect import detect
+from clowder_aimage.dialect.selection import Selection
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import MAX_CONFIG_SIZE, inflate, read_aimage
+from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.registry import Connection, Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a partial pull has named, and the blobs of it that are not in the store."""
+
+    root: Descriptor
+    missing: tuple[Descriptor, ...]
 
 
 def pull(
@@ -41,32 +63,75 @@ def pull(
     with Repository(reference, connection) as repository:
         source = _meant(repository, reference, wish)
         name = stored_name(reference, source.root)
-        jobs, limit = connection.jobs(reference.registry), connection.limit(reference.registry)
-        rate = rate or (Rate(limit) if limit else None)
         copy(
             source,
             reference,
             store,
             name,
-            concurrency=jobs,
+            concurrency=connection.jobs(reference.registry),
             on_event=on_event,
-            rate=rate,
+            rate=rate or _rate(connection, reference),
             is_named=is_named,
         )
-    if not is_named:
-        return source.root
-    try:
-        stored = read_aimage(store, name)
-    except FormatError:
-        return source.root  # another kind of artifact: kept as it is
-    inflate(store, stored)
+    if is_named:
+        _inflate(store, name)
     return source.root
 
 
-def plan_pull(reference: Reference, connection: Connection, *, wish: Wish | None = ANY) -> CopyPlan:
-    """What a pull would move: only manifests are fetched. Raises as ``pull`` does."""
+def pull_part(
+    reference: Reference,
+    layout: ImageLayout,
+    connection: Connection,
+    selection: Selection,
+    *,
+    wish: Wish = ANY,
+    on_event: OnEvent = ignore,
+    rate: Rate | None = None,
+) -> Part:
+    """Fetch of the AImage ``reference`` what ``selection`` chooses, and its config; name it.
+
+    The name is marked as partial while blobs of it are missing: another part may be added later,
+    and ``pull`` completes it.
+
+    Raises:
+        UsageError: it is no AImage; and as ``pull`` does.
+        NotFoundError: something that was asked for is not in it. Nothing was fetched.
+        Whatever else ``pull`` raises.
+    """
     with Repository(reference, connection) as repository:
-        return plan_copy(_meant(repository, reference, wish), reference)
+        meant = _meant(repository, reference, wish)
+        plan, config = _plan_part(meant, reference, selection, layout)
+        name = stored_name(reference, meant.root)
+        with layout.lease(*plan.digests):
+            copy(
+                config,
+                reference,
+                layout,
+                concurrency=connection.jobs(reference.registry),
+                on_event=on_event,
+                rate=rate or _rate(connection, reference),
+                is_named=False,
+                plan=plan,
+            )
+            missing = _name(layout, plan, name)
+    _inflate(layout, name)
+    return Part(plan.root, tuple(missing))
+
+
+def plan_pull(
+    reference: Reference,
+    connection: Connection,
+    *,
+    wish: Wish | None = ANY,
+    part: tuple[Selection, ContentStore] | None = None,
+) -> CopyPlan:
+    """What a pull would move: only manifests are fetched, and for a ``part`` the config, where the
+    store lacks it. Raises as ``pull`` and ``pull_part`` do."""
+    with Repository(reference, connection) as repository:
+        meant = _meant(repository, reference, wish)
+        if part is None:
+            return plan_copy(meant, reference)
+        return _plan_part(meant, reference, *part)[0]
 
 
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -81,3 +146,67 @@ def _meant(repository: Repository, reference: Reference, wish: Wish | None) -> R
         return Rooted(repository, repository.resolve(reference))
     machine = os.uname()
     return find(repository, reference, wish, Platform.of(machine.sysname, machine.machine))
+
+
+class _Known(Rooted):
+    """A source of which one blob was read already, and need not be fetched again."""
+
+    def __init__(self, source: Rooted, content: Descriptor, data: bytes) -> None:
+        super().__init__(source, source.root)
+        self._content = content
+        self._data = data
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        if content.digest != self._content.digest:
+            return super().open(content, offset, length)
+        return BytesIO(self._data[offset : None if length is None else offset + length])
+
+
+def _plan_part(
+    source: Rooted, reference: Reference, selection: Selection, store: ContentStore
+) -> tuple[CopyPlan, Rooted]:
+    """What is to be moved of an AImage, and the source that still knows its config."""
+    plan = plan_copy(source, reference)
+    _, manifest = plan.documents[-1]
+    try:
+        if not isinstance(manifest, Manifest):
+            raise FormatError(f"{reference} is an index")
+        dialect = detect(manifest)
+        near: Source = store if store.exists(manifest.config) else source
+        config = read_all(near.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
+        aimage = dialect.read(manifest, config)
+    except FormatError as error:
+        raise UsageError(
+            f"{reference} has no components or layers to choose: {error.message}",
+            hint="leave --component and --include out to fetch all of it",
+        ) from None
+    names = selection.names(aimage, reference)
+    wanted = {
+        blob.digest
+        for blob, layer in zip(manifest.layers, aimage.layers, strict=True)
+        if layer.name in names
+    }
+    known = _Known(source, manifest.config, config)
+    return plan.part(wanted | {manifest.config.digest}), known
+
+
+def _name(layout: ImageLayout, plan: CopyPlan, name: Reference) -> list[Descriptor]:
+    """Name what came, and mark it where blobs are missing. Returns those."""
+    missing = plan.absent(layout)
+    layout.tag(plan.root, name, is_partial=bool(missing))
+    if missing and not (missing := plan.absent(layout)):
+        layout.tag(plan.root, name)  # another process has completed it meanwhile
+    return missing
+
+
+def _inflate(store: ContentStore, name: Reference) -> None:
+    try:
+        stored = read_aimage(store, name)
+    except FormatError:
+        return  # another kind of artifact: kept as it is
+    inflate(store, stored)
+
+
+def _rate(connection: Connection, reference: Reference) -> Rate | None:
+    limit = connection.limit(reference.registry)
+    return Rate(limit) if limit else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import BinaryIO
 
 from clowder_aimage.content import (
     ContentStore,
+    CopyPlan,
     Lease,
     OnEvent,
     Overlay,
@@ -16,18 +18,21 @@ from clowder_aimage.content import (
 from clowder_aimage.content.event import ignore
 from clowder_aimage.content.plan import MAX_DEPTH
 from clowder_aimage.content.verify import read_all
-from clowder_aimage.dialect import DIALECTS, Dialect
+from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
     ManifestRefusedError,
     ModelError,
+    NotFoundError,
     UsageError,
 )
+from clowder_aimage.layout.absence import absence, remedy
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
+    Digest,
     Reference,
     mediatype,
     parse_document,
@@ -69,7 +74,8 @@ def push(
         UsageError: the reference has no registry host, or asks for a rewrite by digest.
         ModelError: no dialect's manifest is one that registries take; nothing was asked of it.
         ManifestRefusedError: no dialect is left to try.
-        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
+        NotFoundError: it is not in the store; or a part of it is, and the registry lacks the rest.
+        UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
         VerificationError: our copy is damaged.
     """
     if reference.digest is not None and dialect is not None:
@@ -81,12 +87,16 @@ def push(
     memory = ladder or Ladder(None)
     origins = Origins(Holders(store, reference), on_event)
     with store.lease() as lease, Repository(reference, connection, origins) as repository:
+        stored = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
-            jobs = connection.jobs(host)
-            return copy(source, reference, repository, concurrency=jobs, on_event=on_event)
+            plan, jobs = plan_copy(source, reference), connection.jobs(host)
+            if stored is not None:
+                source, plan = _absent_first(store, source, plan, stored, reference)
+            return copy(
+                source, reference, repository, concurrency=jobs, on_event=on_event, plan=plan
+            )
 
-        stored = _read(store, reference, dialect, lease)
         if stored is None:
             return send(store)
         names = [dialect or stored.dialect.name]
@@ -128,6 +138,43 @@ def _read(
     return stored
 
 
+def _absent_first(
+    store: ContentStore, source: Source, plan: CopyPlan, stored: Stored, reference: Reference
+) -> tuple[Source, CopyPlan]:
+    """Of an AImage that is here in part: the blobs that the registry must have are asked for
+    before any is sent, and where it lacks one, what is missing is said."""
+    absent = {blob.digest for blob in plan.blobs if not source.exists(blob)}
+    if not absent:
+        return source, plan
+    missing = absence(store, stored)
+    error = NotFoundError(
+        f"{reference} is not complete, and {reference.registry} has not got the rest: the store "
+        f"lacks {missing.words or f'{len(absent)} of its blobs'}",
+        hint=remedy(store, reference, stored.descriptor, elsewhere=True),
+    )
+    return _Partial(source, absent, error), plan.beginning(absent)
+
+
+class _Partial:
+    """A source that lacks some blobs, and says so when they are to be read."""
+
+    def __init__(self, below: Source, absent: Collection[Digest], error: NotFoundError) -> None:
+        self._below = below
+        self._absent = absent
+        self._error = error
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        return self._below.resolve(reference)
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return self._below.exists(content)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        if content.digest in self._absent:
+            raise self._error
+        return self._below.open(content, offset, length)
+
+
 def _check_sizes(
     store: ContentStore, descriptor: Descriptor, reference: Reference, depth: int = 0
 ) -> None:
@@ -145,9 +192,11 @@ def _check_sizes(
 
 
 def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
-    """The ladder from ``first`` down; what was ``refused`` lately comes last."""
-    names = list(DIALECTS)
-    names = sorted(names[names.index(first) :], key=lambda name: name in refused)
+    """The ladder from ``first`` down; what was ``refused`` lately comes last. What is not on it, a
+    neighbour's artifact, has no other dress."""
+    if first not in LADDER:
+        return [first]
+    names = sorted(LADDER[LADDER.index(first) :], key=lambda name: name in refused)
     if names[0] != first:
         on_remembered(names[0], first)
     return names
@@ -167,7 +216,7 @@ def _descend(
         if reasons:
             on_fallback(name, reasons[-1])
         try:
-            return send(_rewritten(store, stored, DIALECTS[name])), name
+            return send(_rewritten(store, stored, READABLE[name])), name
         except ManifestRefusedError as error:
             refused.append(name)
             reasons.append(error)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from clowder_aimage.content import Rate, copy, plan_copy
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.check import Check, Problem, Report
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pull import pull
-from clowder_aimage.registry import Connection
+from clowder_aimage.registry import Connection, Repository
 
 _REPAIRED = ("damaged", "missing")
 
@@ -75,8 +75,9 @@ def repair(
             if problem.kind == "damaged":
                 aside[problem] = _aside(layout, problem)
         for name in sorted({name for problem in problems for name in problem.names}):
+            wanted = {Digest.parse(one.what) for one in problems if name in one.names}
             try:
-                _fetch(layout, name, connection)
+                _fetch(layout, name, connection, wanted)
             except AImageError as error:
                 failed[name] = error
     finally:
@@ -111,8 +112,11 @@ def _end(layout: ImageLayout, problem: Problem, aside: Path, *, is_mended: bool)
             aside.replace(_path(layout, problem))
 
 
-def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
-    """Pull what a name names here, whatever its tag means in the registry by now."""
+def _fetch(
+    layout: ImageLayout, name: str, connection: Connection, wanted: Collection[Digest]
+) -> None:
+    """Fetch these blobs of what a name names here, whatever its tag means in the registry by now.
+    What is here in part stays so."""
     reference = Reference.parse(name)
     if reference.registry is None:
         raise NotFoundError(
@@ -121,7 +125,17 @@ def _fetch(layout: ImageLayout, name: str, connection: Connection) -> None:
         )
     digest = layout.resolve(reference).digest
     meant = Reference(reference.registry, reference.repository, reference.tag, digest)
-    pull(meant, layout, connection, wish=None, is_named=False)  # an index as a whole
+    limit = connection.limit(reference.registry)
+    with Repository(meant, connection) as source:
+        copy(
+            source,
+            meant,
+            layout,
+            concurrency=connection.jobs(reference.registry),
+            rate=Rate(limit) if limit else None,
+            is_named=False,
+            plan=plan_copy(source, meant).part(wanted),  # of an index as a whole
+        )
 
 
 def _outcome(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,22 +14,131 @@ import jsonschema
 import pytest
 
 import clowder_aimage
+from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
-from clowder_aimage.schema import load, validate
+from clowder_aimage.oci import mediatype
+from clowder_aimage.schema import load, names, validate, violations
+from clowder_aimage.tensor.dtype import DTYPE_BITS
 
 SCHEMAS = Path(__file__).parent.parent / "schemas"
+FILES = sorted(SCHEMAS.glob("*.schema.json"))
 GOOD = {
     "schemaVersion": 1,
     "family": "z-image",
     "components": {"vae": {"class": "AutoencoderKL", "dtype": "BF16", "size": 1}},
 }
+LORA = {
+    "type": "lora",
+    "rank": 16,
+    "alpha": 8.5,
+    "targets": ["to_q"],
+    "triggerWords": ["a shape"],
+    "weight": 0.8,
+    "base": "example/shapes",
+}
 
 
-@pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.schema.json")), ids=lambda p: p.name)
+def places(name, document):
+    """The JSON paths of all violations."""
+    return sorted("/".join(map(str, one.path)) for one in violations(name, document))
+
+
+def subschemas(schema, path=()):
+    """Every property's schema, and the path that leads to it."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from subschemas(item, path)
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):
+            yield from (((*path, name), one) for name, one in value.items())
+            for name, one in value.items():
+                yield from subschemas(one, (*path, name))
+        elif key not in ("const", "enum", "examples", "default"):
+            yield from subschemas(value, path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_every_schema_is_one(path):
     schema = load(path.name.removesuffix(".schema.json"))
     assert schema == json.loads(path.read_bytes())
     jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_schema_has_a_version_in_its_id_and_is_in_the_list(path):
+    schema, name = json.loads(path.read_bytes()), path.name.removesuffix(".schema.json")
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["$id"] == f"https://clowder.dev/schemas/{name}.v1.schema.json"
+    assert schema["title"] and schema["description"]
+    assert f"]({path.name})" in (SCHEMAS / "README.md").read_text("utf-8")
+    assert name in names()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_property_is_described(path):
+    schema = json.loads(path.read_bytes())
+    found = list(subschemas(schema))
+    assert found
+    for where, one in found:
+        reference = one.get("$ref", "")
+        local = schema["$defs"][reference.removeprefix("#/$defs/")] if reference[:1] == "#" else one
+        assert one.get("description") or local.get("description"), where
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_pattern_begins_or_ends_where_the_text_does(path):
+    """A pattern that floats is met by almost anything."""
+    for pattern in re.findall(r'"pattern": (".*")', path.read_text("utf-8")):
+        assert json.loads(pattern).endswith("$")
+
+
+@pytest.mark.parametrize("name", [path.name.removesuffix(".schema.json") for path in FILES])
+def test_references_between_schemas_need_no_network(name, monkeypatch):
+    def refuse(*arguments, **fields):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert list(violations(name, 7))  # no schema is about a number
+    list(violations(name, {"config": {"digest": ""}, "layers": [{}], "manifests": [{}]}))
+
+
+def test_the_media_types_in_the_schemas_are_those_of_the_code():
+    known = {value for key, value in vars(mediatype).items() if isinstance(value, str)}
+    found = set(re.findall(r'"(application/[^"]*)"', "".join(p.read_text() for p in FILES)))
+    assert len(found) > 6
+    assert found <= known
+
+
+def test_every_annotation_of_ours_is_in_its_schema():
+    keys = {v for v in vars(mediatype).values() if isinstance(v, str) and "vnd.clowder" in v}
+    ours = {key for key in keys if key.startswith("vnd.clowder.aimage.")}
+    assert ours == set(load("layer-annotations")["properties"])
+
+
+def test_the_dtypes_in_the_schema_are_those_of_the_code():
+    dtypes = load("layer-annotations")["$defs"]["dtype"]["enum"]
+    assert set(dtypes) - set(DTYPE_BITS) == {"int4", "int8", "nvfp4", "mxfp4", "mxfp8"}
+    assert set(DTYPE_BITS) <= set(dtypes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a", "a/b", "a/.b", "..a", "a..", "a/...", "größe/ß", "a b", "a" * 1024),
+        *("", ".", "..", "/a", "a/", "a//b", "a/./b", "a/../b", "../a", "a/..", "a\\b"),
+        *("a\nb", "a\n", "a\x7f", "\x00", "a" * 1025),
+    ],
+)
+def test_schema_and_reader_agree_on_what_a_name_is(name):
+    try:
+        check_name(name)
+        reads = True
+    except FormatError:
+        reads = False
+    assert places("layer-annotations", {mediatype.NAME: name}) == [mediatype.NAME] * (not reads)
 
 
 def test_an_unknown_schema_is_a_mistake_of_ours():
@@ -44,11 +155,27 @@ def test_an_unknown_schema_is_a_mistake_of_ours():
         {"created": "2026-01-31T12:00:00.5+01:00"},
         {"defaults": {"width": 64, "height": 1024, "steps": 8, "guidance": 0}},
         {"components": {}},
+        {
+            "components": {},
+            "format": "gguf",
+            "formatVersion": "3",
+            "name": "Tiny Llama",
+            "architecture": "llama",
+            "parameters": 1000,
+            "quantization": "Q4_K_M",
+            "context": 2048,
+            "pickled": False,
+        },
+        {"format": "one-of-2027"},
+        {"format": "lora", "adapter": LORA},
+        {"adapters": {"my-style.v2": LORA, "other": {}}},
+        {"adapter": {"type": "one-of-2027", "x-mine": {}}},
     ],
     ids=str,
 )
 def test_good_configs(change):
     validate("aimage-config", GOOD | change)
+    assert places("aimage-config", GOOD | change) == []
 
 
 @pytest.mark.parametrize(
@@ -56,8 +183,11 @@ def test_good_configs(change):
     [
         ({"schemaVersion": 2}, "schemaVersion"),
         ({"family": "Z Image"}, "family"),
+        ({"family": "z-image\n"}, "family"),
         ({"parameters": -1}, "parameters"),
         ({"size": 1.5}, "size"),
+        ({"size": 7.0}, "size"),
+        ({"size": True}, "size"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"components": []}, "components"),
         ({"components": {"../x": {}}}, "components"),
@@ -67,6 +197,26 @@ def test_good_configs(change):
         ({"license": ""}, "license"),
         ({"created": "yesterday"}, "created"),
         ({"created": "2026-01-31"}, "created"),
+        ({"format": "GGUF"}, "format"),
+        ({"formatVersion": 3}, "formatVersion"),
+        ({"name": ""}, "name"),
+        ({"architecture": ["llama"]}, "architecture"),
+        ({"quantization": 4}, "quantization"),
+        ({"context": 0}, "context"),
+        ({"pickled": "no"}, "pickled"),
+        ({"adapter": []}, "adapter"),
+        ({"adapter": {"rank": 0}}, "adapter/rank"),
+        ({"adapter": {"type": "LoRA"}}, "adapter/type"),
+        ({"adapter": {"alpha": "16"}}, "adapter/alpha"),
+        ({"adapter": {"targets": "to_q"}}, "adapter/targets"),
+        ({"adapter": {"targets": ["to_q", 1]}}, "adapter/targets/1"),
+        ({"adapter": {"triggerWords": [""]}}, "adapter/triggerWords/0"),
+        ({"adapter": {"weight": None}}, "adapter/weight"),
+        ({"adapter": {"base": 7}}, "adapter/base"),
+        ({"adapters": [LORA]}, "adapters"),
+        ({"adapters": {"style": {"rank": 1.5}}}, "adapters/style/rank"),
+        ({"adapters": {"..": {}}}, "adapters"),
+        ({"adapters": {"a/b": {}}}, "adapters"),
     ],
     ids=str,
 )
@@ -74,6 +224,13 @@ def test_bad_configs_are_refused_with_the_place(change, where):
     with pytest.raises(FormatError, match="not a valid aimage-config") as caught:
         validate("aimage-config", GOOD | change)
     assert caught.value.message.endswith(f"(at {where})")
+    (place,) = places("aimage-config", GOOD | change)
+    assert place.startswith(where)  # a name that cannot be one is pointed at itself
+
+
+def test_all_that_is_wrong_is_told_and_each_thing_once():
+    bad = {"schemaVersion": 1, "size": -1, "context": "1", "components": {"a b": {}, "c": []}}
+    assert places("aimage-config", bad) == ["components/a b", "components/c", "context", "size"]
 
 
 @pytest.mark.parametrize("document", [None, [], {}, "x", {"schemaVersion": 1}])
@@ -90,8 +247,10 @@ def test_an_installed_package_brings_its_own_copy(tmp_path):
     for name in ("__init__.py", "schema.py", "errors.py"):
         shutil.copy(package / name, installed)
     shutil.copytree(SCHEMAS, installed / "schemas")
-    code = "from clowder_aimage.schema import load; print(load('aimage-config')['title'])"
+    code = (
+        "from clowder_aimage.schema import *; print(load('aimage-config')['title'], len(names()))"
+    )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.stdout == "AImage config\n", done.stderr
+    assert done.stdout == f"AImage config {len(FILES)}\n", done.stderr

@@ -14,8 +14,10 @@ from clowder_aimage.content import Event, OnEvent, VerifyingReader
 from clowder_aimage.content.event import ignore
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verify import check_size
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.absence import absence, remedy
+from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import LAYOUT_FILE
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
@@ -128,7 +130,11 @@ class _Archive:
                 hint=f"to fetch all of them: aimage pull --whole {reference}",
             )
         for blob in lacking(self._layout, tree.blobs):
-            check_size(blob, self._layout.path(blob).stat().st_size)
+            try:
+                check_size(blob, self._layout.path(blob).stat().st_size)
+            except NotFoundError:
+                self._refuse_part(reference)
+                raise
         for into, found in (
             (self.tree.documents, tree.documents),
             (self.tree.blobs, tree.blobs),
@@ -136,6 +142,18 @@ class _Archive:
         ):
             for content in found.values():
                 add(into, content)
+
+    def _refuse_part(self, reference: Reference) -> None:
+        """Say what is missing of an AImage that is here in part."""
+        try:
+            stored = read_aimage(self._layout, reference)
+        except AImageError:  # another kind of artifact, or an index
+            return
+        raise NotFoundError(
+            f"{reference} is not complete: {absence(self._layout, stored).words} of it are not in "
+            "the store",
+            hint=remedy(self._layout, reference, stored.descriptor),
+        ) from None
 
     def _index_document(self) -> dict[str, object]:
         entries = [self._entry(reference, root) for reference, root in self.names]

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.option import common_options, jobs_option, settings
-from clowder_aimage.cli.output import note, number, plural, result, size
+from clowder_aimage.cli.output import note, number, plain, plural, result, size
 from clowder_aimage.cli.progress import Progress
 from clowder_aimage.errors import UsageError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, mediatype
 
 if TYPE_CHECKING:
     from clowder_aimage.importer import Packed, Recipe
     from clowder_aimage.importer.describe import Report
 
+_FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -49,12 +50,63 @@ def recipe_options(function: _F) -> _F:
     return function
 
 
-@click.command(short_help="Pack a model directory as an AImage.")
+def form_options(function: _F) -> _F:
+    """What is to be packed, and how."""
+    for option in (
+        click.option(
+            "--layer",
+            "layers",
+            multiple=True,
+            metavar="TYPE=FILE",
+            help="Add a file as a layer of any media type, say of an execution provider.",
+        ),
+        click.option(
+            "--base",
+            metavar="REF",
+            help="Of an adapter: the AImage in the store that it belongs to.",
+        ),
+        click.option(
+            "--adapter",
+            "adapters",
+            multiple=True,
+            metavar="[NAME=]PATH",
+            help="Add a LoRA adapter that travels with the model. May be given several times.",
+        ),
+        click.option(
+            "--compress",
+            type=click.Choice(mediatype.COMPRESSIONS),
+            help="Compress whole files. Weights hardly get smaller.",
+        ),
+        click.option(
+            "--whole-files",
+            is_flag=True,
+            help="Of a Transformers directory: keep the files, instead of a blob for each tensor.",
+        ),
+        click.option(
+            "--format",
+            "format_",
+            type=click.Choice(_FORMATS),
+            help="What it is. [default: as it looks]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command(short_help="Pack a model as an AImage.")
 @click.argument("name")
-@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path), default=".")
+@click.argument("path", metavar="[PATH]", default=".")
+@click.option(
+    "--from-ollama",
+    "ollama",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Take the model PATH (say llama3.2:1b) from ollama's store in DIR, with hard links.",
+)
+@form_options
 @click.option(
     "--dialect",
-    type=click.Choice(["clowder", "ollama", "container"]),
+    type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
     default="clowder",
     show_default=True,
     help="How to write the manifest.",
@@ -86,7 +138,14 @@ def recipe_options(function: _F) -> _F:
 @common_options
 def create(
     name: str,
-    directory: Path,
+    path: str,
+    ollama: Path | None,
+    format_: str | None,
+    whole_files: bool,
+    compress: str | None,
+    adapters: tuple[str, ...],
+    base: str | None,
+    layers: tuple[str, ...],
     dialect: str,
     manifest_type: str,
     license_: str | None,
@@ -98,13 +157,16 @@ def create(
     group_size: int | None,
     jobs: int | None,
 ) -> None:
-    """Pack the diffusers model directory DIR (default: here) as the AImage NAME.
+    """Pack the model at PATH (default: here) as the AImage NAME.
 
-    Each tensor becomes a blob of its own, so models share what they have in common. The digest
-    depends on the model alone: not on the machine, the time, or the packer.
+    PATH is a directory of diffusers or Transformers, in which each tensor becomes a blob of its
+    own, so that models share what they have in common; or a GGUF, ONNX or TorchScript file, a
+    SavedModel directory or a LoRA adapter, which stay whole files; or a model in a Hugging Face
+    cache. The digest depends on the model alone: not on the machine, the time, or the packer.
     """
     from clowder_aimage.create import create as create_aimage
     from clowder_aimage.importer import Provenance, Recipe
+    from clowder_aimage.importer.source import Extra, Form, parse_adapter
 
     chosen = settings()
     recipe = Recipe.parse(dtype, quantize, group_size)
@@ -113,11 +175,23 @@ def create(
         raise UsageError(f"{name} names a digest, which only content can decide")
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
+    if ollama is not None:
+        _from_ollama(reference, ollama, path)
+        return
+    form = Form(
+        format_,
+        whole_files,
+        compress or "",
+        tuple(parse_adapter(text) for text in adapters),
+        tuple(Extra.parse(text) for text in layers),
+    )
     with Progress("packing", reference, quiet=chosen.quiet) as progress:
         made = create_aimage(
             chosen.layout,
             reference,
-            directory,
+            Path(path),
+            form=form,
+            base=Reference.parse(base) if base else None,
             dialect="custom" if manifest_type == "custom" else dialect,
             algorithm=algorithm,
             provenance=Provenance(license_, source, _created(created)),
@@ -132,6 +206,35 @@ def create(
     if not chosen.quiet:
         note(text(value, made, recipe))
     result(value, str(made.descriptor.digest), as_json=chosen.as_json)
+
+
+def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
+    """Take a model over from ollama's store, and say what it is."""
+    from clowder_aimage.importer.neighbour import adopt
+
+    chosen = settings()
+    with Progress("taking over", reference, quiet=chosen.quiet) as progress:
+        adopted = adopt(
+            chosen.layout,
+            reference,
+            directory,
+            name,
+            on_plan=progress.begin,
+            on_done=progress.advance,
+        )
+    if not chosen.quiet:
+        note(
+            f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
+            f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
+        )
+    value = {
+        "reference": str(reference),
+        **plain(adopted.descriptor),
+        "linked": adopted.linked,
+        "copied": adopted.copied,
+        "alreadyThere": adopted.there,
+    }
+    result(value, str(adopted.descriptor.digest), as_json=chosen.as_json)
 
 
 def _created(given: str | None) -> str | None:
@@ -158,13 +261,15 @@ def summary(reference: Reference, packed: Packed) -> dict[str, Any]:
     layers = [written.layer for written in packed.layers]
     shared = [written.layer for written in packed.layers if written.was_there]
     report = packed.report
+    config = packed.aimage.properties
     value: dict[str, Any] = {
         "reference": str(reference),
         "digest": str(packed.descriptor.digest),
         "mediaType": packed.descriptor.media_type,
+        **({"format": config["format"]} if "format" in config else {}),
         "tensors": report.tensors,
         "files": sum(not layer.is_tensor for layer in layers),
-        "parameters": report.parameters,
+        "parameters": config.get("parameters", report.parameters),
         "size": sum(layer.descriptor.size for layer in layers),
         "alreadyThere": {
             "layers": len(shared),
@@ -189,10 +294,8 @@ def text(value: dict[str, Any], packed: Packed, recipe: Recipe) -> str:
     """What was made, for people: a line, and one for each thing that became of weights."""
     there = value["alreadyThere"]
     lines = [
-        f"{value['reference']}: {plural(value['tensors'], 'tensor')} "
-        f"({number(value['parameters'])} parameters) and {plural(value['files'], 'file')}, "
-        f"{size(value['size'])}; {there['layers']} of {len(packed.layers)} blobs "
-        f"({size(there['size'])}) were in the store already",
+        f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "
+        f"{len(packed.layers)} blobs ({size(there['size'])}) were in the store already",
         *(_quantized(name, facts) for name, facts in packed.report.quantized.items()),
         *_cast(packed.report, recipe),
     ]
@@ -202,16 +305,25 @@ def text(value: dict[str, Any], packed: Packed, recipe: Recipe) -> str:
     if packed.report.ignored:
         left_out = plural(packed.report.ignored, "scale")
         lines.append(f"{left_out} of activations left out: only weights are quantized here")
+    if packed.aimage.properties.get("pickled"):
+        lines.append("it holds pickled Python: whoever loads it runs what is in there")
     return "\n".join(lines)
+
+
+def _what(value: Mapping[str, Any]) -> str:
+    """Tensors and files, or the format of what is whole files."""
+    files, parameters = plural(value["files"], "file"), number(value["parameters"])
+    if value["tensors"]:
+        return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
+    counted = f" ({parameters} parameters)" if value["parameters"] else ""
+    return f"{value.get('format', 'a model')} in {files}{counted}"
 
 
 def _quantized(component: str, facts: Mapping[str, Any]) -> str:
     kept = facts.get("kept", {})
     groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
-    said = (
-        f"{component}: {facts['tensors']} of {facts['tensors'] + sum(kept.values())} tensors are "
-        f"{facts['type']}{groups}"
-    )
+    count, total = facts["tensors"], facts["tensors"] + sum(kept.values())
+    said = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
     if not kept:
         return said
     most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))

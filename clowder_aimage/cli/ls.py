@@ -9,6 +9,7 @@ import click
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import result, size, table
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.absence import is_partial
 from clowder_aimage.layout.listing import summary
 from clowder_aimage.oci import Descriptor
 
@@ -23,17 +24,22 @@ def ls() -> None:
         key=lambda row: str(row["reference"]),
     )
     cells = [("NAME", "DIGEST", "SIZE", "KIND")] + [
-        (row["reference"], row["digest"][7:19], _size(row), row["kind"]) for row in rows
+        (row["reference"], row["digest"][7:19], _size(row), _kind(row)) for row in rows
     ]
     result(rows, table(cells), as_json=chosen.as_json)
 
 
 def _row(layout: ImageLayout, name: str, descriptor: Descriptor) -> dict[str, Any]:
-    return {
+    row = {
         "reference": name,
         "digest": str(descriptor.digest),
         **summary(layout.root, layout, descriptor),
     }
+    return row | {"partial": True} if is_partial(layout, descriptor) else row
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return f"{row['kind']} (partial)" if "partial" in row else row["kind"]
 
 
 def _size(row: dict[str, Any]) -> str:

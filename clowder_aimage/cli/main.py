@@ -16,8 +16,10 @@ from clowder_aimage.errors import AImageError
 
 # verb: (module, first line of its help); the module is imported when the verb is used
 VERBS = {
-    "create": ("create", "Pack a model directory as an AImage."),
+    "create": ("create", "Pack a model as an AImage."),
     "convert": ("convert", "Make an AImage with other types of weights."),
+    "export": ("export", "Write an AImage as the directory it was made from."),
+    "validate": ("validate", "Check a document against its schema."),
     "push": ("push", "Send an AImage to the registry in its name."),
     "pull": ("pull", "Fetch an AImage from the registry in its name."),
     "copy": ("copy", "Copy an AImage from a registry to a registry."),

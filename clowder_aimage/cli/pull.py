@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from clowder_aimage.content import CopyPlan
     from clowder_aimage.content.choose import Wish
+    from clowder_aimage.dialect.selection import Selection
+    from clowder_aimage.oci import Descriptor
 
 
 @click.command(short_help="Fetch an AImage from the registry in its name.")
@@ -31,6 +35,20 @@ if TYPE_CHECKING:
 @click.option("--platform", metavar="OS/ARCH", help="Of an index, what is for this platform.")
 @click.option("--variant", metavar="NAME", help="Of an index, what is called so.")
 @click.option("--whole", is_flag=True, help="Of an index, all of it.")
+@click.option(
+    "--component",
+    "components",
+    metavar="NAME",
+    multiple=True,
+    help="Only this component, and files at the top such as model_index.json. May be repeated.",
+)
+@click.option(
+    "--include",
+    "patterns",
+    metavar="GLOB",
+    multiple=True,
+    help="Only layers called like this ('vae/*', '*.json'). May be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be fetched, and fetch nothing.")
 @limit_option
 @jobs_option
@@ -41,6 +59,8 @@ def pull(
     platform: str | None,
     variant: str | None,
     whole: bool,
+    components: tuple[str, ...],
+    patterns: tuple[str, ...],
     dry_run: bool,
     limit: int | None,
     jobs: int | None,
@@ -53,31 +73,65 @@ def pull(
     Every byte is verified before it gets its name in the store. Blobs that are there already are
     not fetched. Of an index, the one AImage is fetched that the options choose, or that is for
     this machine.
+
+    With --component or --include a part is fetched: the layers that any of them chooses, and the
+    config. REF is marked as partial until a pull without them has fetched the rest.
     """
     from clowder_aimage.content import Rate
-    from clowder_aimage.pull import plan_pull, stored_name
+    from clowder_aimage.pull import plan_pull, pull_part, stored_name
     from clowder_aimage.pull import pull as pull_aimage
 
     chosen = settings()
     reference = Reference.parse(ref)
     wish = _wish(platform, variant, whole)
+    selection = _selection(components, patterns, whole)
     reach = connection(plain_http, insecure, ca_file, jobs)
     if dry_run:
-        plan = plan_pull(reference, reach, wish=wish)
+        part = (selection, chosen.layout) if selection else None
+        plan = plan_pull(reference, reach, wish=wish, part=part)
         _say(stored_name(reference, plan.root), plan, chosen)
         return
+    rate = Rate(limit) if limit else None
+    missing: tuple[Descriptor, ...] = ()
     with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        descriptor = pull_aimage(
-            reference,
-            chosen.layout,
-            reach,
-            wish=wish,
-            on_event=progress.on_event,
-            rate=Rate(limit) if limit else None,
-        )
+        told = progress.on_event
+        if selection is None or wish is None:
+            root = pull_aimage(reference, chosen.layout, reach, wish=wish, on_event=told, rate=rate)
+        else:
+            pulled = pull_part(
+                reference, chosen.layout, reach, selection, wish=wish, on_event=told, rate=rate
+            )
+            root, missing = pulled.root, pulled.missing
     progress.say("pulled")
-    value = {"reference": str(stored_name(reference, descriptor)), **plain(descriptor)}
-    result(value, str(descriptor.digest), as_json=chosen.as_json)
+    again = _command(reference, platform, variant)
+    _tell(stored_name(reference, root), root, missing, again, progress, chosen)
+
+
+def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
+    """What fetches all of it."""
+    options = {"--platform": platform, "--variant": variant}
+    words = [word for option in options.items() if option[1] is not None for word in option]
+    return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
+
+
+def _tell(
+    name: Reference,
+    root: Descriptor,
+    missing: Sequence[Descriptor],
+    again: str,
+    progress: Progress,
+    chosen: Settings,
+) -> None:
+    """The result of a pull, and what is not here."""
+    value = {"reference": str(name), **plain(root)}
+    if missing:
+        value |= {"partial": True, "missing": _sum(missing)}
+    if missing and not chosen.quiet:
+        progress.note(
+            f"{name} is here in part: {plural(len(missing), 'blob')} "
+            f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
+        )
+    result(value, str(root.digest), as_json=chosen.as_json)
 
 
 def _wish(platform: str | None, variant: str | None, whole: bool) -> Wish | None:
@@ -91,9 +145,29 @@ def _wish(platform: str | None, variant: str | None, whole: bool) -> Wish | None
     return Wish(variant, None if platform is None else Platform.parse(platform))
 
 
+def _selection(
+    components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
+) -> Selection | None:
+    """The layers to fetch; None for all. Raises UsageError."""
+    from clowder_aimage.dialect.selection import Selection
+
+    if not components and not patterns:
+        return None
+    if whole:
+        raise UsageError(
+            "--whole is all of an index, and --component and --include a part of one AImage",
+            hint="choose the AImage with --variant or --platform",
+        )
+    return Selection(components, patterns)
+
+
+def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
+    return {"blobs": len(blobs), "size": sum(blob.size for blob in blobs)}
+
+
 def _say(reference: Reference, plan: CopyPlan, chosen: Settings) -> None:
     """The result of a dry run."""
-    missing = plan.missing(chosen.layout)
+    missing, absent = plan.missing(chosen.layout), plan.absent(chosen.layout)
     needed = sum(chosen.layout.lacking(blob) for blob in missing)
     here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
@@ -106,4 +180,7 @@ def _say(reference: Reference, plan: CopyPlan, chosen: Settings) -> None:
         f"{plan.root.digest}: {plural(len(missing), 'blob')} ({size(needed)}) to fetch, "
         f"{len(plan.blobs) - len(missing)} ({size(here)}) already there"
     )
+    if absent:
+        value |= {"partial": True, "missing": _sum(absent)}
+        text += f", {len(absent)} ({size(_sum(absent)['size'])}) left out"
     result(value, text, as_json=chosen.as_json)

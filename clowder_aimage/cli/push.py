@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.argument("ref")
 @click.option(
     "--dialect",
-    type=click.Choice(["clowder", "ollama", "container"]),
+    type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
     help="Rewrite the manifest. [default: as it is]",
 )
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,20 @@ from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.absence import Absence, absence
 from clowder_aimage.layout.aimage import Stored, read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
+
+_FEW = 20  # layers that are listed at once, of a model in no parts
+_OURS = re.compile(
+    r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
+)
+# properties of the config, above the size and below the number of parameters
+_KIND = ("family", "pipeline", "format", "name", "architecture")
+_MORE = (
+    *("quantization", "context", "formatVersion"),
+    *("license", "source", "created"),
+)
 
 
 @click.command(short_help="Show what an AImage consists of.")
@@ -35,13 +48,14 @@ def show(ref: str, layers: bool) -> None:
         result(value, _index_text(value), as_json=chosen.as_json)
         return
     stored = read_aimage(chosen.layout, reference)
-    text = _text(reference, stored)
+    missing = absence(chosen.layout, stored)
+    text = _text(reference, stored, missing)
     if layers:
         text += "\n\n" + _layers(stored.aimage)
-    result(_value(reference, stored), text, as_json=chosen.as_json)
+    result(_value(reference, stored, missing), text, as_json=chosen.as_json)
 
 
-def _value(reference: Reference, stored: Stored) -> dict[str, Any]:
+def _value(reference: Reference, stored: Stored, missing: Absence) -> dict[str, Any]:
     layers = stored.aimage.layers
     return {
         "reference": str(reference),
@@ -49,9 +63,15 @@ def _value(reference: Reference, stored: Stored) -> dict[str, Any]:
         "mediaType": stored.descriptor.media_type,
         "dialect": stored.dialect.name,
         "size": sum(layer.descriptor.size for layer in layers),
+        **({"partial": True, "missing": _sum(missing)} if missing else {}),
+        **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
         "config": stored.aimage.properties,
         "layers": [_layer(layer) for layer in layers],
     }
+
+
+def _sum(missing: Absence) -> dict[str, int]:
+    return {"blobs": len(missing.blobs), "size": missing.size}
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
@@ -60,6 +80,8 @@ def _layer(layer: Layer) -> dict[str, Any]:
         value["dtype"] = layer.dtype
     if layer.shape is not None:
         value["shape"] = list(layer.shape)
+    if layer.content is not None:
+        value["content"] = plain(layer.content)
     return value
 
 
@@ -100,28 +122,67 @@ def _index_text(value: dict[str, Any]) -> str:
     return f"{lines}\n\n{table(rows)}"
 
 
-def _text(reference: Reference, stored: Stored) -> str:
+def _text(reference: Reference, stored: Stored, missing: Absence) -> str:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
     facts = [
         ("name", str(reference)),
         ("digest", str(stored.descriptor.digest)),
         ("dialect", stored.dialect.name),
-        ("family", str(config.get("family", "unknown"))),
-        ("pipeline", str(config.get("pipeline", "unknown"))),
+        *((key, one_line(str(config[key]))) for key in _KIND if key in config),
         ("size", size(total)),
     ]
+    if missing:
+        lacks = f"{missing.words}; {plural(len(missing.blobs), 'blob')}, {size(missing.size)}"
+        facts.append(("missing", lacks))
     if isinstance(config.get("parameters"), int):
         dtype = config.get("dtype", "")
         facts.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
-    facts += [(key, str(config[key])) for key in ("license", "source", "created") if key in config]
-    lines = [f"{key:<11} {value}" for key, value in facts]
+    facts += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
+    if config.get("pickled"):
+        facts.append(("pickled", "yes: whoever loads it runs what is in there"))
+    facts += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
+    if stored.aimage.subject is not None:
+        facts.append(("belongs to", str(stored.aimage.subject.digest)))
+    width = max(11, *(len(key) for key, _ in facts))
+    lines = [f"{key:<{width}} {value}" for key, value in facts]
     return "\n".join(lines) + "\n\n" + _components(stored.aimage)
+
+
+def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The adapter that this is, without a name, or those that travel with the model."""
+    found = []
+    if isinstance(own := config.get("adapter"), dict):
+        found.append(("", _adapter(own)))
+    if isinstance(others := config.get("adapters"), dict):
+        found += [
+            (one_line(name), _adapter(facts))
+            for name, facts in sorted(others.items())
+            if isinstance(facts, dict)
+        ]
+    return found
+
+
+def _adapter(facts: Mapping[str, Any]) -> str:
+    """``lora, rank 16, 42 layers; say "sks"; weight 0.8; of ORG/MODEL``."""
+    said = [str(facts.get("type", "of unknown kind"))]
+    said += [f"rank {facts['rank']}"] if "rank" in facts else []
+    if isinstance(facts.get("targets"), list):
+        said.append(plural(len(facts["targets"]), "layer"))
+    parts = [", ".join(said)]
+    words = facts.get("triggerWords")
+    if isinstance(words, list) and words:
+        parts.append("say " + ", ".join(f'"{word}"' for word in words[:5]))
+    parts += [f"weight {facts['weight']}"] if "weight" in facts else []
+    parts += [f"of {facts['base']}"] if "base" in facts else []
+    return one_line("; ".join(parts))
 
 
 def _components(aimage: AImage) -> str:
     described = aimage.properties.get("components")
     described = described if isinstance(described, dict) else {}
+    if not described and len(aimage.layers) <= _FEW:
+        return _layers(aimage)
     names = sorted({layer.component for layer in aimage.layers})
     parts = {name: part for name, part in described.items() if isinstance(part, dict)}
     quantized = {name: _quantized(parts.get(name, {})) for name in names}
@@ -148,9 +209,17 @@ def _quantized(part: Mapping[str, Any]) -> str:
 
 
 def _layers(aimage: AImage) -> str:
-    rows = [("LAYER", "DTYPE", "SHAPE", "SIZE", "DIGEST")]
+    rows = [("LAYER", "TYPE", "SHAPE", "SIZE", "DIGEST")]
     for layer in aimage.layers:
         shape = "x".join(map(str, layer.shape)) if layer.shape is not None else ""
         plain = layer.descriptor
-        rows.append((layer.name, layer.dtype or "", shape, size(plain.size), plain.digest.short))
+        rows.append((layer.name, _type(layer), shape, size(plain.size), plain.digest.short))
     return table(rows) + f"\n{plural(len(aimage.layers), 'layer')}"
+
+
+def _type(layer: Layer) -> str:
+    """The dtype of a tensor, what is in a file, or a media type that is not ours."""
+    if layer.dtype is not None:
+        return layer.dtype
+    match = _OURS.fullmatch(layer.descriptor.media_type)
+    return f"{match[1]}{match[2] or ''}" if match else layer.descriptor.media_type

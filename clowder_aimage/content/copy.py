@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 from clowder_aimage.content.event import Event, OnEvent, ignore
 from clowder_aimage.content.fetch import Fetch
 from clowder_aimage.content.parallel import StoppedError, in_parallel
-from clowder_aimage.content.plan import check_space, plan_copy
+from clowder_aimage.content.plan import CopyPlan, check_space, plan_copy
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import ContentStore, Source, Target, bytes_body
 from clowder_aimage.content.verify import readinto
@@ -31,12 +31,14 @@ def copy(
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
     is_named: bool = True,
+    plan: CopyPlan | None = None,
 ) -> Descriptor:
     """Copy what ``reference`` names, children before parents, and name it in ``target``.
 
     Blobs that the target has are skipped, the others move ``concurrency`` at a time. The first
     failure stops the rest. The root is pushed and named last, so a target never names what it
-    does not have in full.
+    does not have in full. A ``plan`` that was made before is followed as it is; what it leaves out
+    is not moved, and then the name is the caller's to give.
 
     Returns:
         the descriptor of the root manifest or index.
@@ -46,7 +48,7 @@ def copy(
         NoSpaceError: it would not fit; nothing was fetched.
         AccessError: it could not be read, or could not be kept.
     """
-    plan = plan_copy(source, reference)
+    plan = plan or plan_copy(source, reference)
     on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
     with contextlib.ExitStack() as leases:
         if isinstance(target, ContentStore):
@@ -65,7 +67,7 @@ def copy(
         for descriptor, child in below:
             if not target.exists(descriptor):
                 target.push(descriptor, bytes_body(child.raw))
-        name = (target_reference or reference) if is_named else None
+        name = (target_reference or reference) if is_named and not plan.left_out else None
         target.push(root, bytes_body(document.raw), name)
     return root
 

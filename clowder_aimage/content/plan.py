@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from clowder_aimage.content.store import ContentStore, Source
@@ -25,10 +25,12 @@ _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The manifests, children before parents and the root last; and every blob once."""
+    """The manifests, children before parents and the root last; and every blob once. What is
+    needed too, but is not to be moved, is ``left_out``."""
 
     documents: tuple[tuple[Descriptor, Manifest | Index], ...]
     blobs: tuple[Descriptor, ...]
+    left_out: tuple[Descriptor, ...] = ()
 
     @property
     def root(self) -> Descriptor:
@@ -42,11 +44,27 @@ class CopyPlan:
     @property
     def digests(self) -> set[Digest]:
         """Of all that it is made of."""
-        return {content.digest for content, _ in self.documents} | {b.digest for b in self.blobs}
+        blobs = (*self.blobs, *self.left_out)
+        return {content.digest for content, _ in self.documents} | {b.digest for b in blobs}
 
     def missing(self, target: ContentStore) -> list[Descriptor]:
         """The blobs that ``target`` lacks, in whole or in part."""
         return [blob for blob in self.blobs if not target.exists(blob)]
+
+    def absent(self, target: Source) -> list[Descriptor]:
+        """What was left out, and ``target`` does not have from elsewhere."""
+        return [blob for blob in self.left_out if not target.exists(blob)]
+
+    def part(self, wanted: Collection[Digest]) -> CopyPlan:
+        """Of the blobs the ``wanted`` alone; the others are left out."""
+        chosen = tuple(blob for blob in self.blobs if blob.digest in wanted)
+        others = tuple(blob for blob in self.blobs if blob.digest not in wanted)
+        return replace(self, blobs=chosen, left_out=self.left_out + others)
+
+    def beginning(self, first: Collection[Digest]) -> CopyPlan:
+        """The same in another order: these blobs before the others."""
+        blobs = sorted(self.blobs, key=lambda blob: blob.digest not in first)
+        return replace(self, blobs=tuple(blobs))
 
 
 def plan_copy(source: Source, reference: Reference) -> CopyPlan:

@@ -4,13 +4,30 @@ from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.clowder import Clowder
 from clowder_aimage.dialect.container import Container
 from clowder_aimage.dialect.dialect import Dialect
+from clowder_aimage.dialect.docker import Docker
+from clowder_aimage.dialect.kitops import KitOps
+from clowder_aimage.dialect.modelpack import ModelPack
 from clowder_aimage.dialect.ollama import Ollama
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Manifest
 
-# From the one that says most to the one that every registry takes: the order of the ladder.
+# The ones that are written.
 DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect for dialect in (Clowder(custom=True), Clowder(), Ollama(), Container())
+    dialect.name: dialect
+    for dialect in (Clowder(custom=True), Clowder(), Ollama(), Container(), ModelPack())
+}
+# From the one that says most to the one that every registry takes. ModelPack is another artifact,
+# not another dress: it is written where it is asked for.
+LADDER = ("custom", "clowder", "ollama", "container")
+# All that are read, in the order in which they are looked for: many things look like a container.
+READABLE: dict[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        *(DIALECTS[name] for name in ("custom", "clowder", "ollama", "modelpack")),
+        Docker(),
+        KitOps(),
+        DIALECTS["container"],
+    )
 }
 DEFAULT = "clowder"
 
@@ -21,7 +38,7 @@ def detect(manifest: Manifest) -> Dialect:
     Raises:
         FormatError: it is no AImage in any dialect that we know.
     """
-    for dialect in DIALECTS.values():
+    for dialect in READABLE.values():
         if dialect.matches(manifest):
             return dialect
     kind = manifest.artifact_type or manifest.config.media_type or manifest.media_type
@@ -34,11 +51,16 @@ def detect(manifest: Manifest) -> Dialect:
 __all__ = [
     "DEFAULT",
     "DIALECTS",
+    "LADDER",
+    "READABLE",
     "AImage",
     "Clowder",
     "Container",
     "Dialect",
+    "Docker",
+    "KitOps",
     "Layer",
+    "ModelPack",
     "Ollama",
     "detect",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.oci import Descriptor, mediatype, read_json
+from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,15 @@ class Layer:
 
     ``descriptor`` has Clowder's media type and nothing else; ``name`` is path style
     (``text_encoder/model.norm.weight``, ``vae/config.json``); ``dtype`` (safetensors' word) and
-    ``shape`` are set for a tensor.
+    ``shape`` are set for a tensor. ``content`` is what a compressed layer (its media type ends in
+    ``+gzip`` or ``+zstd``) unpacks to, where the manifest says it.
     """
 
     descriptor: Descriptor
     name: str
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
+    content: Descriptor | None = None
 
     @property
     def component(self) -> str:
@@ -38,10 +40,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class AImage:
-    """A model: the bytes of its AImage config (schemas/aimage-config.schema.json), its layers."""
+    """A model: the bytes of its AImage config (schemas/aimage-config.schema.json), its layers.
+    ``subject`` is the manifest that it belongs to: of an adapter, the model it was trained on."""
 
     config: bytes
     layers: tuple[Layer, ...]
+    subject: Descriptor | None = None
 
     @property
     def algorithm(self) -> str:
@@ -136,6 +140,8 @@ def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
         value["dtype"] = layer.dtype
     if layer.shape is not None:
         value["shape"] = list(layer.shape)
+    if layer.content is not None:
+        value["content"] = {"digest": str(layer.content.digest), "size": layer.content.size}
     return value
 
 
@@ -146,4 +152,28 @@ def from_named(descriptor: Descriptor, media_type: str) -> Layer:
     if not isinstance(name, str):
         raise FormatError(f"layer {descriptor.digest} has no name")
     plain = Descriptor(media_type, descriptor.digest, descriptor.size)
-    return Layer(plain, name, parse_dtype(extra.get("dtype")), parse_shape(extra.get("shape")))
+    content = extra.get("content")
+    if content is not None and not isinstance(content, dict):
+        raise FormatError(f"not what a layer unpacks to: {content!r:.100}")
+    return Layer(
+        plain,
+        name,
+        parse_dtype(extra.get("dtype")),
+        parse_shape(extra.get("shape")),
+        parse_content(media_type, content.get("digest"), content.get("size")) if content else None,
+    )
+
+
+def parse_content(media_type: str, digest: object, size: object) -> Descriptor | None:
+    """What a compressed layer unpacks to; None where nothing is said of it.
+
+    Raises:
+        FormatError: half of it is missing, or wrong, or the layer is not compressed.
+    """
+    if digest is None and size is None:
+        return None
+    plain, compression = mediatype.split_compression(media_type)
+    number = size if type(size) is int else str(size) if isinstance(size, str) else ""
+    if not compression or not isinstance(digest, str) or not (str(number).isascii() and str(number).isdecimal()):
+        raise FormatError(f"a layer of {media_type[:100]} cannot unpack to {digest!r:.100}")
+    return Descriptor(plain, Digest.parse(digest), int(number))

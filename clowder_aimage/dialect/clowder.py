@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from clowder_aimage.dialect.aimage import AImage, Layer, check_names, parse_dtype, parse_shape
+from clowder_aimage.dialect.aimage import (
+    AImage,
+    Layer,
+    check_names,
+    parse_content,
+    parse_dtype,
+    parse_shape,
+)
+from clowder_aimage.dialect.name import name_all
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
 class Clowder:
     """The default. With ``custom`` the manifest's own media type is Clowder's too, as Clowder's
-    storage document prefers; registries refuse that, image layouts do not."""
+    storage document prefers; registries refuse that, image layouts do not.
+
+    Layers without a name are read, too (that document's samples have none, and its EP layers no
+    media type that we know); what is not ours keeps its media type."""
 
     def __init__(self, *, custom: bool = False) -> None:
         self._media_type = mediatype.AIMAGE_MANIFEST if custom else mediatype.OCI_MANIFEST
@@ -28,7 +39,10 @@ class Clowder:
         )
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        return AImage(config, check_names(tuple(_read(layer) for layer in manifest.layers)))
+        said = [layer.annotations.get(mediatype.NAME) for layer in manifest.layers]
+        names = zip(manifest.layers, name_all(manifest.layers, said), strict=True)
+        layers = check_names(tuple(_read(layer, name) for layer, name in names))
+        return AImage(config, layers, manifest.subject)
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
         config = Descriptor.of(mediatype.AIMAGE_CONFIG, aimage.config, algorithm=aimage.algorithm)
@@ -39,6 +53,8 @@ class Clowder:
             "config": config.to_json(),
             "layers": [_write(layer) for layer in aimage.layers],
         }
+        if aimage.subject is not None:
+            document["subject"] = aimage.subject.to_json()
         annotations = manifest_annotations(aimage)
         if annotations:
             document["annotations"] = annotations
@@ -63,20 +79,32 @@ def layer_annotations(layer: Layer) -> dict[str, str]:
         annotations[mediatype.DTYPE] = layer.dtype
     if layer.shape is not None:
         annotations[mediatype.SHAPE] = json.dumps(list(layer.shape), separators=(",", ":"))
+    if layer.content is not None:
+        annotations[mediatype.CONTENT_DIGEST] = str(layer.content.digest)
+        annotations[mediatype.CONTENT_SIZE] = str(layer.content.size)
     return annotations
 
 
-def annotated_layer(layer: Descriptor, plain: Descriptor) -> Layer:
-    """The AImage layer with content ``plain`` that the annotations of ``layer`` describe."""
-    name = layer.annotations.get(mediatype.NAME)
+def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = None) -> Layer:
+    """The AImage layer with content ``plain`` that the annotations of ``layer`` describe; ``name``
+    is what to call it where they do not say. Raises FormatError."""
+    name = layer.annotations.get(mediatype.NAME, name)
     if name is None:
         raise FormatError(f"layer {layer.digest} has no annotation {mediatype.NAME}")
-    dtype = parse_dtype(layer.annotations.get(mediatype.DTYPE))
-    return Layer(plain, name, dtype, parse_shape(layer.annotations.get(mediatype.SHAPE)))
+    said = layer.annotations.get
+    return Layer(
+        plain,
+        name,
+        parse_dtype(said(mediatype.DTYPE)),
+        parse_shape(said(mediatype.SHAPE)),
+        parse_content(
+            plain.media_type, said(mediatype.CONTENT_DIGEST), said(mediatype.CONTENT_SIZE)
+        ),
+    )
 
 
-def _read(layer: Descriptor) -> Layer:
-    return annotated_layer(layer, Descriptor(layer.media_type, layer.digest, layer.size))
+def _read(layer: Descriptor, name: str) -> Layer:
+    return annotated_layer(layer, Descriptor(layer.media_type, layer.digest, layer.size), name)
 
 
 def _write(layer: Layer) -> dict[str, Any]:

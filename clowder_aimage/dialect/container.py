@@ -41,7 +41,8 @@ class Container:
         layers = _from_annotations(manifest) if table is None else _from_table(table)
         if [layer.descriptor.digest for layer in layers] != diff_ids:
             raise FormatError("the layers are not those that the image config's diff_ids name")
-        return AImage(carried_config(config) or foreign_config(layers), check_names(layers))
+        known = carried_config(config) or foreign_config(layers)
+        return AImage(known, check_names(layers), manifest.subject)
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
         config = encode(
@@ -59,7 +60,7 @@ class Container:
                 ],
             }
         )
-        document = {
+        document: dict[str, Any] = {
             "schemaVersion": 2,
             "mediaType": mediatype.OCI_MANIFEST,
             "config": Descriptor.of(
@@ -67,6 +68,8 @@ class Container:
             ).to_json(),
             "layers": [_write(layer) for layer in aimage.layers],
         }
+        if aimage.subject is not None:
+            document["subject"] = aimage.subject.to_json()
         return Manifest.build(document), config
 
 

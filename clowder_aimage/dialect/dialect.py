@@ -23,5 +23,10 @@ class Dialect(Protocol):
         ...
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        """The manifest and the config bytes for ``aimage``, always the same for the same one."""
+        """The manifest and the config bytes for ``aimage``, always the same for the same one.
+
+        Raises:
+            UsageError: this dialect is only read.
+            FormatError: the AImage cannot be written in it.
+        """
         ...

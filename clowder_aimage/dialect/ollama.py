@@ -1,14 +1,23 @@
-"""ollama's tensor models: a Docker manifest with name, dtype and shape on each layer.
+"""ollama's models: a Docker manifest, of tensors or of GGUF files.
 
-The format: ollama's "Image Gen Storage Format" and "Tensor Blob Format". Both generations are
-read: layers of ``application/vnd.ollama.image.config`` as well as ``.json``.
+Tensor models have name, dtype and shape on each layer. The format: ollama's "Image Gen Storage
+Format" and "Tensor Blob Format". Both generations are read: layers of
+``application/vnd.ollama.image.config`` as well as ``.json``.
+
+GGUF models are only read. Their layers have no names: the media type says what each is
+(github.com/ollama/ollama, server/images.go, GetModel, at 5dbb81b72c4b), and the config what the
+model is (types/model/config.go, ConfigV2, at 0abf7fac54ed). Several layers of a model are the
+pieces of a split file, in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
+from clowder_aimage.dialect.name import name_all
+from clowder_aimage.dialect.neighbour import Part, neighbour_config, part_names, read_object
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -24,24 +33,44 @@ _WRITE = {
     mediatype.AIMAGE_SAFETENSORS: mediatype.OLLAMA_TENSOR,
     mediatype.AIMAGE_FILE: mediatype.OLLAMA_JSON,
 }
+_PARTS = {
+    _OLLAMA + "model": Part("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _OLLAMA + "draft": Part("draft", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _OLLAMA + "projector": Part("projector", ".gguf", mediatype.AIMAGE_GGUF),
+    _OLLAMA + "adapter": Part("adapter", ".gguf", mediatype.AIMAGE_LORA),
+    _OLLAMA + "template": Part("template", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "prompt": Part("prompt", "", mediatype.AIMAGE_FILE),  # a template's earlier name
+    _OLLAMA + "license": Part("license", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "params": Part("params", ".json", mediatype.AIMAGE_FILE),
+    _OLLAMA + "system": Part("system", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "messages": Part("messages", ".json", mediatype.AIMAGE_FILE),
+    _OLLAMA + "embed": Part("embed", ".json", mediatype.AIMAGE_FILE),
+}
 
 
 class Ollama:
-    """What ollama reads and writes. A layer of another kind keeps Clowder's media type."""
+    """What ollama reads, and its tensor models as it writes them. A layer of another kind keeps
+    Clowder's media type."""
 
     name = "ollama"
 
     def matches(self, manifest: Manifest) -> bool:
-        return any(layer.media_type in _READ for layer in manifest.layers)
+        kinds = (
+            layer.media_type in _READ or layer.media_type in _PARTS for layer in manifest.layers
+        )
+        return any(kinds) or _is_ours(manifest)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
+        is_tensors = any(layer.media_type in _READ for layer in manifest.layers)
+        if not is_tensors and not _is_ours(manifest):
+            return _read_parts(manifest, config)
         named = [_named(layer, i) for i, layer in enumerate(manifest.layers)]
         layers = check_names(tuple(from_named(layer, _media_type(_READ, layer)) for layer in named))
-        return AImage(carried_config(config) or foreign_config(layers), layers)
+        return AImage(carried_config(config) or foreign_config(layers), layers, manifest.subject)
 
     def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
         config = _config(aimage)
-        document = {
+        document: dict[str, Any] = {
             "schemaVersion": 2,
             "mediaType": mediatype.DOCKER_MANIFEST,
             "config": Descriptor.of(
@@ -51,7 +80,38 @@ class Ollama:
                 to_named(layer, _media_type(_WRITE, layer.descriptor)) for layer in aimage.layers
             ],
         }
+        if aimage.subject is not None:  # OCI's word: ollama passes over it
+            document["subject"] = aimage.subject.to_json()
         return Manifest.build(document), config
+
+
+def _is_ours(manifest: Manifest) -> bool:
+    """Whether we wrote it, of layers that ollama has no word for: each has a name all the same."""
+    is_docker = manifest.media_type == mediatype.DOCKER_MANIFEST
+    return is_docker and {"name" in layer.extra for layer in manifest.layers} == {True}
+
+
+def _read_parts(manifest: Manifest, config: bytes) -> AImage:
+    """A GGUF model. Raises FormatError."""
+    parts = [_PARTS.get(layer.media_type) for layer in manifest.layers]
+    names = name_all(manifest.layers, part_names(parts))
+    layers = tuple(
+        Layer(Descriptor((part and part.media_type) or one.media_type, one.digest, one.size), name)
+        for one, part, name in zip(manifest.layers, parts, names, strict=True)
+    )
+    said = read_object(config)
+    known = neighbour_config(
+        layers,
+        {
+            "name": (said.get("base_name"),),
+            "format": (said.get("model_format"),),
+            "architecture": (said.get("model_family"),),
+            "parameters": (said.get("model_type"),),
+            "quantization": (said.get("file_type"),),
+            "context": (said.get("context_length"),),
+        },
+    )
+    return AImage(carried_config(config) or known, check_names(layers), manifest.subject)
 
 
 def _named(layer: Descriptor, position: int) -> Descriptor:
@@ -88,10 +148,13 @@ def carried_config(config: bytes) -> bytes | None:
         carried = read_json(config, "the config")[CARRIED_CONFIG]
     except (FormatError, KeyError, TypeError):
         return None
-    if not isinstance(carried, str):
-        return None
+    return carried_text(carried) if isinstance(carried, str) else None
+
+
+def carried_text(text: str) -> bytes:
+    """The AImage config from the text that it travelled as. Raises FormatError."""
     try:
-        return carried.encode()
+        return text.encode()
     except UnicodeEncodeError:
         raise FormatError(f"{CARRIED_CONFIG} is not Unicode text") from None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.importer.policy import reason_to_keep
+from clowder_aimage.importer.policy import UNFIT, reason_to_keep
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.importer.weight import FLOATS, Weight
 from clowder_aimage.tensor import Quantization, nbytes
@@ -55,7 +56,7 @@ def decide(
 ) -> list[Decision]:
     """What becomes of each weight; ``exact`` names (component, tensor) the F32 ones whose values
     are BF16."""
-    wanted = recipe.quantize.get(component)
+    wanted = recipe.of(component)
     made = []
     for weight in weights:
         dtype = _dtype(component, weight, recipe, exact)
@@ -124,7 +125,16 @@ def check_quantized(component: str, decisions: Sequence[Decision], wanted: Quant
     raise UsageError(
         f"no tensor of the {component} can be quantized to {wanted.type.name} in groups of "
         f"{wanted.group_size}",
-        hint="a group must fit the rows: try another --group-size"
-        if wanted.type.has_bias
-        else None,
+        hint=_way_out(decisions, wanted),
     )
+
+
+def _way_out(decisions: Sequence[Decision], wanted: Quantization) -> str:
+    """What to do where nothing can be quantized: that depends on what keeps most of the values."""
+    kept = Counter[str]()
+    for decision in decisions:
+        kept[decision.reason or ""] += decision.weight.elements
+    ((reason, _),) = kept.most_common(1)
+    if reason.startswith(UNFIT) and wanted.type.has_bias:
+        return "a group must fit the rows: try another --group-size"
+    return f"most of its values are kept for this reason: {reason}"

@@ -33,7 +33,10 @@ def report(
 ) -> Report:
     """What there is to say of decisions, by component, and of the config that they lead to."""
     decisions = [decision for members in decided.values() for decision in members]
-    said = {name: config["components"][name].get("quantization") for name in decided}
+    said = {
+        name: config["components"][name].get("quantization") if name else quantization(members)
+        for name, members in decided.items()
+    }
     return Report(
         len(decisions),
         sum(decision.weight.elements for decision in decisions),
@@ -58,6 +61,12 @@ def describe_component(
             described["quantization"] = facts
     size = sum(layer.size for layer in layers if layer.name.startswith(f"{name}/"))
     return described | {"size": size}
+
+
+def whole_model(decided: Mapping[str, Sequence[Decision]]) -> dict[str, Any]:
+    """What a model that is a single part is quantized to, if it is."""
+    facts = quantization(decided.get("", ()))
+    return {"quantization": facts["type"]} if facts else {}
 
 
 def totals(decisions: Iterable[Decision]) -> dict[str, Any]:

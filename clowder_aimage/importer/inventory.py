@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from clowder_aimage.importer.prequantized import read_quantized
 from clowder_aimage.importer.shards import read_weights
 from clowder_aimage.importer.tree import check_inside, check_not_pointer, list_directory
 from clowder_aimage.importer.weight import Weight
+from clowder_aimage.oci import mediatype
 
 MODEL_INDEX = "model_index.json"
 WEIGHTED = ("text_encoder", "transformer", "vae")
@@ -39,26 +40,27 @@ _CLASSES = {
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
 }
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_FILE = 256 * 1024 * 1024
 _MAX_CARD = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A small file that becomes a layer as it is. ``size`` in bytes; ``modified`` is when it was
-    last written, in nanoseconds."""
+    """A file that becomes a layer as it is. ``size`` in bytes; ``modified`` is when it was last
+    written, in nanoseconds."""
 
     name: str
     path: Path
     size: int
     modified: int
+    media_type: str = mediatype.AIMAGE_FILE
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a pipeline: its class and library, as model_index.json names them. ``ignored``
-    are names of tensors that are left out."""
+    """One part of a pipeline: its class and library, as model_index.json names them; a Transformers
+    model is a single part without a name. ``ignored`` are names of tensors that are left out."""
 
     name: str
     library: str
@@ -71,13 +73,15 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that a plan is made from."""
+    """All that a plan is made from. ``family`` and ``pipeline`` are empty for what is no diffusers
+    directory; ``facts`` are properties of the AImage config that its format tells."""
 
     family: str
     pipeline: str
     components: tuple[Component, ...]
     files: tuple[SourceFile, ...]
     license: str | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_inventory(directory: Path) -> Inventory:
@@ -112,7 +116,7 @@ def _take_inventory(directory: Path) -> Inventory:
         pipeline=pipeline,
         components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
         files=(_file(directory, MODEL_INDEX),),
-        license=_license(directory),
+        license=read_license(directory),
     )
 
 
@@ -138,8 +142,8 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
             hint="name the directory that holds model_index.json, text_encoder/, transformer/, "
             "vae/, tokenizer/ and scheduler/",
         )
-    list_directory(directory, directory, _PICKLED)
-    return _read_json(directory, MODEL_INDEX)
+    list_directory(directory, directory, PICKLED)
+    return read_object(directory, MODEL_INDEX)
 
 
 def _component(root: Path, name: str, entry: object) -> Component:
@@ -156,13 +160,13 @@ def _component(root: Path, name: str, entry: object) -> Component:
             f"the {name} is missing: there is no directory {directory}",
             hint="download the model again, in full",
         )
-    paths = list_directory(root, directory, _PICKLED)
+    paths = list_directory(root, directory, PICKLED)
     if name == "tokenizer":
         _check_tokenizer(root, {path.name for path in paths})
     tensors = read_weights(directory, paths) if name in WEIGHTED else ()
     files = [path for path in paths if path.name in _FILES[name]]
     file = "scheduler_config.json" if name == "scheduler" else "config.json"
-    config = _read_json(root, f"{name}/{file}") if name != "tokenizer" else {}
+    config = read_object(root, f"{name}/{file}") if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
     return Component(
         name,
@@ -177,7 +181,7 @@ def _component(root: Path, name: str, entry: object) -> Component:
 
 def _check_tokenizer(root: Path, names: set[str]) -> None:
     directory = root / "tokenizer"
-    configured = "tokenizer_config.json" in names and _read_json(
+    configured = "tokenizer_config.json" in names and read_object(
         root, "tokenizer/tokenizer_config.json"
     ).get("chat_template")
     if not configured and not names & {"chat_template.jinja", "chat_template.json"}:
@@ -201,7 +205,8 @@ def _file(root: Path, name: str) -> SourceFile:
     return SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def _read_json(root: Path, name: str) -> Mapping[str, Any]:
+def read_object(root: Path, name: str) -> Mapping[str, Any]:
+    """The JSON object in a file of the model directory ``root``. Raises ModelError."""
     value = _parse_json(root, name)
     if not isinstance(value, dict):
         raise ModelError(f"{root / name} is not a JSON object")
@@ -227,7 +232,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _license(root: Path) -> str | None:
+def read_license(root: Path) -> str | None:
     """The licence in the front matter of the model card (Hugging Face hub, "Model Cards")."""
     path = root / "README.md"
     if not path.is_file():

@@ -72,7 +72,7 @@ Piece = Copy | Cast | Quantize | Factor
 class PlannedLayer:
     """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``. ``origins`` are
     the blobs that they come from, where that is a store. Nothing is to be made of a ``kept`` one:
-    it is a layer already."""
+    it is a layer already. With a ``compression`` the blob is that of all the bytes."""
 
     name: str
     media_type: str
@@ -82,9 +82,11 @@ class PlannedLayer:
     shape: tuple[int, ...] | None = None
     origins: tuple[Descriptor, ...] = ()
     kept: Layer | None = None
+    compression: str = ""
 
     @property
     def size(self) -> int:
+        """In bytes, before it is compressed."""
         if self.kept is not None:
             return self.kept.descriptor.size
         return len(self.prefix) + sum(piece.nbytes for piece in self.pieces)
@@ -98,18 +100,25 @@ class PlannedLayer:
     def is_quantizing(self) -> bool:
         return any(isinstance(piece, Quantize) for piece in self.pieces)
 
-    def layer(self, digest: Digest) -> Layer:
-        """The layer, now that its digest is known."""
+    def layer(self, digest: Digest, size: int | None = None) -> Layer:
+        """The layer, now that the digest of its blob is known; and its size, where it is that of
+        compressed bytes."""
         if self.kept is not None:
             return self.kept
+        media_type = (
+            f"{self.media_type}+{self.compression}" if self.compression else self.media_type
+        )
         return Layer(
-            Descriptor(self.media_type, digest, self.size), self.name, self.dtype, self.shape
+            Descriptor(media_type, digest, self.size if size is None else size),
+            self.name,
+            self.dtype,
+            self.shape,
         )
 
 
 def _pieces(component: str, decision: Decision) -> list[Piece]:
     weight = decision.weight
-    name = f"{component}/{weight.name}"
+    name = layer_name(component, weight.name)
     if decision.quantization is not None:
         return [
             Quantize(
@@ -138,10 +147,15 @@ def _pieces(component: str, decision: Decision) -> list[Piece]:
     ]
 
 
-def file_layer(file: SourceFile) -> PlannedLayer:
-    """A file, byte for byte."""
+def layer_name(component: str, name: str) -> str:
+    """What a layer is called; a model that is a single part has no component."""
+    return f"{component}/{name}" if component else name
+
+
+def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
+    """A file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
     span = Span(file.path, 0, file.size, file.modified)
-    return PlannedLayer(file.name, mediatype.AIMAGE_FILE, b"", (Copy(span),))
+    return PlannedLayer(file.name, file.media_type, b"", (Copy(span),), compression=compression)
 
 
 def tensor_layers(component: str, decisions: Iterable[Decision]) -> list[PlannedLayer]:
@@ -161,7 +175,7 @@ def tensor_layer(component: str, decision: Decision, *origins: Descriptor) -> Pl
     """A tensor, or the parts of a quantized one."""
     quantization = decision.result
     return PlannedLayer(
-        f"{component}/{decision.weight.name}",
+        layer_name(component, decision.weight.name),
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(entries(decision), quantization.metadata() if quantization else None),
         tuple(_pieces(component, decision)),
@@ -177,7 +191,7 @@ def group_layer(
     """Several tensors in one blob, sorted by name, under the name that they share."""
     members = sorted(members, key=lambda decision: decision.weight.name)
     return PlannedLayer(
-        f"{component}/{prefix}",
+        layer_name(component, prefix),
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(
             [entry for decision in members for entry in entries(decision)], _metadata(members)

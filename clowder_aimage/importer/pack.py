@@ -47,7 +47,7 @@ def pack(
     """
     with store.batch():
         written = write_layers(plan, store, lease, jobs=jobs or JOBS, on_written=on_written)
-    aimage = AImage(plan.config, tuple(item.layer for item in written))
+    aimage = AImage(plan.config, tuple(item.layer for item in written), plan.subject)
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, bytes_body(config))

@@ -11,11 +11,17 @@ from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer.decision import Decision, check_quantized, decide
-from clowder_aimage.importer.describe import Report, describe_component, report, totals
+from clowder_aimage.importer.describe import (
+    Report,
+    describe_component,
+    report,
+    totals,
+    whole_model,
+)
 from clowder_aimage.importer.inventory import Component, Inventory
 from clowder_aimage.importer.layer import PlannedLayer, file_layer, tensor_layers
 from clowder_aimage.importer.recipe import Recipe
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
@@ -34,12 +40,13 @@ class Provenance:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The layers in the order they will have, the bytes of the AImage config, what is to hash
-    them all, and what becomes of the weights."""
+    them all, what becomes of the weights, and the manifest that the AImage belongs to."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
     algorithm: str
     report: Report = field(default_factory=Report)
+    subject: Descriptor | None = None
 
     @property
     def size(self) -> int:
@@ -55,8 +62,11 @@ def make_plan(
     *,
     recipe: Recipe = AS_STORED,
     exact: frozenset[tuple[str, str]] = frozenset(),
+    compression: str = "",
+    subject: Descriptor | None = None,
 ) -> Plan:
-    """Decide everything. ``exact`` is what a survey for ``recipe`` found.
+    """Decide everything. ``exact`` is what a survey for ``recipe`` found; ``compression`` is for
+    whole files, of which ``subject`` may be the model that they belong to.
 
     Raises:
         ModelError: a name cannot be a layer's, or the manifest would be larger than registries
@@ -64,14 +74,14 @@ def make_plan(
         UsageError: the recipe does not fit the model.
     """
     decided = decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
-    layers = [file_layer(file) for file in inventory.files]
+    layers = [file_layer(file, compression) for file in inventory.files]
     for component in inventory.components:
         layers += [file_layer(file) for file in component.files]
         layers += tensor_layers(component.name, decided[component.name])
     layers.sort(key=lambda layer: layer.name)
     config = _config(inventory, decided, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
-    plan = Plan(tuple(layers), encode(config), algorithm, report(decided, config, ignored))
+    plan = Plan(tuple(layers), encode(config), algorithm, report(decided, config, ignored), subject)
     check(plan, dialect)
     return plan
 
@@ -82,8 +92,9 @@ def decide_all(
     """What becomes of the weights of each component. Raises UsageError."""
     recipe.check_components(name for name, weights in components.items() if weights)
     decided = {name: decide(name, weights, recipe, exact) for name, weights in components.items()}
-    for name, wanted in recipe.quantize.items():
-        check_quantized(name, decided[name], wanted)
+    for name, decisions in decided.items():
+        if decisions and (wanted := recipe.of(name)):
+            check_quantized(name or "model", decisions, wanted)
     return decided
 
 
@@ -110,7 +121,8 @@ def _check_manifest(plan: Plan, dialect: Dialect) -> None:
     """Write the manifest with digests of the right length to see how large it gets."""
     try:
         digest = _UNKNOWN[plan.algorithm]
-        dialect.write(AImage(plan.config, tuple(layer.layer(digest) for layer in plan.layers)))
+        layers = tuple(layer.layer(digest) for layer in plan.layers)
+        dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
         raise ModelError(
             f"{len(plan.layers)} layers make a manifest of over {MAX_MANIFEST_SIZE} bytes, "
@@ -126,17 +138,21 @@ def _config(
     provenance: Provenance,
 ) -> dict[str, Any]:
     """The AImage config (schemas/aimage-config.schema.json): what it is, not who packed it."""
+    weighed = totals(decision for decisions in decided.values() for decision in decisions)
     config: dict[str, Any] = {
         "schemaVersion": 1,
-        "family": inventory.family,
-        "pipeline": inventory.pipeline,
-        **totals(decision for decisions in decided.values() for decision in decisions),
+        **({"family": inventory.family} if inventory.family else {}),
+        **({"pipeline": inventory.pipeline} if inventory.pipeline else {}),
+        **(weighed if inventory.components else {}),
+        **inventory.facts,
+        **whole_model(decided),
         "size": sum(layer.size for layer in layers),
         "components": {
             c.name: describe_component(
                 {"library": c.library, "class": c.class_name}, c.name, decided[c.name], layers
             )
             for c in inventory.components
+            if c.name
         },
     }
     size = _default_size(inventory.components)

@@ -12,8 +12,9 @@ from clowder_aimage.importer.weight import FLOATS, Weight
 from clowder_aimage.tensor import Quantization
 
 QUANTIZABLE = ("text_encoder", "transformer")  # a VAE makes pixels: its errors would be seen
-BARE = "transformer"  # what a type alone is about
+BARE = "transformer"  # what a type alone is about; so is a model that is a single part
 LEAST = 1024  # elements
+UNFIT = "rows no multiple of"  # and a group size
 
 # Why a tensor is kept, by what its name holds; the first that fits is said.
 _NAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -40,7 +41,7 @@ def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
     if weight.elements < LEAST:
         return f"under {LEAST} elements"
     if not quantization.fits(weight.shape):
-        return f"rows no multiple of {quantization.group_size}"
+        return f"{UNFIT} {quantization.group_size}"
     return None
 
 

@@ -13,10 +13,11 @@ from clowder_aimage.importer.read import SpanReader
 from clowder_aimage.tensor import nbytes
 
 if TYPE_CHECKING:
+    from clowder_aimage.importer.guard import Guard
     from clowder_aimage.importer.quantize import Quantizer
 
 Sink = Callable[[memoryview], None]
-BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole rows
+BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole groups
 BLOCKS = 32 * 1024 * 1024  # bytes, of all threads together
 CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at once
 
@@ -102,28 +103,37 @@ class Pourer:
         self._add(factors(piece.name, bytes(data), piece.source, inverted=piece.inverted), sink)
 
     def _quantize(self, piece: Quantize, reader: SpanReader, sink: Sink) -> None:
-        """Codes go on at once; scales and biases, a few per cent of them, wait for the end."""
+        """Codes go on at once; scales and biases, a few per cent of them, wait for the end. A group
+        depends on no other, so blocks are any number of them: a row may be very long."""
         from clowder_aimage.importer import guard, precision
 
-        assert self._quantizer is not None  # noqa: S101
         watch = guard.Guard(piece.name, piece.target, piece.quantization)
-        row = nbytes(piece.source, piece.shape[1:])
-        scratch = memoryview(bytearray(min(piece.span.nbytes, max(1, self._block // row) * row)))
+        group = nbytes(piece.source, (piece.quantization.group_size,))
+        scratch = memoryview(
+            bytearray(min(piece.span.nbytes, max(1, self._block // group) * group))
+        )
         parts: list[list[bytes]] = [[], []]
         while count := reader.readinto(scratch):
             values, lost = precision.cast(scratch[:count], piece.source, piece.target)
             if lost:
                 raise precision.overflow(piece.name, lost, piece.target)
-            values = watch.admit(values)
-            rows = values.reshape(-1, *piece.shape[1:])
-            codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
-            watch.look(values, codes, others[0], others[1] if len(others) > 1 else None)
+            codes, *others = self._quantized(piece, watch, watch.admit(values))
             self._add(codes, sink)
             for part, data in zip(parts, others, strict=False):
                 part.append(data)
         watch.check()
         for data in (*parts[0], *parts[1]):
             self._add(data, sink)
+
+    def _quantized(self, piece: Quantize, watch: Guard, values: Any) -> tuple[bytes, ...]:
+        """Codes, scales and biases of a block, which ``watch`` has seen. Raises ModelError."""
+        assert self._quantizer is not None  # noqa: S101
+        made, restored = self._quantizer.quantize(
+            values.reshape(1, -1), piece.target, piece.quantization, watch.step(values)
+        )
+        watch.look(values, made[0], made[1], made[2] if len(made) > 2 else None)
+        watch.measure(values, restored)
+        return made
 
 
 def _bytes(values: Any) -> memoryview:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import ModelError
+from clowder_aimage.importer.layer import layer_name
 from clowder_aimage.importer.read import SpanReader
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.importer.weight import FLOATS, Weight
@@ -44,7 +45,7 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
         if not halves[::2].any():
             return np.ascontiguousarray(halves[1::2]), 0
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = _widened(values, source)
+        wide = widened(values, source)
         narrow = _rounded(wide) if target == "BF16" else wide.astype(_NUMPY[target])
         return narrow, _lost(wide, narrow, target)
 
@@ -55,7 +56,7 @@ def _lost(wide: Values, narrow: Values, target: str) -> int:
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
 
-def _widened(values: Values, dtype: str) -> Values:
+def widened(values: Values, dtype: str) -> Values:
     """The same values as float32, or as float64 where they were."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
@@ -158,4 +159,4 @@ def _check_fits(
         while count := reader.readinto(buffer):
             lost += cast(buffer[:count], weight.dtype, target)[1]
     if lost:
-        raise overflow(f"{component}/{weight.name}", lost, target)
+        raise overflow(layer_name(component, weight.name), lost, target)

@@ -24,6 +24,7 @@ from clowder_aimage.importer.shards import SourceTensor
 from clowder_aimage.importer.weight import Part, Reading, Weight, by_name, plain
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.stated import KEYS
 
 _ACTIVATIONS = (".input_scale", ".input_global_scale")
 _NVFP4 = Quantization.parse("nvfp4")
@@ -104,7 +105,7 @@ def _configured(
     it says otherwise, whatever the mode of the rest. Its group size may be left out: the shapes
     tell it. Raises FormatError.
     """
-    said = config.get("quantization", config.get("quantization_config"))
+    said = next((config[key] for key in KEYS if config.get(key) is not None), None)
     own = said.get(stem) if isinstance(said, dict) else None
     facts = own if isinstance(own, dict) else said
     if (

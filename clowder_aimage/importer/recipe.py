@@ -63,9 +63,13 @@ class Recipe:
                     hint="pip install 'clowder-aimage[mlx]'",
                 )
 
+    def of(self, component: str) -> Quantization | None:
+        """What a component is to be quantized to."""
+        return self.quantize.get(component or BARE)
+
     def check_components(self, names: Iterable[str]) -> None:
         """Raises UsageError where one that is to be quantized is not among ``names``."""
-        there = set(names)
+        there = {name or BARE for name in names}
         for name in self.quantize:
             if name not in there:
                 raise UsageError(f"there is no {name} with weights to quantize")

@@ -14,14 +14,11 @@ from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.importer.weight import Part, Weight
 from clowder_aimage.tensor import BlobTensor, Quantization, check_layer
-from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.blob import BIAS, SCALE
+from clowder_aimage.tensor.outside import CODES, Said, group_size, own_layers
 
-Stated = Callable[[str, str], tuple[str | None, int | None]]
+Stated = Callable[[str, str], Said]
 """(component, tensor) to the name of its quantization and its group size, as configs say them."""
-_WEIGHT = ".weight"
-_CODES = "U32"
-_OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
-_MLX = {SCALE: ".scales", BIAS: ".biases"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +68,12 @@ def _parts(
     stored: StoredLayer, named: Mapping[str, StoredLayer]
 ) -> Iterator[tuple[str, StoredLayer]]:
     """The layers of scales and biases for the codes in ``stored``."""
-    name = stored.layer.name
-    is_codes = len(stored.weights) == 1 and stored.weights[0].dtype == _CODES
-    if stored.is_group or not is_codes or not name.endswith(_WEIGHT):
+    if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
-    for stem, words in ((name, _OWN_LAYERS), (name.removesuffix(_WEIGHT), _MLX)):
-        if stem + words[SCALE] in named:
-            for part, word in words.items():
-                own = named.get(stem + word)
-                if own is not None and len(own.weights) == 1 and not own.is_group:
-                    yield part, own
-            return
+    for part, name in own_layers(stored.layer.name, named).items():
+        own = named[name]
+        if len(own.weights) == 1 and not own.is_group:
+            yield part, own
 
 
 def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: Stated) -> Weight:
@@ -91,14 +83,15 @@ def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: State
         return codes
     every = {part: own.weights[0] for part, own in parts.items()}
     try:
-        quantization = Quantization.parse(kind, size or _group_size(kind, codes, every[SCALE]))
+        size = size or group_size(kind, codes.shape, every[SCALE].shape)
+        quantization = Quantization.parse(kind, size)
     except FormatError as error:
         raise FormatError(f"{stored.layer.name}: {error}") from None
     shape = quantization.shape(codes.shape) if codes.shape else ()
     scales = quantization.scales_shape(shape) if quantization.fits(shape) else None
     if every[SCALE].shape != scales or every.get(BIAS, every[SCALE]).shape != scales:
         raise FormatError(
-            f"{stored.layer.name}: {_CODES} {list(codes.shape)} and scales "
+            f"{stored.layer.name}: {CODES} {list(codes.shape)} and scales "
             f"{list(every[SCALE].shape)} are no {kind} in groups of {quantization.group_size}"
         )
     whole = [replace(codes.parts[0], suffix="")]
@@ -108,10 +101,3 @@ def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: State
 
 def _as_part(suffix: str, weight: Weight) -> Part:
     return replace(weight.parts[0], suffix=suffix)
-
-
-def _group_size(kind: str, codes: Weight, scales: Weight) -> int | None:
-    """The values of a row for each of its scales; None where there are none."""
-    values = Quantization.parse(kind).shape(codes.shape)[-1] if codes.shape else 0
-    groups = scales.shape[-1] if scales.shape else 0
-    return values // groups if groups else None

@@ -10,7 +10,7 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.importer.decision import Decision
-from clowder_aimage.importer.describe import describe_component, report, totals
+from clowder_aimage.importer.describe import describe_component, report, totals, whole_model
 from clowder_aimage.importer.layer import PlannedLayer, group_layer, tensor_layer
 from clowder_aimage.importer.plan import Plan, check, decide_all
 from clowder_aimage.importer.recipe import Recipe
@@ -26,6 +26,8 @@ from clowder_aimage.tensor import (
     read_header,
     read_tensors,
 )
+from clowder_aimage.tensor.blob import LEGACY_KEY
+from clowder_aimage.tensor.outside import Said, complete
 
 _EXPERTS = ("experts", "shared_experts")
 _TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # anew, of weights that change
@@ -42,7 +44,7 @@ def read_stored(
         FormatError: a blob is not what its layer says.
     """
     layers = [
-        _read(store, layer) if layer.is_tensor else StoredLayer(layer, ())
+        _read(store, layer, stated) if layer.is_tensor else StoredLayer(layer, ())
         for layer in aimage.layers
     ]
     return join(layers, stated)
@@ -57,21 +59,32 @@ def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
     return components
 
 
-def _read(store: ContentStore, layer: Layer) -> StoredLayer:
+def _read(store: ContentStore, layer: Layer, stated: Stated) -> StoredLayer:
     path = store.path(layer.descriptor)
-    own = layer.name.removeprefix(f"{layer.component}/")
+    prefix = f"{layer.component}/"
+    own = layer.name.removeprefix(prefix)
+
+    def said(key: str) -> Said:
+        name = own if key == LEGACY_KEY else key
+        return stated(layer.component, name.removeprefix(prefix))
+
     try:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
-        tensors = read_tensors(header)
+        tensors = read_tensors(complete(header, said))
         group = _group(tensors, own, layer)
     except FormatError as error:
-        said = error.message.removeprefix(f"{layer.name}: ")
-        raise FormatError(f"{layer.name}: {said}", hint=error.hint) from None
+        raise _blame(layer, error) from None
     if own in group:
         return StoredLayer(layer, (_weight(own, group[own], header, path),))
     members = tuple(_weight(name, member, header, path) for name, member in group.items())
     return StoredLayer(layer, members, is_group=True)
+
+
+def _blame(layer: Layer, error: FormatError) -> FormatError:
+    """The error, with the layer that it is about, named once."""
+    said = error.message.removeprefix(f"{layer.name}: ")
+    return FormatError(f"{layer.name}: {said}", hint=error.hint)
 
 
 def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
@@ -123,6 +136,7 @@ def plan_conversion(
     Raises:
         ModelError: the manifest would be larger than registries take.
         UsageError: the recipe does not fit the model.
+        FormatError: tensors of a group would get names that others have.
     """
     components = weights_of(layers)
     decided = decide_all(components, recipe, exact)
@@ -146,10 +160,13 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], Decision]) -> P
         return PlannedLayer(
             layer.name, kept.media_type, b"", (), layer.dtype, layer.shape, kept=layer
         )
-    if stored.is_group:
-        prefix = layer.name.removeprefix(f"{component}/")
-        return group_layer(component, prefix, decisions, layer.descriptor)
-    return tensor_layer(component, decisions[0], layer.descriptor)
+    try:
+        if stored.is_group:
+            prefix = layer.name.removeprefix(f"{component}/")
+            return group_layer(component, prefix, decisions, layer.descriptor)
+        return tensor_layer(component, decisions[0], layer.descriptor)
+    except FormatError as error:  # a tensor has the name of another's scales
+        raise _blame(layer, error) from None
 
 
 def _config(
@@ -161,6 +178,8 @@ def _config(
     components = old.get("components")
     described = dict(components) if isinstance(components, dict) else {}
     for name, decisions in decided.items():
+        if not name:
+            continue
         entry = described.get(name)
         known = dict(entry) if isinstance(entry, dict) else {}
         if any(decision.changes for decision in decisions) or not known:
@@ -169,9 +188,22 @@ def _config(
             if "quantization" in known and not any(d.quantization for d in decisions):
                 new["quantization"] = known["quantization"]  # it knows why some were kept
             described[name] = new
-    return {
-        **old,
+    told = {
         **totals(decision for decisions in decided.values() for decision in decisions),
+        **whole_model(decided),
         "size": sum(layer.size for layer in layers),
         "components": described,
     }
+    return _in_order(old, told)
+
+
+def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """``old`` with what is ``told``; what is new stands where ``create`` has it, before what it
+    tells next."""
+    keys = list(old)
+    place = len(keys)
+    for key in reversed(told):
+        if key not in old:
+            keys.insert(place, key)
+        place = keys.index(key)
+    return {key: told.get(key, old.get(key)) for key in keys}

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from clowder_aimage.content import ContentStore, Lease, bytes_body
@@ -21,13 +21,14 @@ from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.content.verify import verify
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import VerificationError
+from clowder_aimage.importer.compress import compressor
 from clowder_aimage.importer.layer import PlannedLayer
 from clowder_aimage.importer.plan import Plan
 from clowder_aimage.importer.pour import Pourer
 from clowder_aimage.importer.read import changed
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.leftover import remove_partials
-from clowder_aimage.oci import Digest
+from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
 JOBS = 8  # threads that read, hash and write
@@ -103,6 +104,8 @@ class _Writer:
         for origin in planned.origins:
             with self._store.open(origin) as file:
                 verify(file, origin)
+        if planned.compression:
+            return self._compress(planned)
         if planned.size <= self._size:
             return self._push(planned)
         if planned.size in self._sizes and not planned.is_quantizing:
@@ -167,6 +170,41 @@ class _Writer:
             ingest.commit(layer.descriptor)
         except VerificationError:
             raise changed(planned.path) from None
+        return Written(layer, False)
+
+    def _compress(self, planned: PlannedLayer) -> Written:
+        """A blob that is compressed while it is written."""
+        packer = compressor(planned.compression, planned.size)
+        plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
+        ingest = self._store.ingest("create")
+        size = 0
+
+        def write(data: bytes) -> None:
+            nonlocal size
+            if data:
+                packed.update(data)
+                ingest.write_at(size, memoryview(data))
+                size += len(data)
+
+        def add(view: memoryview) -> None:
+            plain.update(view)
+            write(packer.compress(view))
+
+        try:
+            self._pourer.pour(planned, add)
+            write(packer.flush())
+            content = Digest(self._algorithm, plain.hexdigest())
+            layer = replace(
+                planned.layer(Digest(self._algorithm, packed.hexdigest()), size),
+                content=Descriptor(planned.media_type, content, planned.size),
+            )
+            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
+                ingest.abort()
+                return Written(layer, True)
+        except BaseException:
+            ingest.abort()
+            raise
+        ingest.commit(layer.descriptor)
         return Written(layer, False)
 
     def _is_ours(self, digest: Digest) -> bool:

@@ -52,7 +52,8 @@ def read_aimage(store: ContentStore, reference: Reference) -> Stored:
 
 
 def inflate(store: ContentStore, stored: Stored) -> None:
-    """Bring back the blobs that another tool compressed on the way; the rest is left alone.
+    """Bring back the blobs that another tool compressed on the way; the rest is left alone, and so
+    is what an AImage that is here in part lacks.
 
     The result is verified against the diff_id, and can be no larger than the AImage says.
 
@@ -62,7 +63,7 @@ def inflate(store: ContentStore, stored: Stored) -> None:
     """
     for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
         plain = wanted.descriptor
-        if layer.digest == plain.digest or store.exists(plain):
+        if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
             continue
         if layer.media_type not in _GZIPPED:
             raise FormatError(

@@ -9,30 +9,27 @@ the header tells what it holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from functools import cached_property
 
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import Layer
-from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.model.blob import Blob, Span, Tensor, blame
-from clowder_aimage.model.stated import Stated
-from clowder_aimage.tensor import BlobTensor, Header, Quantization, TensorInfo, read_tensors
-from clowder_aimage.tensor.blob import (
-    BIAS,
-    GLOBAL_SCALE,
-    LEGACY_KEY,
-    SCALE,
+from clowder_aimage.tensor import (
+    BlobTensor,
+    Header,
+    TensorInfo,
     check_layer,
     find_group,
     find_tensor,
+    read_tensors,
 )
-from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE
+from clowder_aimage.tensor.blob import LEGACY_KEY
+from clowder_aimage.tensor.outside import CODES, Said, complete, own_layers
+from clowder_aimage.tensor.stated import Stated
 
-_WEIGHT = ".weight"
-_CODES = "U32"
 _EXPERTS = ("experts", "shared_experts")
-_OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
-_MLX = {SCALE: ".scales", BIAS: ".biases"}
+_FLOATS = ("F64", "F32", "F16", "BF16")  # values for sure, whatever stands beside them
 
 
 class Catalogue:
@@ -42,14 +39,39 @@ class Catalogue:
         self, store: ContentStore, component: str, layers: Mapping[str, Layer], stated: Stated
     ) -> None:
         self._store, self._component, self._stated = store, component, stated
-        self._parts = {name: parts for name in layers if (parts := _own_layers(name, layers))}
-        taken = {name for parts in self._parts.values() for name in parts.values()}
-        self._part_layers = {name: layers[name] for name in taken}
-        self._layers = {name: layer for name, layer in layers.items() if name not in taken}
+        self._all = layers
         self._read: dict[str, dict[str, Tensor]] = {}
 
+    @cached_property
+    def _parts(self) -> dict[str, dict[str, str]]:
+        """The layers of codes whose scales and biases are layers of their own, with those."""
+        return {
+            name: parts
+            for name in self._all
+            if (parts := own_layers(name, self._all)) and self._is_codes(name)
+        }
+
+    @cached_property
+    def _layers(self) -> dict[str, Layer]:
+        """The layers, but for those that are parts of others."""
+        taken = {name for parts in self._parts.values() for name in parts.values()}
+        return {name: layer for name, layer in self._all.items() if name not in taken}
+
+    def _is_codes(self, name: str) -> bool:
+        """Whether the blob of a layer that has others called as its scales holds nothing but codes:
+        floats may have such neighbours, too, and codes scales of their own."""
+        layer = self._all[name]
+        if layer.dtype in _FLOATS:
+            return False
+        try:
+            tensors = Blob.read(self._store, layer).header.tensors
+        except AImageError:
+            return True  # whoever asks for it hears why
+        return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
+
     def names(self) -> tuple[str, ...]:
-        """All names. Only blobs that may be packed groups are opened.
+        """All names. Only blobs that may be packed groups, or codes with scales in layers of their
+        own, are opened.
 
         Raises:
             FormatError: two tensors have one name, or one of those blobs is broken.
@@ -74,7 +96,8 @@ class Catalogue:
             tensor = self._tensors(layer_name).get(name)
             if tensor is not None:
                 return tensor
-        raise NotFoundError(f"the model has no tensor {self._component}/{name[:200]}")
+        whole = f"{self._component}/{name}" if self._component else name
+        raise NotFoundError(f"the model has no tensor {whole[:200]}")
 
     def _candidates(self, name: str) -> Iterator[str]:
         """The layer of that name, and the layers that may be groups with it."""
@@ -113,24 +136,19 @@ class Catalogue:
         yield layer_name, blob.tensor(layer_name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
-        """The header with what it leaves out about codes: the type as the configuration says it,
-        the group size as the shapes do. int4 comes in groups of 32 and of 64."""
-        codes = [key for key, info in header.tensors.items() if info.dtype == _CODES]
-        if not codes:
-            return header
-        metadata = dict(header.metadata)
-        for key in codes:
-            if scales := _scales(key, header.tensors):
-                name = layer_name if key == LEGACY_KEY else key
-                stated = self._stated.of(name.removeprefix(f"{self._component}/"))
-                _complete(metadata, key, header.tensors[key], scales, stated)
-        return replace(header, metadata=metadata)
+        """The header with what the configuration says of its codes."""
+
+        def stated(key: str) -> Said:
+            name = layer_name if key == LEGACY_KEY else key
+            return self._stated.of(name.removeprefix(f"{self._component}/"))
+
+        return complete(header, stated)
 
     def _joined(self, name: str, blob: Blob, parts: Mapping[str, str]) -> Tensor:
         """A quantized tensor whose codes, scales and biases are layers of their own."""
         codes = blob.span(self._single(name, blob).key)
         spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
-        if codes.dtype != _CODES:
+        if codes.dtype != CODES:
             raise FormatError(f"{codes.dtype} values with scales beside them cannot be read")
         infos = {
             name + part: TensorInfo(span.dtype, span.shape, 0, span.nbytes)
@@ -142,7 +160,7 @@ class Catalogue:
 
     def _part(self, layer_name: str) -> Span:
         """The scales or biases that are a layer of their own."""
-        layer = self._part_layers[layer_name]
+        layer = self._all[layer_name]
         blob = Blob.read(self._store, layer)
         found = self._single(layer_name, blob)
         _check(layer, found)
@@ -156,16 +174,6 @@ class Catalogue:
 def _check(layer: Layer, tensor: BlobTensor) -> None:
     """Hold a tensor next to what its layer promises. Raises FormatError."""
     check_layer(tensor, layer.name, layer.dtype, layer.shape)
-
-
-def _own_layers(name: str, layers: Mapping[str, Layer]) -> dict[str, str]:
-    """The layers of scales and biases for the codes in layer ``name``, if it has them."""
-    if name.endswith(_WEIGHT):
-        for stem, words in ((name, _OWN_LAYERS), (name.removesuffix(_WEIGHT), _MLX)):
-            if stem + words[SCALE] in layers:
-                parts = {part: stem + word for part, word in words.items()}
-                return {part: own for part, own in parts.items() if own in layers}
-    return {}
 
 
 def _group(found: Mapping[str, BlobTensor], prefix: str, component: str) -> dict[str, BlobTensor]:
@@ -188,34 +196,3 @@ def _prefixes(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
-    scales = tensors.get(key + SCALE)
-    if scales is None and key.endswith(_WEIGHT):
-        scales = tensors.get(key.removesuffix(_WEIGHT) + _MLX[SCALE])
-    return scales
-
-
-def _complete(
-    metadata: dict[str, str],
-    key: str,
-    codes: TensorInfo,
-    scales: TensorInfo,
-    stated: tuple[str | None, int | None],
-) -> None:
-    """Add type and group size of ``key`` where ``metadata`` does not say them."""
-    own_kind, own_size = f"{key}.{QUANT_TYPE}", f"{key}.{GROUP_SIZE}"
-    said = metadata.get(own_kind, metadata.get(QUANT_TYPE))
-    kind, size = stated
-    if said is None and kind is not None:
-        said = metadata[own_kind] = kind
-        if size is not None:
-            metadata.setdefault(own_size, str(size))
-    if said is None or own_size in metadata or GROUP_SIZE in metadata:
-        return
-    quantization = Quantization.parse(said)
-    values = quantization.shape(codes.shape)[-1] if codes.shape else 0
-    groups = scales.shape[-1] if scales.shape else 0
-    if groups and values % groups == 0 and values // groups in quantization.type.group_sizes:
-        metadata[own_size] = str(values // groups)

@@ -88,9 +88,9 @@ def numpy_span(span: Span) -> Array:
     if span.dtype in _NUMPY:
         return _view(span, _NUMPY[span.dtype])
     if span.dtype == "BF16":
-        values = (_view(span, "<u2").astype(np.uint32) << 16).view(np.float32)
+        values = np.asarray(_view(span, "<u2").astype(np.uint32) << 16).view(np.float32)
     elif span.dtype in _DECODED:
-        values = _DECODED[span.dtype](_view(span, "u1"))
+        values = np.asarray(_DECODED[span.dtype](_view(span, "u1")))  # one value alone is no array
     else:
         raise ModelError(f"{span.key}: numpy cannot show values of type {span.dtype}")
     values.flags.writeable = False

@@ -4,8 +4,10 @@
     weights.load(mx.bfloat16)
     array = weights["model.layers.0.mlp.down_proj.weight"]
 
-Every blob's header is checked against its layer and the module before the first weight is read.
-MLX is imported only by what gives MLX arrays; all of that belongs on one thread.
+A blob's header is checked against its layer before its own weights are read. ``apply`` checks all
+of them, and the module's shapes, before it reads the first weight; ``load`` goes from blob to blob,
+and keeps nothing when one is bad. MLX is imported only by what gives MLX arrays; all of that is for
+one thread.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model import view
 from clowder_aimage.model.catalogue import Catalogue
 from clowder_aimage.model.file import find_object, read_object
-from clowder_aimage.model.stated import Stated
 from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.stated import Stated
 
 if TYPE_CHECKING:
     from clowder_aimage.model.array import Value
@@ -79,7 +81,7 @@ class ModelWeights:
 
     def keys(self) -> tuple[str, ...]:
         """The names of the tensors, without the component. Of the blobs, only those that may be
-        groups are opened. Raises FormatError."""
+        groups, or codes with scales in layers of their own, are opened. Raises FormatError."""
         return self._catalogue.names()
 
     def __iter__(self) -> Iterator[str]:

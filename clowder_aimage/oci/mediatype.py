@@ -21,6 +21,13 @@ AIMAGE_MANIFEST = "application/vnd.clowder.aimage.manifest.v1+json"
 AIMAGE_CONFIG = "application/vnd.clowder.aimage.config.v1+json"
 AIMAGE_SAFETENSORS = "application/vnd.clowder.aimage.model.safetensors.layer.v1"
 AIMAGE_FILE = "application/vnd.clowder.aimage.model.file.layer.v1"
+AIMAGE_GGUF = "application/vnd.clowder.aimage.model.gguf.layer.v1"
+AIMAGE_ONNX = "application/vnd.clowder.aimage.model.onnx.layer.v1"
+AIMAGE_TORCHSCRIPT = "application/vnd.clowder.aimage.model.torchscript.layer.v1"
+AIMAGE_SAVEDMODEL = "application/vnd.clowder.aimage.model.savedmodel.layer.v1"
+AIMAGE_TRANSFORMERS = "application/vnd.clowder.aimage.model.transformers.layer.v1"
+AIMAGE_LORA = "application/vnd.clowder.aimage.adapter.lora.layer.v1"
+COMPRESSIONS = ("gzip", "zstd")  # a layer's media type ends in +gzip or +zstd then
 
 # ollama's tensor models
 OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
@@ -36,6 +43,8 @@ PARTIAL = "vnd.clowder.aimage.partial"  # of an entry in index.json: blobs may b
 DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"
+CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"  # what a compressed layer unpacks to
+CONTENT_SIZE = "vnd.clowder.aimage.content.size"
 
 # Annotation of a manifest in an index, or of the manifest itself
 VARIANT = "vnd.clowder.aimage.variant"
@@ -46,3 +55,9 @@ CONTAINERD_NAME = "io.containerd.image.name"
 CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"  # in Clowder's first documents; read only
 CREATED = "org.opencontainers.image.created"
 LICENSES = "org.opencontainers.image.licenses"
+
+
+def split_compression(media_type: str) -> tuple[str, str]:
+    """A media type without ``+gzip`` or ``+zstd``, and which of them it had, or nothing."""
+    base, plus, suffix = media_type.rpartition("+")
+    return (base, suffix) if plus and suffix in COMPRESSIONS else (media_type, "")

@@ -5,7 +5,7 @@ JSON object (unsigned, little-endian), which maps names to dtype, shape and the 
 in the data that follows it. What the reference reader (its tensor.rs, release 0.8) refuses is
 refused here, and more where two readers could see different tensors: a key twice, fields that are
 not in the format, another spelling of a field, a space before the object, names
-that cannot be shown, and sizes out of reason.
+that cannot be shown or are too long, and sizes out of reason.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ MAX_TENSORS = 100_000
 MAX_VALUES = 2_000_000
 """Values of the JSON object, about: MAX_TENSORS of four dimensions take 1.2 million. A header of
 brackets alone would take gigabytes once it is Python objects."""
+MAX_NAME = 1024
+"""Characters of a tensor's name, as of a layer's: readers look at every part of it."""
 METADATA = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _LENGTH = struct.Struct("<Q")
@@ -185,8 +187,9 @@ def _tensor(name: str, item: object) -> TensorInfo:
 
 
 def _is_name(name: str) -> bool:
-    """Not empty, not taken, and without control characters or halves of surrogate pairs."""
-    return name not in ("", METADATA) and _CONTROL.search(name) is None
+    """Not empty, not too long, not taken, and without control characters or halves of surrogate
+    pairs."""
+    return 0 < len(name) <= MAX_NAME and name != METADATA and _CONTROL.search(name) is None
 
 
 def _is_span(span: object) -> bool:

@@ -1,4 +1,4 @@
-"""Four ways to write the same AImage down."""
+"""The ways to write the same AImage down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage, Layer, detect
+from clowder_aimage.dialect import DEFAULT, DIALECTS, LADDER, READABLE, AImage, Layer, detect
 from clowder_aimage.dialect.aimage import check_name, parse_dtype, parse_shape
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
@@ -35,6 +35,10 @@ CONTAINER_CONFIG = (
 OLLAMA_CONFIG = (
     '{"model_format":"safetensors","model_family":"","capabilities":["image"],'
     '"vnd.clowder.aimage.config":' + json.dumps(CONFIG.decode(), ensure_ascii=False) + "}"
+).encode()
+MODELPACK_CONFIG = (
+    '{"descriptor":{"licenses":["mit"]},"modelfs":{"type":"layers","diffIds":['
+    f'"sha256:{B}","sha256:{A}"]}},"config":{{"format":"safetensors"}}}}'
 ).encode()
 
 
@@ -83,14 +87,41 @@ PINNED = {
         '"application/vnd.clowder.aimage.model.safetensors.layer.v1"}}]}',
         CONTAINER_CONFIG,
     ),
+    "modelpack": (
+        '{"schemaVersion":2,"mediaType":"application/vnd.oci.image.manifest.v1+json",'
+        '"artifactType":"application/vnd.cncf.model.manifest.v1+json",'
+        '"config":{"mediaType":"application/vnd.cncf.model.config.v1+json",'
+        f'"digest":"{Digest.of(MODELPACK_CONFIG)}","size":{len(MODELPACK_CONFIG)}}},'
+        '"layers":[{"mediaType":"application/vnd.cncf.model.weight.config.v1.raw",'
+        f'"digest":"sha256:{B}","size":9,'
+        '"annotations":{"org.cncf.model.filepath":"vae/config.json",'
+        '"vnd.clowder.aimage.name":"vae/config.json",'
+        '"vnd.clowder.aimage.mediatype":"application/vnd.clowder.aimage.model.file.layer.v1"}},'
+        '{"mediaType":"application/vnd.cncf.model.weight.v1.raw",'
+        f'"digest":"sha256:{A}","size":76,'
+        '"annotations":{"org.cncf.model.filepath":"vae/w.safetensors",'
+        '"vnd.clowder.aimage.name":"vae/w","vnd.clowder.aimage.dtype":"BF16",'
+        '"vnd.clowder.aimage.shape":"[2,0]","vnd.clowder.aimage.mediatype":'
+        '"application/vnd.clowder.aimage.model.safetensors.layer.v1"}}],'
+        '"annotations":{"org.opencontainers.image.licenses":"mit","vnd.clowder.aimage.config":'
+        + json.dumps(CONFIG.decode(), ensure_ascii=False)
+        + "}}",
+        MODELPACK_CONFIG,
+    ),
 }
 
 
 def test_the_pins_are_of_all_dialects():
     assert set(PINNED) == set(DIALECTS)
-    assert list(DIALECTS) == ["custom", "clowder", "ollama", "container"]  # the ladder's order
+    assert list(DIALECTS) == ["custom", "clowder", "ollama", "container", "modelpack"]
     assert DEFAULT == "clowder"
-    assert all(name == dialect.name for name, dialect in DIALECTS.items())
+    assert all(name == dialect.name for name, dialect in READABLE.items())
+
+
+def test_the_ladder_has_what_is_the_same_artifact_in_another_dress():
+    assert LADDER == ("custom", "clowder", "ollama", "container")
+    assert set(READABLE) == {*DIALECTS, "docker", "kitops"}
+    assert list(READABLE)[-1] == "container"  # looks like many others: asked last
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -112,7 +143,7 @@ names = st.lists(
 digests = st.binary(max_size=8).map(Digest.of) | st.binary(max_size=2).map(
     lambda data: Digest.of(data, "sha512")
 )
-layers = st.builds(
+plain_layers = st.builds(
     Layer,
     st.builds(
         Descriptor,
@@ -120,8 +151,12 @@ layers = st.builds(
             [
                 mediatype.AIMAGE_SAFETENSORS,
                 mediatype.AIMAGE_FILE,
-                "application/vnd.clowder.aimage.model.gguf.layer.v1",
+                mediatype.AIMAGE_GGUF,
+                mediatype.AIMAGE_LORA,
                 "application/vnd.ollama.image.license",
+                "application/vnd.ollama.image.model",
+                "application/vnd.cncf.model.doc.v1.tar",
+                "application/vnd.clowder.aimage.ep.layer.v1",
             ]
         ),
         digests,
@@ -131,6 +166,18 @@ layers = st.builds(
     st.none() | st.sampled_from(["BF16", "F32", "U32"]),
     st.none() | st.lists(st.integers(0, 10**6), max_size=4).map(tuple),
 )
+packed_layers = st.builds(
+    lambda suffix, packed, plain, name: Layer(
+        Descriptor(f"{mediatype.AIMAGE_GGUF}+{suffix}", packed, 9),
+        name,
+        content=Descriptor(mediatype.AIMAGE_GGUF, plain, 99),
+    ),
+    st.sampled_from(mediatype.COMPRESSIONS),
+    digests,
+    digests,
+    names,
+)
+layers = plain_layers | packed_layers
 properties = st.fixed_dictionaries(
     {"schemaVersion": st.just(1), "components": st.just({})},
     optional={
@@ -141,19 +188,19 @@ properties = st.fixed_dictionaries(
     },
 )
 aimages = st.builds(
-    lambda value, spaced, found: AImage(
-        json.dumps(value, ensure_ascii=False, indent=1 if spaced else None).encode(), tuple(found)
+    lambda value, spaced, found, base: AImage(
+        json.dumps(value, ensure_ascii=False, indent=1 if spaced else None).encode(),
+        tuple(found),
+        base,
     ),
     properties,
     st.booleans(),
     st.lists(layers, min_size=1, max_size=5, unique_by=lambda layer: layer.name),
-)
-tensor_aimages = aimages.map(
-    lambda aimage: replace(aimage, layers=(*aimage.layers, replace(TENSOR, name="vae/w/last/one")))
+    st.none() | st.builds(Descriptor, st.just(mediatype.OCI_MANIFEST), digests, st.just(1)),
 )
 
 
-@given(tensor_aimages, st.sampled_from(sorted(DIALECTS)))
+@given(aimages, st.sampled_from(sorted(DIALECTS)))
 def test_reading_what_was_written_gives_the_same_aimage(aimage, name):
     manifest, config = DIALECTS[name].write(aimage)
     assert detect(manifest) is DIALECTS[name]
@@ -162,7 +209,7 @@ def test_reading_what_was_written_gives_the_same_aimage(aimage, name):
     assert (again.raw, again_config) == (manifest.raw, config)
 
 
-@given(tensor_aimages, st.permutations(sorted(DIALECTS)))
+@given(aimages, st.permutations(sorted(DIALECTS)))
 def test_any_way_through_the_dialects_ends_at_the_digest_of_create(aimage, way):
     created, created_config = DIALECTS["clowder"].write(aimage)
     manifest, config = created, created_config
@@ -287,7 +334,7 @@ def test_a_broken_aimage_config_is_our_error(config):
     aimage = AImage(config, (TENSOR,))
     with pytest.raises(FormatError, match="AImage config"):
         _ = aimage.properties
-    for name in ("clowder", "custom", "ollama"):
+    for name in ("clowder", "custom", "ollama", "modelpack"):
         with pytest.raises(FormatError, match="AImage config"):
             DIALECTS[name].write(aimage)
 
@@ -297,20 +344,11 @@ def test_a_config_that_is_not_utf8_cannot_travel_in_another():
         DIALECTS["container"].write(AImage(b"\xff", (TENSOR,)))
 
 
-def test_a_gguf_model_of_ollama_is_no_aimage():
-    """Its layers have no names; it can be moved but not run."""
-    document = {
-        "schemaVersion": 2,
-        "mediaType": mediatype.DOCKER_MANIFEST,
-        "config": {"mediaType": mediatype.DOCKER_CONFIG, "digest": f"sha256:{A}", "size": 5},
-        "layers": [
-            {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{B}", "size": 9}
-        ],
-    }
-    manifest = Manifest.build(document)
-    config = b'{"model_format":"gguf","rootfs":{"type":"layers","diff_ids":["sha256:%s"]}}'
-    with pytest.raises(FormatError):
-        detect(manifest).read(manifest, config % B.encode())
+def test_a_gguf_model_in_ollamas_dialect_is_found_again():
+    """It has no layer that ollama has a word for; the names of all its layers tell."""
+    gguf = Layer(replace(TENSOR.descriptor, media_type=mediatype.AIMAGE_GGUF), "model.gguf")
+    manifest, config = DIALECTS["ollama"].write(AImage(CONFIG, (gguf,)))
+    assert detect(manifest).read(manifest, config) == AImage(CONFIG, (gguf,))
 
 
 def recompressed(strip: bool) -> tuple[Manifest, bytes, dict[str, bytes]]:

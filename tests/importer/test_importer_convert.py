@@ -16,7 +16,9 @@ from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageE
 from clowder_aimage.importer import Provenance, Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.schema import validate
 from clowder_aimage.tensor import encode_header
 from tests.importer.test_importer_prequantized import CONFIGS, REST, compressed, mlx
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx
@@ -148,6 +150,105 @@ def test_unknown_facts_of_a_config_stay(model):
     assert config["x-mine"] == [1.5]
     assert config["components"]["transformer"]["x-theirs"] == {"a": None}
     assert config["components"]["transformer"]["dtype"] == "int8"
+
+
+# -- models without components
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small language model, as transformers saves it."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def whole(store, reference=NEW):
+    aimage = read_aimage(store, reference).aimage
+    return aimage, ModelWeights.open(store, aimage)
+
+
+LANGUAGE_Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [{"dtype": "bf16"}, {"quantize": "int8"}, {"dtype": "f16", "quantize": "int4"}],
+    ids=str,
+)
+def test_a_language_model_becomes_what_create_gives(tmp_path, saved, recipe):
+    from clowder_aimage.create import create
+
+    store = ImageLayout(tmp_path / "store")
+    create(store, PLAIN, saved)
+    made = convert(store, PLAIN, NEW, Recipe.parse(**recipe))
+    direct = create(store, Reference.parse("direct"), saved, recipe=Recipe.parse(**recipe))
+    assert direct.descriptor == made.descriptor
+    assert direct.report == made.report
+    assert all(written.was_there for written in direct.layers)
+
+
+def test_a_language_model_in_another_type(tmp_path, saved):
+    from clowder_aimage.create import create
+
+    store = ImageLayout(tmp_path / "store")
+    create(store, PLAIN, saved)
+    convert(store, PLAIN, NEW, Recipe.parse(dtype="f16"))
+    (_, before), (aimage, after) = whole(store, PLAIN), whole(store)
+    assert set(after) == set(before)
+    for name in after:
+        assert aimage.layer(name).dtype == "F16"
+        np.testing.assert_array_equal(after.numpy(name), before.numpy(name).astype(np.float16))
+    assert aimage.properties["dtype"] == "F16"
+    assert aimage.properties["components"] == {}
+
+
+def test_a_quantized_language_model_says_so_at_the_top(tmp_path, saved):
+    from clowder_aimage.create import create
+
+    store = ImageLayout(tmp_path / "store")
+    create(store, PLAIN, saved)
+    made = convert(store, PLAIN, NEW, Recipe.parse(quantize="int8"))
+    (_, before), (aimage, after) = whole(store, PLAIN), whole(store)
+    validate("aimage-config", aimage.properties)
+    assert aimage.properties["quantization"] == "int8"
+    assert aimage.properties["dtype"] == "int8"
+    assert aimage.properties["components"] == {}
+    assert made.report.quantized[""]["tensors"] == 14  # seven matrices in each of two layers
+    assert aimage.layer(LANGUAGE_Q).dtype == "int8"
+    off = after.numpy(LANGUAGE_Q) - before.numpy(LANGUAGE_Q)
+    assert 0 < np.linalg.norm(off) < 0.01 * np.linalg.norm(before.numpy(LANGUAGE_Q))
+    kept = "model.embed_tokens.weight"
+    np.testing.assert_array_equal(after.numpy(kept), before.numpy(kept))
+    with pytest.raises(UsageError, match="of the model are quantized already"):
+        convert(store, NEW, Reference.parse("twice"), Recipe.parse(quantize="int4"))
+
+
+def test_a_value_of_a_language_model_that_does_not_fit(tmp_path):
+    """It is named as its layer is."""
+    store = ImageLayout(tmp_path / "store")
+    layer = put(
+        store,
+        "model.norm.weight",
+        encode_header([("model.norm.weight", "F32", (1,))]),
+        struct.pack("<f", 1e10),
+        "F32",
+        (1,),
+    )
+    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
+    with pytest.raises(ModelError, match=r"^1 value of model\.norm\.weight cannot be F16"):
+        convert(store, PLAIN, NEW, Recipe.parse(dtype="f16"))
 
 
 # -- what others wrote
@@ -457,6 +558,31 @@ def test_groups_that_are_none(tmp_path, prefix, names, promise, said):
     with pytest.raises(FormatError, match=said) as caught:
         converted(model, dtype="f32")
     assert caught.value.message.startswith(f"transformer/{prefix}: the blob holds")
+
+
+def test_ollamas_files_of_the_first_generation(model):
+    """A manifest whose configurations are ``.config`` layers, on the same blobs."""
+    from clowder_aimage.create import create
+
+    store = ImageLayout(model.store)
+    made = create(store, Reference.parse("now"), model.directory, dialect="ollama")
+    raw = store.path(made.descriptor).read_bytes()
+    older = raw.replace(b"vnd.ollama.image.json", b"vnd.ollama.image.config")
+    assert older.count(b"image.config") == 9
+    store.push(Descriptor.of(made.descriptor.media_type, older), bytes_body(older), PLAIN)
+    assert read_back(model.store, "plain") == read_back(model.store, "now")
+    again = converted(model, quantize="int8")
+    direct = converted(model, Reference.parse("now"), quantize="int8")
+    assert again.descriptor == direct.descriptor
+
+
+def test_an_expert_with_a_tensor_that_is_called_like_its_scales(tmp_path):
+    model = make_valued(tmp_path / "model")
+    own = "layers.1.mlp.experts.0.up_proj.weight"
+    group(ImageLayout(model.store), "layers.1.mlp.experts", own, f"{own}.scale")
+    with pytest.raises(FormatError, match=r"^transformer/layers\.1\.mlp\.experts: .*\.scale"):
+        converted(model, quantize="int8")
+    assert names(model.store) == ["plain:latest"]
 
 
 def test_what_came_quantized_is_the_same_through_both_ways(tmp_path):

@@ -6,12 +6,16 @@ import struct
 
 import pytest
 
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.model.fields import Fields
+from clowder_aimage.model.stated import accept_quantization
+from clowder_aimage.tensor.stated import mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
 from tests.importer.valued import as_dtype, bf16_values, make_valued
 
 ONE = ("F32", (), struct.pack("<f", 0.5))
 HALF = ("BF16", (16, 1), bytes(32))
+OCTETS = ("I8", (16, 64), bytes(1024))
 PLAIN = as_dtype({NAME: bf16_values("source", (16, 64))}, "BF16")
 GPTQ = {
     f"{STEM}.qweight": ("I32", (8, 16), bytes(512)),
@@ -41,6 +45,31 @@ FOREIGN = {
         "layers.0.experts.up_proj_scales": ("U8", (2,), bytes(2)),
     },
     "codes without scales": {NAME: ("U32", (16, 8), bytes(512))},
+    "fp8 with a scale": {NAME: ("F8_E4M3", (16, 64), bytes(1024)), f"{STEM}.scale": ONE},
+    "fp8 of ComfyUI": {NAME: ("F8_E4M3", (16, 64), bytes(1024)), f"{STEM}.scale_weight": ONE},
+    "fp8 with its activations' scale": {
+        NAME: ("F8_E5M2", (16, 64), bytes(1024)),
+        f"{STEM}.input_scale": ONE,
+    },
+    "quanto": {f"{NAME}._data": OCTETS, f"{NAME}._scale": HALF},
+    "hqq": {
+        f"{STEM}.W_q": ("U8", (16, 64), bytes(1024)),
+        f"{STEM}.scale": HALF,
+        f"{STEM}.zero": HALF,
+    },
+    "aqlm": {
+        f"{STEM}.codes": ("I16", (16, 8, 2), bytes(512)),
+        f"{STEM}.codebooks": ("F16", (2, 8), bytes(32)),
+    },
+    "torchao": {f"{STEM}._weight_qdata": OCTETS, f"{STEM}._weight_scale": HALF},
+    "int8 with scales": {NAME: OCTETS, f"{STEM}.scales": HALF},
+    "int8 with a scale of the weight": {NAME: OCTETS, f"{NAME}.scale": HALF},
+    "floats with scales": PLAIN | {f"{STEM}.scales": HALF},
+    "floats with a scale as we write it": PLAIN | {f"{NAME}.scale": HALF},
+    "an expert with a scale as we write it": {
+        "layers.0.mlp.experts.0.w.weight": PLAIN[NAME],
+        "layers.0.mlp.experts.0.w.weight.scale": HALF,
+    },
     "codes with a scale": {NAME: ("U32", (16, 8), bytes(512)), f"{NAME}.scale": HALF},
 }
 
@@ -87,10 +116,78 @@ def test_weights_that_were_transformed_first(tmp_path):
         (mlx("int4"), {"quantization_config": {"group_size": 64, "bits": 4}}),
         ({NAME: ("F8_E4M3", (16, 64), bytes(1024))}, {}),
         (PLAIN | {"layers.0.x_blocks": ONE}, {}),
+        ({NAME: OCTETS, "layers.1.scale": ONE}, {}),
+        (PLAIN | {f"{STEM}.layer_scale": ONE, "logit_scale": ONE}, {}),
     ],
-    ids=["modelopt", "compressed-tensors", "MLX", "fp8 without scales", "blocks of something else"],
+    ids=[
+        "modelopt",
+        "compressed-tensors",
+        "MLX",
+        "fp8 without scales",
+        "blocks of something else",
+        "a scale of something else",
+        "floats with factors of their network",
+    ],
 )
 def test_what_is_known_or_no_such_thing_is_packed(tmp_path, tensors, config):
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     model.write("transformer/config.json", config)
     assert model.make()
+
+
+# -- configurations: whoever packs takes what whoever runs takes, and nothing else
+
+AFFINE = {"group_size": 64, "bits": 4}
+TAKEN = [
+    {"quantization": AFFINE},
+    {"quantization": AFFINE | {"mode": "affine", "quant_method": "mlx"}},
+    {"quantization": {STEM: AFFINE}},
+    {"quantization": {STEM: {"bits": 4}, "layers.9.other": False}},
+    {"quantization": None, "quantization_config": AFFINE},
+    {"quantization": AFFINE, "quantization_config": AFFINE},
+]
+REFUSED = [
+    {"quantization_config": {"load_in_8bit": True}},
+    {"quantization_config": "fp8"},
+    {"quantization_config": {"quant_method": ["a"]}},
+    {"quantization": AFFINE | {"quant_method": "hqq"}},
+    {"quantization": {}},
+    {"quantization": AFFINE, "quantization_config": {"bits": 4}},
+    {"quantization": AFFINE | {"layers.9.other": {"bits": 3, "group_size": 64}}},
+]
+
+
+def runs(config):
+    try:
+        accept_quantization(Fields("config.json", config))
+    except ModelError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("config", TAKEN, ids=str)
+def test_a_configuration_that_packs_also_runs(tmp_path, config):
+    model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
+    model.write("transformer/config.json", config)
+    made = model.make()
+    assert made.aimage.layer(f"transformer/{NAME}").dtype == "int4"
+    assert runs(config)
+
+
+@pytest.mark.parametrize("config", REFUSED, ids=str)
+@pytest.mark.parametrize("tensors", ["floats", "codes", "octets"])
+def test_a_configuration_that_does_not_run_does_not_pack(tmp_path, config, tensors):
+    given = {"floats": PLAIN, "codes": mlx("int4"), "octets": {NAME: OCTETS}}[tensors]
+    model = make_valued(tmp_path / "model", transformer=given | REST)
+    model.write("transformer/config.json", config)
+    with pytest.raises(FormatError) as caught:
+        model.make()
+    assert caught.value.exit_code == 5
+    assert "config.json" in caught.value.message
+    assert not runs(config)
+    assert not model.store.exists()
+
+
+def test_a_number_of_bits_is_a_whole_one():
+    assert mlx_type({"bits": 8.0}) == (None, None)
+    assert mlx_type({"bits": 8}) == ("int8", None)

@@ -1,4 +1,4 @@
-"""What quantizing would ruin without a word: NaN, infinities, and values that are too small."""
+"""What quantizing would ruin without a word: NaN, infinities, values too small or too large."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.importer import pour
-from clowder_aimage.importer.guard import Guard
+from clowder_aimage.importer.guard import FARTHEST, Guard
+from clowder_aimage.importer.quantize import Quantizer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization
@@ -197,3 +198,152 @@ def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
     )
     guard.look(words, codes, scales, biases[0] if biases else None)
     assert (guard._lost, guard._groups) == (lost, int(given.any(axis=1).sum()))
+
+
+# -- too large
+
+
+def with_value(value):
+    def change(values):
+        values[3, 5] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "value", "end"),
+    [
+        ("nvfp4", "F32", 2689.0, "2688"),
+        ("nvfp4", "BF16", -2704.0, "2688"),
+        ("nvfp4", "F16", 2690.0, "2688"),
+        ("nvfp4", "F64", -1e4, "2688"),
+        ("int8", "F32", -3.3e38, "1.7e\\+38"),
+        ("int4", "BF16", 3.3e38, "1.7e\\+38"),
+        ("mxfp8", "F32", 3.3e38, "2.977e\\+38"),
+    ],
+    ids=str,
+)
+def test_what_is_larger_than_a_type_can_hold_is_not_cut_off(tmp_path, kind, dtype, value, end):
+    model = model_of(tmp_path / "model", with_value(value), dtype)
+    said = f"^1 value of transformer/{NAME} is too large for {kind}, which ends at {end}$"
+    with pytest.raises(ModelError, match=said) as caught:
+        model.make(quantize=kind)
+    assert "mxfp8" in caught.value.hint if kind == "nvfp4" else "keep it" in caught.value.hint
+    assert list(ImageLayout(model.store).tags()) == []
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("nvfp4", 2688.0), ("int8", 1.6e38), ("int4", -1.6e38), ("mxfp8", 2.9e38)]
+)
+def test_the_largest_values_are_read_back(tmp_path, kind, dtype, value):
+    model = model_of(tmp_path / "model", with_value(value), dtype)
+    model.make(quantize=kind)
+    assert read(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
+
+
+# -- too far off
+
+
+def deviating(deviation, rows=64):
+    """Make the values of the last rows deviate by that from zero."""
+
+    def change(values):
+        values[-rows:] *= np.float32(deviation / 0.05)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "deviation", "hint"),
+    [
+        ("int8", "F32", 1e-7, "use mxfp8, whose scales reach further"),
+        ("int8", "BF16", 1e-7, "use mxfp8, whose scales reach further"),
+        ("int8", "F16", 1e-5, "use --dtype f32 with it"),
+        ("int4", "F32", 1e-7, "use mxfp8, whose scales reach further"),
+        ("int4", "F16", 1e-7, "use --dtype f32 with it"),
+        ("mxfp8", "F16", 3e-6, "use --dtype f32 with it"),
+    ],
+    ids=str,
+)
+def test_what_would_be_far_from_what_it_was(tmp_path, kind, dtype, deviation, hint):
+    model = model_of(tmp_path / "model", deviating(deviation), dtype)
+    said = rf"^the values of transformer/{NAME} are too small for {kind}: .*%"
+    with pytest.raises(ModelError, match=said) as caught:
+        model.make(quantize=kind)
+    assert hint in caught.value.hint
+    assert list(ImageLayout(model.store).tags()) == []
+
+
+@pytest.mark.parametrize("block", [pour.BLOCK, 64 * 4 * 8])
+def test_half_of_the_rows_are_enough(tmp_path, monkeypatch, block):
+    """In whichever block they are, and although the others are a million times as large."""
+    monkeypatch.setattr(pour, "BLOCK", block)
+    model = model_of(tmp_path / "model", deviating(1e-7, rows=32), "F32")
+    said = r"are too small for int8: they would be off by 1\d(\.\d)? % on average"
+    with pytest.raises(ModelError, match=said):
+        model.make(quantize="int8")
+
+
+def test_the_hint_helps(tmp_path):
+    model = model_of(tmp_path / "model", deviating(1e-5), "F16")
+    model.make(quantize="int8", dtype="f32")
+    found, true = read(model, "int8", "F32"), transformer()[NAME]
+    deviating(1e-5)(true)
+    true = true.astype(np.float16).astype(np.float32)
+    assert np.linalg.norm(found - true) < 0.02 * np.linalg.norm(true)
+
+
+def weights_of(shape, kind):
+    """Numbers as networks have them, and worse ones."""
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal(shape)
+    return {
+        "normal": normal,
+        "uniform": rng.random(shape) - 0.5,
+        "long tails": rng.standard_t(2, shape),
+        "longer tails": np.exp(2 * normal),
+        "an outlier a group": normal * np.where(np.arange(shape[1]) % 64 == 0, 50, 1),
+        "one number": np.full(shape, 0.7),
+        "far from zero": 5 + normal,
+        "few rows": normal * np.where(np.arange(shape[0]) % 128 == 0, 1e-9, 1)[:, None],
+    }[kind] * 0.02
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *("normal", "uniform", "long tails", "longer tails", "an outlier a group", "one number"),
+        *("far from zero", "few rows"),
+    ],
+)
+def test_good_weights_are_not_refused(tmp_path, kind, dtype, values):
+    tensors = as_dtype({NAME: weights_of((256, 256), values).astype(np.float32)}, dtype)
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    assert model.make(quantize=kind)
+    if kind in ("int4", "int8"):
+        assert model.make("wide", quantize=kind, group_size=128)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_the_measure_is_that_of_what_is_read_back(kind, dtype):
+    """The mean over groups of the relative deviation, from a sample and from all of them."""
+    quantization = Quantization.parse(kind)
+    values = weights_of((512, 1024), "normal").astype(np.float32)
+    floats = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    array = mx.array(values).astype(floats[dtype])
+    bits = np.array(array.view(mx.uint32 if dtype == "F32" else mx.uint16))
+    words = bits if dtype == "BF16" else bits.view("<f4" if dtype == "F32" else "<f2")
+    guard = Guard("x", dtype, quantization)
+    with Quantizer() as quantizer:
+        sample = quantizer.quantize(words, dtype, quantization, guard.step(words)).restored
+        guard.measure(words, sample)
+        whole = quantizer.quantize(words, dtype, quantization).restored
+    true = np.array(array.astype(mx.float32)).reshape(-1, quantization.group_size)
+    off = np.linalg.norm(whole - true, axis=1) / np.linalg.norm(true, axis=1)
+    assert 200 < guard._measured < len(true)
+    assert guard._off / guard._measured == pytest.approx(off.mean(), rel=0.1)
+    assert off.mean() < FARTHEST[kind] / 2.4

@@ -12,6 +12,7 @@ import safetensors
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.importer import Recipe, pour, write
+from clowder_aimage.importer.quantize import Quantizer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.schema import validate
@@ -130,7 +131,7 @@ def test_the_config_says_it(model):
 
 
 def test_the_schema_knows_every_dtype():
-    path = Path(__file__).parents[2] / "schemas" / "aimage-config.schema.json"
+    path = Path(__file__).parents[2] / "schemas" / "layer-annotations.schema.json"
     schema = json.loads(path.read_text())
     assert sorted(schema["$defs"]["dtype"]["enum"]) == sorted([*DTYPE_BITS, *QUANT_TYPES])
 
@@ -217,18 +218,26 @@ def test_codes_stand_for_the_values(model):
         assert np.median(steps) < 0.5
 
 
-@pytest.mark.parametrize(("alias", "kind"), [("fp8", "int8"), ("fp4", "int4"), ("INT8", "int8")])
+@pytest.mark.parametrize(
+    ("alias", "kind"),
+    [("fp8", "int8"), ("q8", "int8"), ("fp4", "int4"), ("q4", "int4"), ("INT8", "int8")],
+)
 def test_other_names(model, alias, kind):
     assert model.recipe_digest(quantize=alias) == model.recipe_digest(quantize=kind)
 
 
-@pytest.mark.parametrize("size", [32, 64])
-def test_groups_of_other_sizes(model, size):
-    model.make(quantize="int4", group_size=size)
-    name = "layers.0.attention.to_q.weight"
-    metadata, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_groups_of_other_sizes(tmp_path, kind, size):
+    name = "layers.0.wide.weight"
+    values = bf16_values("wide", (16, 256))
+    model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
+    model.make(quantize=kind, group_size=size)
+    aimage = read_back(model.store)
+    metadata, found = parts(blob_of(model.store, aimage, f"transformer/{name}"))
     assert metadata["group_size"] == str(size)
-    expected = quantized_by_mlx(transformer()[name], "BF16", "int4", size)
+    assert found[f"{name}.scale"][1] == (16, 256 // size)
+    expected = quantized_by_mlx(values, "BF16", kind, size)
     assert [data for _, _, data in found.values()] == expected
 
 
@@ -264,6 +273,42 @@ def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
     for name, one in found[0].items():
         key = name.removeprefix("transformer/")
         assert one[key] == found[1][name][key]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_row_that_is_longer_than_a_block_is_cut(tmp_path, monkeypatch, kind):
+    """Between groups: the codes are those of the whole, and nothing larger was in memory."""
+    name = "layers.0.wide.weight"
+    values = bf16_values("wide", (2, 4096))
+    model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
+    sizes = []
+    real = Quantizer.quantize
+
+    def spy(self, rows, *others):
+        sizes.append(rows.nbytes)
+        return real(self, rows, *others)
+
+    monkeypatch.setattr(Quantizer, "quantize", spy)
+    monkeypatch.setattr(pour, "BLOCK", 1000)
+    model.make(quantize=kind)
+    assert len(sizes) > 16
+    assert max(sizes) <= 1000
+    aimage = read_back(model.store)
+    _, found = parts(blob_of(model.store, aimage, f"transformer/{name}"))
+    expected = quantized_by_mlx(values, "BF16", kind, None)
+    assert [data for _, _, data in found.values()] == expected
+
+
+def test_an_odd_number_of_groups(tmp_path):
+    """MLX takes nvfp4 in pairs of groups."""
+    name, shape = "layers.0.narrow.weight", (65, 16)
+    values = bf16_values("narrow", shape)
+    model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
+    model.make(quantize="nvfp4")
+    _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))
+    padded = np.concatenate([values, np.zeros((1, 16), np.float32)]).reshape(33, 32)
+    codes, scales = quantized_by_mlx(padded, "BF16", "nvfp4", None)
+    assert [data for _, _, data in found.values()] == [codes[: 65 * 8], scales[:65]]
 
 
 def test_auto_before_quantizing_makes_them_one_and_the_same(tmp_path):
@@ -324,6 +369,25 @@ def test_a_group_size_that_fits_no_row(model):
         model.make(quantize="int8", group_size=128)
     assert "another --group-size" in caught.value.hint
     assert not model.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "reason"),
+    [
+        (("F8_E4M3", (64, 64), bytes(4096)), "int8", "F8_E4M3 values"),
+        (("BF16", (64, 24), bytes(3072)), "nvfp4", "rows no multiple of 16"),
+        (("BF16", (8, 8, 64), bytes(8192)), "int4", "3 dimensions"),
+    ],
+    ids=str,
+)
+def test_why_nothing_can_be_quantized(tmp_path, stored, kind, reason):
+    """What keeps most of the values is said; norms are more, but small."""
+    norms = {f"layers.{i}.norm.weight": bf16_values("n", (64,)) for i in range(9)}
+    tensors = {"layers.0.to_q.weight": stored} | as_dtype(norms, "BF16")
+    model = make_valued(tmp_path / "model", transformer=tensors)
+    with pytest.raises(UsageError, match="no tensor of the transformer") as caught:
+        model.make(quantize=kind)
+    assert caught.value.hint == f"most of its values are kept for this reason: {reason}"
 
 
 def test_rows_that_a_larger_group_fits_are_quantized_and_others_are_not(tmp_path):

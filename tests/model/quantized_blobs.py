@@ -80,9 +80,10 @@ def blob(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None) -
 
 @dataclass
 class Maker:
-    """An AImage with one component, layer by layer."""
+    """An AImage with one component, or none, layer by layer."""
 
     store: FolderStore
+    component: str = field(default=COMPONENT, kw_only=True)
     layers: list[Layer] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +93,11 @@ class Maker:
     ) -> None:
         """A tensor's layer, or a group's."""
         descriptor = self.store.add(mediatype.AIMAGE_SAFETENSORS, data)
-        self.layers.append(Layer(descriptor, f"{COMPONENT}/{name}", dtype, shape))
+        self.layers.append(Layer(descriptor, self.whole(name), dtype, shape))
+
+    def whole(self, name: str) -> str:
+        """What a layer is called."""
+        return f"{self.component}/{name}" if self.component else name
 
     def plain(self, name: str, array: mx.array | np.ndarray) -> None:
         """A tensor as it is."""
@@ -125,7 +130,7 @@ class Maker:
             case "combined, unsized":
                 self.add(name, blob(keyed(name), {"quant_type": kind}), *promise)
             case "component's name":
-                self.add(name, blob(keyed(f"{COMPONENT}/{name}"), how.metadata()))
+                self.add(name, blob(keyed(self.whole(name)), how.metadata()))
             case "legacy key":
                 self.add(name, blob(keyed("data"), how.metadata()))
             case "mlx keys":
@@ -152,7 +157,7 @@ class Maker:
 
     def aimage(self) -> AImage:
         """What has been added, with the files that tell about it."""
-        files = {f"{COMPONENT}/config.json": self.config, "model_index.json": self.index}
+        files = {self.whole("config.json"): self.config, "model_index.json": self.index}
         layers = [
             Layer(self.store.add(mediatype.AIMAGE_FILE, json.dumps(value).encode()), name)
             for name, value in files.items()
@@ -188,8 +193,14 @@ MATRICES = {NAME: values(8, 64), "rest.0.weight": values(64, 64), "table.weight"
 VECTORS = {"model.fc.bias": values(8), "norm.weight": 1 + values(64) / 4}
 
 
-def made(store: FolderStore, kind: str, layout: str, size: int | None = None) -> Maker:
-    maker = Maker(store)
+def made(
+    store: FolderStore,
+    kind: str,
+    layout: str,
+    size: int | None = None,
+    component: str = COMPONENT,
+) -> Maker:
+    maker = Maker(store, component=component)
     for name, array in MATRICES.items():
         maker.quantized(name, array, kind, layout, size)
     for name, array in VECTORS.items():
@@ -198,4 +209,4 @@ def made(store: FolderStore, kind: str, layout: str, size: int | None = None) ->
 
 
 def opened(maker: Maker) -> ModelWeights:
-    return ModelWeights.open(maker.store, maker.aimage(), COMPONENT)
+    return ModelWeights.open(maker.store, maker.aimage(), maker.component)

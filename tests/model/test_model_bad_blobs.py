@@ -263,6 +263,54 @@ def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
         opened(maker).numpy("x.weight")
 
 
+@pytest.mark.parametrize("promised", [("F32", (2, 64)), ()], ids=["told", "untold"])
+@pytest.mark.parametrize("name", ["x.scales", "x.weight_scale"])
+def test_floats_are_not_codes_whatever_stands_beside_them(
+    store: FolderStore, name: str, promised: tuple[Any, ...]
+) -> None:
+    maker = Maker(store)
+    maker.add("x.weight", blob({"x.weight": bits(mx.ones((2, 64)))}), *promised)
+    maker.plain(name, 2 * mx.ones((2, 1)))
+    weights = opened(maker)
+    assert set(weights.keys()) == {"x.weight", name}
+    assert weights.quantization("x.weight") is None
+    assert (weights.numpy("x.weight") == 1).all()
+    assert (weights.numpy(name) == 2).all()
+    weights.load()
+
+
+def test_codes_with_scales_of_their_own_take_no_others(store: FolderStore) -> None:
+    maker = made(store, "int8", "combined")
+    maker.plain("model.fc.scales", mx.zeros((8, 1)))
+    weights = opened(maker)
+    assert "model.fc.scales" in weights.keys()  # noqa: SIM118
+    np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
+
+
+def test_a_broken_blob_of_codes_spoils_no_other(store: FolderStore) -> None:
+    maker = made(store, "int8", "layers of the first generation")
+    whole = maker.aimage()
+    (layer,) = (layer for layer in whole.layers if layer.name == f"net/{NAME}")
+    store.path(layer.descriptor).write_bytes(b"hello")
+    weights = ModelWeights.open(store, whole, "net")
+    assert weights.shape("norm.weight") == (64,)
+    with pytest.raises(FormatError, match=rf"net/{NAME}"):
+        weights.numpy(NAME)
+
+
+def test_nothing_is_kept_of_a_load_that_breaks_off(store: FolderStore) -> None:
+    """Headers are read on the way: the first tensors were there already."""
+    maker = Maker(store)
+    for index in range(40):
+        maker.plain(f"{index}", mx.ones((4,)))
+    whole = maker.aimage()
+    store.path(maker.layers[-1].descriptor).write_bytes(b"hello")
+    weights = ModelWeights.open(store, whole, "net")
+    with pytest.raises(FormatError, match="net/39"):
+        weights.load()
+    assert weights._loaded == {}
+
+
 def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
     one = bits(mx.ones((2, 2)))
     for parts, message in (

@@ -142,6 +142,25 @@ def test_empty_scalar_and_unpadded(store: FolderStore) -> None:
     assert weights.torch("none").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("dtype", "data", "value"),
+    [
+        ("BF16", b"\x20\x40", 2.5),
+        ("F8_E4M3", b"\x42", 2.5),
+        ("F8_E5M2", b"\x41", 2.5),
+        ("F8_E8M0", b"\x81", 4.0),
+    ],
+)
+def test_a_single_number_is_an_array(
+    store: FolderStore, dtype: str, data: bytes, value: float
+) -> None:
+    found = with_tensors(store, {"x": (dtype, (), data)}).numpy("x")
+    assert isinstance(found, np.ndarray)
+    assert (found.shape, found.dtype) == ((), np.float32)
+    assert float(found) == value
+    assert not found.flags.writeable
+
+
 def test_quantized_tensors(store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     weights = opened(made(store, "int4", "combined"))

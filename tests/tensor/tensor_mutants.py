@@ -87,6 +87,7 @@ WORDS = (
 )
 NUMBERS = (*WORDS.split(), "9" * 30, "9" * 5000)
 NAMES = ["", "a", "data", "__metadata__", "a\nb", "\x00", "\x7f", "\x9b", "\u202e", "w", "w.scale"]
+LONG_NAME = "layers.0." * 114  # 1026 characters
 RAW_NAMES = ['"\\ud800"', '"\\u0061"', '"\\u005f_metadata__"', '"a\nb"', '"\\x"', "a", "1", "'a'"]
 FIELDS = ["dtype", "shape", "data_offsets", "Dtype", "dtype ", "x", "offsets"]
 METADATA = ["null", "[]", "{}", '{"a":1}', '{"a":null}', '{"a":"\\ud800"}', '{"a":"b","a":"b"}']
@@ -193,7 +194,11 @@ def rewrite(rng: random.Random, pairs: Pairs) -> None:
         case 4 | 5:
             refield(rng, pair[1])
         case 6:
-            names = [token(name) for name in NAMES] + RAW_NAMES + [other[0] for other in pairs]
+            names = (
+                [token(name) for name in (*NAMES, LONG_NAME)]
+                + RAW_NAMES
+                + [other[0] for other in pairs]
+            )
             pair[0] = rng.choice(names)
         case 7:
             pair[1] = rng.choice(ITEMS)

@@ -17,6 +17,7 @@ import safetensors
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, read_header, read_tensors
 from clowder_aimage.tensor.dtype import MAX_ELEMENTS, MAX_RANK
+from clowder_aimage.tensor.header import MAX_NAME
 
 Value = Any
 U8 = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
@@ -80,6 +81,11 @@ POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
         "not a tensor name",
         lambda _, value: any(not name or not name.isprintable() for name in value),
         f'{{"":{U8}}}',
+    ),
+    "names of over 1024 characters": (
+        "not a tensor name",
+        lambda _, value: any(len(name) > MAX_NAME for name in value),
+        f'{{"{"a" * (MAX_NAME + 1)}":{U8}}}',
     ),
     "dimensions out of reason": (
         "is too large to be real",

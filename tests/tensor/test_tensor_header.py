@@ -24,7 +24,7 @@ from clowder_aimage.tensor import (
     read_header,
 )
 from clowder_aimage.tensor.dtype import MAX_ELEMENTS, MAX_RANK
-from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_TENSORS, MAX_VALUES
+from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_NAME, MAX_TENSORS, MAX_VALUES
 
 names = st.text(
     st.characters(exclude_categories=["Cs", "Cc"]),
@@ -367,3 +367,15 @@ def test_the_sizes_of_all_dtypes():
 def test_an_error_names_the_tensor():
     with pytest.raises(FormatError, match=r"^a\.weight: unknown dtype 'F33'$"):
         parse_header(b'{"a.weight":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', 4)
+
+
+def test_a_name_is_as_long_as_a_layers_at_most():
+    """Readers look at all parts of a name: long ones would cost the square of their length."""
+    longest = "layers.0." * 113 + "a" * 7
+    assert len(longest) == MAX_NAME
+    raw = encode_header([(longest, "U8", (1,))])
+    assert longest in parse_header(raw[8:], 1).tensors
+    with pytest.raises(FormatError, match="not a tensor name"):
+        encode_header([(longest + "a", "U8", (1,))])
+    with pytest.raises(FormatError, match="not a tensor name"):
+        parse_header(raw[8:].replace(b"aaaaaaa", b"aaaaaaaa"), 1)

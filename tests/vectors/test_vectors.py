@@ -8,11 +8,12 @@ import io
 import pytest
 
 from clowder_aimage.content import MemoryStore, bytes_body
-from clowder_aimage.dialect import DIALECTS, detect
+from clowder_aimage.dialect import DIALECTS, AImage, detect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import edit_index
-from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, parse_document
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
+from clowder_aimage.schema import validate
 from clowder_aimage.tensor import parse_header, read_header
 from tests.vectors.vector import HERE, raw, value
 
@@ -25,13 +26,20 @@ MANIFESTS = [
     "storage-manifest-custom",
     "ollama-first",
     "ollama-second",
+    "ollama-gguf",
+    "modelpack",
+    "docker-model",
+    "kitops",
+    "ep-layer",
 ]
+WITH_CONFIGS = ["ollama-gguf", "modelpack", "docker-model", "kitops", "ep-layer"]
 INDEXES = ["oci-index", "storage-index-standard", "storage-index-custom"]
 HEADERS = value("safetensors-headers")
 
 
 def test_every_vector_is_used():
-    used = {*MANIFESTS, *INDEXES, "safetensors-headers"}
+    configs = {f"{name}-config" for name in WITH_CONFIGS}
+    used = {*MANIFESTS, *INDEXES, *configs, "safetensors-headers"}
     assert {path.stem for path in HERE.glob("*.json")} == used
 
 
@@ -81,6 +89,11 @@ def test_a_store_gives_back_the_bytes_it_was_given(name, tmp_path):
         ("storage-manifest-standard", "container"),
         ("storage-manifest-custom", "custom"),
         ("docker-manifest", "container"),
+        ("ollama-gguf", "ollama"),
+        ("modelpack", "modelpack"),
+        ("docker-model", "docker"),
+        ("kitops", "kitops"),
+        ("ep-layer", "clowder"),
     ],
 )
 def test_the_dialect_is_told_from_the_manifest(name, dialect):
@@ -93,14 +106,161 @@ def test_another_artifact_is_no_aimage(name):
         detect(Manifest.parse(raw(name)))
 
 
-@pytest.mark.parametrize("name", ["storage-manifest-standard", "storage-manifest-custom"])
-def test_layers_without_names_are_not_guessed(name):
-    manifest = Manifest.parse(raw(name))
+def test_a_container_images_layers_are_not_guessed():
+    manifest = Manifest.parse(raw("storage-manifest-standard"))
     config = b'{"rootfs":{"type":"layers","diff_ids":[%s]}}' % b",".join(
         f'"{layer.digest}"'.encode() for layer in manifest.layers
     )
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match="container image, not an AImage"):
         detect(manifest).read(manifest, config)
+
+
+def test_the_storage_documents_layers_are_called_by_what_they_are():
+    manifest = Manifest.parse(raw("storage-manifest-custom"))
+    aimage = detect(manifest).read(manifest, b'{"schemaVersion":1,"components":{}}')
+    assert [layer.name for layer in aimage.layers] == ["gguf.0", "gguf.1", "lora.2", "lora.3"]
+    kept = [(layer.media_type, layer.digest) for layer in manifest.layers]
+    assert [(one.descriptor.media_type, one.descriptor.digest) for one in aimage.layers] == kept
+
+
+def read(name: str) -> AImage:
+    """The AImage of a vector with a config, whose bytes its manifest names."""
+    manifest, config = Manifest.parse(raw(name)), raw(f"{name}-config")
+    assert (manifest.config.digest, manifest.config.size) == (Digest.of(config), len(config))
+    aimage = detect(manifest).read(manifest, config)
+    validate("aimage-config", aimage.properties)
+    found = [(layer.descriptor.digest, layer.descriptor.size) for layer in aimage.layers]
+    assert found == [(layer.digest, layer.size) for layer in manifest.layers]
+    return aimage
+
+
+def kinds(aimage: AImage) -> list[tuple[str, str]]:
+    """The names of the layers, and what says most in their media types."""
+    return [
+        (layer.name, layer.descriptor.media_type.rpartition("aimage.")[2])
+        for layer in aimage.layers
+    ]
+
+
+GGUF, FILE = "model.gguf.layer.v1", "model.file.layer.v1"
+LORA, TRANSFORMERS = "adapter.lora.layer.v1", "model.transformers.layer.v1"
+
+
+def test_a_gguf_model_of_ollama_is_read():
+    aimage = read("ollama-gguf")
+    assert kinds(aimage) == [
+        ("model.gguf", GGUF),
+        ("projector.gguf", GGUF),
+        ("adapter.gguf", LORA),
+        ("template", FILE),
+        ("license", FILE),
+        ("license-2", FILE),
+        ("params.json", FILE),
+        ("system", FILE),
+        ("messages.json", FILE),
+    ]
+    assert aimage.properties == {
+        "schemaVersion": 1,
+        "format": "gguf",
+        "architecture": "qwen3",
+        "parameters": 8_200_000_000,
+        "quantization": "Q4_K_M",
+        "context": 40960,
+        "size": 5_230_688_969,
+        "components": {},
+    }
+
+
+def test_a_modelpack_is_read():
+    aimage = read("modelpack")
+    assert kinds(aimage) == [
+        ("model-00001-of-00002.safetensors", TRANSFORMERS),
+        ("model-00002-of-00002.safetensors", TRANSFORMERS),
+        ("config.json", FILE),
+        ("README.md.tar", "application/vnd.cncf.model.doc.v1.tar"),
+        ("src.tar", "application/vnd.cncf.model.code.v1.tar+gzip"),
+        ("dataset.5", "application/vnd.cncf.model.dataset.v1.tar+zstd"),
+    ]
+    assert aimage.properties == {
+        "schemaVersion": 1,
+        "name": "heron-1.7b-chat",
+        "family": "heron",
+        "format": "transformers",
+        "architecture": "transformer",
+        "parameters": 1_700_000_000,
+        "dtype": "BF16",
+        "license": "Apache-2.0",
+        "source": "https://example.com/heron",
+        "created": "2026-03-01T08:00:00Z",
+        "size": 3_400_017_115,
+        "components": {},
+    }
+
+
+def test_a_model_of_docker_model_runner_is_read():
+    aimage = read("docker-model")
+    assert kinds(aimage) == [
+        ("model.gguf", GGUF),
+        ("adapter.gguf", LORA),
+        ("mmproj.gguf", GGUF),
+        ("LICENSE", FILE),
+        ("chat_template.jinja", FILE),
+    ]
+    assert aimage.properties == {
+        "schemaVersion": 1,
+        "name": "Wren 360M",
+        "format": "gguf",
+        "architecture": "llama",
+        "parameters": 361_820_000,
+        "quantization": "IQ2_XXS/Q4_K_M",
+        "context": 8192,
+        "license": "mit",
+        "created": "2026-02-03T04:05:06.789Z",
+        "size": 385_984_801,
+        "components": {},
+    }
+
+
+def test_a_modelkit_is_read():
+    aimage = read("kitops")
+    kit = "application/vnd.kitops.modelkit."
+    assert kinds(aimage) == [
+        ("model/swift.onnx.tar", f"{kit}model.v1.tar+gzip"),
+        ("model/tokenizer.tar", f"{kit}modelpart.v1.tar+gzip"),
+        ("data/held-out.csv.tar", f"{kit}dataset.v1.tar"),
+        ("code.tar", f"{kit}code.v1.tar+zstd"),
+        ("README.md.tar", f"{kit}docs.v1.tar"),
+        ("prompts/ask.txt.tar", f"{kit}code.v1.tar"),
+    ]
+    assert aimage.properties == {
+        "schemaVersion": 1,
+        "name": "swift-small",
+        "format": "onnx",
+        "license": "Apache-2.0",
+        "size": 30_763_072,
+        "components": {},
+    }
+
+
+def test_layers_of_unknown_kinds_are_carried():
+    aimage = read("ep-layer")
+    assert kinds(aimage) == [
+        ("model.gguf", GGUF),
+        ("ep.1", "ep.layer.v1"),
+        ("libep-arm64.so.zst", "ep.layer.v1+zstd"),
+        ("layer.3", "application/vnd.oci.image.layer.v1.tar"),
+        ("octet-stream.4", "application/octet-stream"),
+    ]
+    assert aimage.config == raw("ep-layer-config")
+
+
+@pytest.mark.parametrize("name", WITH_CONFIGS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_the_neighbours_wrote_is_written_in_any_dialect(name, dialect):
+    aimage = read(name)
+    manifest, config = DIALECTS[dialect].write(aimage)
+    assert detect(manifest).name == dialect
+    assert detect(manifest).read(manifest, config) == aimage
 
 
 def test_ollamas_first_generation_is_read():

@@ -1,0 +1,113 @@
+"""Docker Model Runner's models: read only.
+
+The format: github.com/docker/model-spec, spec.md (Media Types) and config.md (Fields), both at
+2df8ca095fd3, and what github.com/docker/model-runner writes: pkg/distribution/types/config.go
+(1d14f67b9299; the type ``model.file`` came later) and pkg/distribution/builder/from_directory.go
+(ac57eb7ab338: config v0.2, each file a layer with its path). The two configs differ: model-spec
+keeps architecture and count under the format's name, model-runner beside it.
+
+Files without a path are called as pkg/distribution/internal/bundle/unpack.go (199337214db0) calls
+them, but for the template and the projector, whose usual names are taken.
+"""
+
+from __future__ import annotations
+
+from clowder_aimage.dialect.aimage import AImage, Layer, check_names
+from clowder_aimage.dialect.name import clean_path, name_all
+from clowder_aimage.dialect.neighbour import (
+    FILEPATH,
+    Part,
+    at,
+    neighbour_config,
+    part_names,
+    read_object,
+    read_only,
+    type_of_file,
+)
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
+
+_CONFIG = "application/vnd.docker.ai.model.config."  # v0.1+json, v0.2+json
+_AI = "application/vnd.docker.ai."
+_FILE = _AI + "model.file"  # a config, a tokenizer ...: only its path says what
+_PROJECTOR = Part("mmproj", ".gguf", mediatype.AIMAGE_GGUF)
+_PARTS = {
+    _AI + "gguf.v3": Part("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _AI + "gguf.v3.lora": Part("adapter", ".gguf", mediatype.AIMAGE_LORA),
+    _AI + "gguf.v3.mmproj": _PROJECTOR,
+    _AI + "mmproj": _PROJECTOR,
+    _AI + "safetensors": Part(
+        "model", ".safetensors", mediatype.AIMAGE_TRANSFORMERS, is_split=True
+    ),
+    _AI + "license": Part("LICENSE", "", mediatype.AIMAGE_FILE),
+    _AI + "chat.template.jinja": Part("chat_template", ".jinja", mediatype.AIMAGE_FILE),
+    _AI + "dduf": Part("model", ".dduf"),
+    _AI + "vllm.config.tar": Part("config", ".tar"),
+    _AI + "dir.tar": Part("directory", ".tar"),
+}
+_FORMATS = ("gguf", "safetensors", "diffusers")
+
+
+class Docker:
+    """A GGUF or safetensors model, a file a layer."""
+
+    name = "docker"
+
+    def matches(self, manifest: Manifest) -> bool:
+        return manifest.config.media_type.startswith(_CONFIG)
+
+    def read(self, manifest: Manifest, config: bytes) -> AImage:
+        paths = [_path(layer) for layer in manifest.layers]
+        parts = [
+            None if path else _PARTS.get(layer.media_type)
+            for path, layer in zip(paths, manifest.layers, strict=True)
+        ]
+        known = [path or name for path, name in zip(paths, part_names(parts), strict=True)]
+        names = name_all(manifest.layers, known)
+        found = zip(manifest.layers, names, strict=True)
+        layers = check_names(tuple(_read(layer, name) for layer, name in found))
+        return AImage(_config_of(layers, config), layers, manifest.subject)
+
+    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
+        """Raises UsageError."""
+        raise read_only(self.name, "Docker Model Runner")
+
+
+def _path(layer: Descriptor) -> str:
+    """The file's path, where the layer has one; raises FormatError."""
+    path = clean_path(layer.annotations.get(FILEPATH, ""))
+    is_bare = layer.media_type.endswith(".tar") and not path.endswith(".tar")
+    return f"{path}.tar" if path and is_bare else path
+
+
+def _read(layer: Descriptor, name: str) -> Layer:
+    part = _PARTS.get(layer.media_type)
+    media_type = (part and part.media_type) or layer.media_type
+    if media_type == _FILE:
+        media_type = type_of_file(name) or mediatype.AIMAGE_FILE
+    elif media_type == mediatype.AIMAGE_TRANSFORMERS:
+        media_type = type_of_file(name) or media_type  # an adapter's weights are safetensors, too
+    return Layer(Descriptor(media_type, layer.digest, layer.size), name)
+
+
+def _config_of(layers: tuple[Layer, ...], config: bytes) -> bytes:
+    value = read_object(config)
+    said = at(value, "config")
+    below = [at(said, word) for word in _FORMATS]
+
+    def everywhere(*keys: str) -> list[object]:
+        return [at(place, key) for place in (said, *below) for key in keys]
+
+    return neighbour_config(
+        layers,
+        {
+            "name": [at(place, "general.name") for place in below],
+            "format": (at(said, "format"),),
+            "formatVersion": (at(said, "format_version"),),
+            "architecture": everywhere("architecture", "general.architecture"),
+            "parameters": everywhere("parameters", "parameter_count"),
+            "quantization": everywhere("quantization"),
+            "context": (at(said, "context_size"),),
+            "license": [at(place, "general.license") for place in below],
+            "created": (at(value, "descriptor", "created"), at(value, "descriptor", "createdAt")),
+        },
+    )

@@ -1,0 +1,124 @@
+"""KitOps ModelKits: read only.
+
+The format: github.com/kitops-ml/kitops, pkg/lib/constants/mediatype/kitops.go (68df2461a941) and
+artifacttype.go (289350c80025), pkg/artifact/kitfile.go (ec7d6049ba06): the config is the Kitfile as
+JSON, and its elements say the digest of their layer. Older ones do not: then the n-th element of a
+kind is the n-th layer of that kind (pkg/lib/filesystem/unpack/core.go, ec7d6049ba06). Prompts are
+layers of code with an annotation that says so.
+
+A layer is a tar of a file or a directory, which stays one: its name is the path in the Kitfile with
+``.tar``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.dialect.aimage import AImage, Layer, check_names
+from clowder_aimage.dialect.name import clean_path, name_all
+from clowder_aimage.dialect.neighbour import (
+    at,
+    neighbour_config,
+    read_object,
+    read_only,
+    type_of_file,
+)
+from clowder_aimage.oci import Descriptor, Manifest
+
+_MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
+_CONFIG = "application/vnd.kitops.modelkit.config.v1+json"
+_SUBTYPE = "ml.kitops.modelkit.layer-subtype"  # pkg/lib/constants/consts.go
+_LAYER = re.compile(
+    r"application/vnd\.kitops\.modelkit\.(model|modelpart|dataset|code|docs|prompt)\.v1\."
+    r"(tar|raw)(?:\+(?:gzip|zstd))?"
+)
+_LISTS = {"dataset": "datasets", "code": "code", "docs": "docs", "prompt": "prompts"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """Something that a Kitfile names: where it lies, and the digest of its layer, if it says."""
+
+    kind: str
+    path: str
+    digest: str
+
+
+class KitOps:
+    """A model, and the data, code and documentation that go with it."""
+
+    name = "kitops"
+
+    def matches(self, manifest: Manifest) -> bool:
+        return manifest.artifact_type == _MANIFEST or manifest.config.media_type == _CONFIG
+
+    def read(self, manifest: Manifest, config: bytes) -> AImage:
+        kitfile = read_object(config)
+        elements = list(_elements(kitfile))
+        names = name_all(manifest.layers, [_name(layer, elements) for layer in manifest.layers])
+        found = zip(manifest.layers, names, strict=True)
+        layers = check_names(tuple(_read(layer, name) for layer, name in found))
+        return AImage(_config_of(layers, kitfile), layers, manifest.subject)
+
+    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
+        """Raises UsageError."""
+        raise read_only(self.name, "KitOps")
+
+
+def _elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:
+    """What has a layer, in the Kitfile's order. Remote data sets have none."""
+    model = at(kitfile, "model")
+    found = [("model", model), *(("modelpart", part) for part in _list(at(model, "parts")))]
+    for kind, key in _LISTS.items():
+        found += [(kind, element) for element in _list(at(kitfile, key))]
+    for kind, element in found:
+        path, digest = at(element, "path"), at(element, "digest")
+        if isinstance(element, dict) and "://" not in str(path):
+            yield _Element(
+                kind,
+                path if isinstance(path, str) else "",
+                digest if isinstance(digest, str) else "",
+            )
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _name(layer: Descriptor, elements: list[_Element]) -> str | None:
+    """The path of the layer's element, which leaves ``elements``; raises FormatError."""
+    match = _LAYER.fullmatch(layer.media_type)
+    if match is None:
+        return None
+    kind = "prompt" if layer.annotations.get(_SUBTYPE) == "prompt" else match[1]
+    of_kind = [element for element in elements if element.kind == kind]
+    known = [element for element in of_kind if element.digest == str(layer.digest)]
+    nameless = [element for element in of_kind if not element.digest]
+    element = next(iter(known or nameless), None)
+    if element is None:
+        return None
+    elements.remove(element)
+    path = clean_path(element.path) or kind
+    return f"{path}.tar" if match[2] == "tar" else path
+
+
+def _read(layer: Descriptor, name: str) -> Layer:
+    media_type = layer.media_type
+    if media_type.endswith(".raw"):
+        media_type = type_of_file(name) or media_type
+    return Layer(Descriptor(media_type, layer.digest, layer.size), name)
+
+
+def _config_of(layers: tuple[Layer, ...], kitfile: Mapping[str, Any]) -> bytes:
+    model, package = at(kitfile, "model"), at(kitfile, "package")
+    return neighbour_config(
+        layers,
+        {
+            "name": (at(model, "name"), at(package, "name")),
+            "format": (at(model, "format"),),
+            "license": (at(model, "license"), at(package, "license")),
+        },
+    )

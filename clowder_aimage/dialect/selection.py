@@ -1,0 +1,78 @@
+"""Some layers of an AImage, chosen by component and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.oci import Reference, mediatype
+
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is in one of the ``components``, or has a name that fits one of the ``patterns``.
+
+    A component is the first part of a name, or more of it (``adapters/style``). In a pattern ``*``
+    stands for anything, also for slashes. With components come the files at the top that are no
+    weights: without ``model_index.json`` nothing else means much.
+    """
+
+    components: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+
+    def names(self, aimage: AImage, reference: Reference) -> frozenset[str]:
+        """The names of the chosen layers.
+
+        Raises:
+            NotFoundError: there is nothing in one of the components, or like one of the patterns;
+                with a list of what there is.
+        """
+        chosen: set[str] = set()
+        missed: list[str] = []
+        for component in self.components:
+            found = _inside(aimage, component)
+            chosen.update(found)
+            missed += [] if found else [f"no component {component!r:.100}"]
+        for pattern in self.patterns:
+            found = {layer.name for layer in aimage.layers if fnmatchcase(layer.name, pattern)}
+            chosen.update(found)
+            missed += [] if found else [f"no layer called like {pattern!r:.100}"]
+        if missed:
+            raise _nothing(aimage, reference, missed)
+        if self.components:
+            chosen.update(layer.name for layer in aimage.layers if _is_top_file(layer))
+        return frozenset(chosen)
+
+
+def _inside(aimage: AImage, component: str) -> set[str]:
+    start = f"{component.rstrip('/')}/"
+    return {layer.name for layer in aimage.layers if layer.name.startswith(start)}
+
+
+def _is_top_file(layer: Layer) -> bool:
+    kind, _ = mediatype.split_compression(layer.descriptor.media_type)
+    return not layer.component and kind == mediatype.AIMAGE_FILE
+
+
+def _nothing(aimage: AImage, reference: Reference, missed: Sequence[str]) -> NotFoundError:
+    components = dict.fromkeys(layer.component for layer in aimage.layers if layer.component)
+    top = [layer.name for layer in aimage.layers if not layer.component]
+    there = [f"the components {listed(components)}"] if components else []
+    there += [f"at the top {listed(top)}"] if top else []
+    example = f", such as {aimage.layers[-1].name}" if aimage.layers else ""
+    return NotFoundError(
+        f"{reference} has {' and '.join(missed)}; it has {' and '.join(there) or 'no layers'}",
+        hint=f"nothing was fetched; --include is compared with the whole name of a layer{example}",
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names in a row, but not hundreds of them."""
+    known = list(names)
+    shown = ", ".join(known[:_MAX_LISTED])
+    return f"{shown} and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else shown

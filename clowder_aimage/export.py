@@ -1,0 +1,88 @@
+"""export: an AImage in a store becomes the directory it was made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.content import ContentStore
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.exporter import (
+    SHARD,
+    Plan,
+    Way,
+    plan_export,
+    whole_directory,
+    write_files,
+)
+from clowder_aimage.layout.absence import absence, remedy
+from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
+from clowder_aimage.oci import Descriptor, Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A directory of ``files`` with ``size`` bytes; ``tensors`` are in the weights among them.
+    ``ways`` counts how whole files came, ``quantized`` has the form of components' weights."""
+
+    descriptor: Descriptor
+    files: int
+    tensors: int
+    size: int
+    ways: Counter[Way]
+    quantized: Mapping[str, str]
+
+
+def export(
+    store: ContentStore,
+    reference: Reference,
+    directory: Path,
+    *,
+    links: bool = False,
+    shard: int = SHARD,
+    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_written: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Write the AImage ``reference`` as ``directory``, which must not exist, or be empty.
+
+    It is there whole or not at all. With ``links``, whole files share their bytes with the store
+    where the file system can. ``on_plan`` hears of what there is to do before a byte is written,
+    ``on_written`` of bytes that were read and written.
+
+    Raises:
+        UsageError: the directory cannot be one to export to; zstd is needed and not installed.
+        NotFoundError: the AImage is not in the store, or not all of it.
+        FormatError, VerificationError: it is no AImage, a blob is not what its layer says, or
+            damaged; it cannot be a directory.
+        ModelError: a quantized weight has no name in any maker's form.
+        StoreError, NoSpaceError: it cannot be written.
+    """
+    with store.lease(store.resolve(reference).digest) as lease:
+        stored = read_aimage(store, reference)
+        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+        _check_whole(store, reference, stored)
+        inflate(store, stored)
+        with whole_directory(directory) as root:
+            plan = plan_export(store, stored.aimage, shard=shard)
+            on_plan(plan)
+            written = write_files(
+                plan, store, root, path=directory, links=links, on_written=on_written
+            )
+    store.use(stored.descriptor)
+    return Exported(
+        stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
+    )
+
+
+def _check_whole(store: ContentStore, reference: Reference, stored: Stored) -> None:
+    """Raise NotFoundError where blobs are missing, in the form that they came in, too."""
+    pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
+    if all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
+        return
+    missing = absence(store, stored)
+    raise NotFoundError(
+        f"{reference} is not complete: the store lacks {missing.words}",
+        hint=remedy(store, reference, stored.descriptor),
+    )

@@ -1,0 +1,226 @@
+"""What an export writes, decided before the first byte: from the manifest, the headers of the
+tensors' blobs and the configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content import ContentStore
+from clowder_aimage.content.unpack import open_plain
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import FormatError
+from clowder_aimage.exporter.configured import merged
+from clowder_aimage.exporter.form import entries, is_modelopt
+from clowder_aimage.exporter.name import Names
+from clowder_aimage.exporter.shard import SHARD, STEMS, WeightFile, index, weight_files
+from clowder_aimage.importer.stored import read_stored, weights_of
+from clowder_aimage.importer.weight import Weight
+from clowder_aimage.oci import Descriptor, mediatype, read_json
+from clowder_aimage.tensor.stated import Stated
+
+MLX, MODELOPT = "MLX", "ModelOpt"
+_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
+_CONFIG, _INDEX, _CARD = "config.json", "model_index.json", "README.md"
+_LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
+_CARDED = ("transformers", "lora", "onnx")  # whole files whose licence is told by a card alone
+_OURS = "application/vnd.clowder.aimage."
+_TAR, _RAW = ".tar", ".raw"
+# The file system of a container is no directory of a model: such a layer is carried as it is.
+_SYSTEMS = ("application/vnd.oci.image.layer.", "application/vnd.docker.image.rootfs.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``nbytes`` bytes of a blob from ``start`` on, which go to ``offset`` of the file ``name``."""
+
+    start: int
+    nbytes: int
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``made`` files begin with what is here and have this size in the end; ``pieces`` are the rest
+    of them, by the blobs that they come from. ``whole`` layers are files as they are, ``packed``
+    ones are unpacked into a file, and ``tars`` into whatever is in them. ``quantized`` says for
+    components in whose form their weights are."""
+
+    names: Names
+    made: Mapping[str, tuple[bytes, int]]
+    pieces: Mapping[Descriptor, Sequence[Piece]]
+    whole: Sequence[Layer]
+    packed: Sequence[Layer]
+    tars: Sequence[Layer]
+    tensors: int = 0
+    quantized: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The bytes that are read of the store, before they are unpacked."""
+        layers = [*self.whole, *self.packed, *self.tars]
+        return sum(content.size for content in (*self.pieces, *(x.descriptor for x in layers)))
+
+    @property
+    def needed(self) -> int:
+        """The least bytes that the directory takes."""
+        packed = [layer.content or layer.descriptor for layer in (*self.packed, *self.tars)]
+        return (
+            sum(size for _, size in self.made.values())
+            + sum(layer.descriptor.size for layer in self.whole)
+            + sum(content.size for content in packed)
+        )
+
+
+def plan_export(store: ContentStore, aimage: AImage, *, shard: int = SHARD) -> Plan:
+    """Decide everything; files of weights have at most ``shard`` bytes of tensors.
+
+    Raises:
+        NotFoundError: a blob is not in the store.
+        FormatError, VerificationError: a blob is not what its layer says, or damaged; two things
+            would have one name.
+        ModelError: a quantized weight has no name in any maker's form.
+    """
+    planner = _Planner(store, aimage, shard)
+    return planner.plan()
+
+
+class _Planner:
+    def __init__(self, store: ContentStore, aimage: AImage, shard: int) -> None:
+        self._store = store
+        self._aimage = aimage
+        self._shard = shard
+        self._objects: dict[str, dict[str, Any]] = {}
+        self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
+        self._made: dict[str, tuple[bytes, int]] = {}
+        self._pieces: dict[Descriptor, list[Piece]] = {}
+        self._blobs: dict[Path, Descriptor] = {}
+        self._quantized: dict[str, str] = {}
+
+    def plan(self) -> Plan:
+        weights = self._read()
+        replaced = set[str]()
+        for component, members in weights.items():
+            self._gather(component, members)
+            if (config := merged(self._object(_inside(component, _CONFIG)), members)) is not None:
+                name = _inside(component, _CONFIG)
+                self._made[name] = (config, len(config))
+                replaced.add(name)
+        if weights or self._aimage.properties.get("format") in _CARDED:
+            self._add_card()
+        gathered = {layer.name for layer in self._tensors} | replaced
+        files = [layer for layer in self._aimage.layers if layer.name not in gathered]
+        tars = [layer for layer in files if is_tar(layer)]
+        packed = [layer for layer in files if is_packed(layer)]
+        whole = [layer for layer in files if not is_tar(layer) and not is_packed(layer)]
+        names = Names()
+        for name in (*self._made, *(layer.name for layer in (*whole, *packed))):
+            names.add_file(name)
+        count = sum(map(len, weights.values()))
+        return Plan(names, self._made, self._pieces, whole, packed, tars, count, self._quantized)
+
+    def _read(self) -> dict[str, list[Weight]]:
+        """The weights of each component; where they are, too."""
+        for layer in self._tensors:
+            self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
+        gathered = replace(self._aimage, layers=self._tensors)
+        return weights_of(read_stored(self._store, gathered, self._stated))
+
+    def _gather(self, component: str, weights: Sequence[Weight]) -> None:
+        stem = self._stem(component)
+        tensors = [entry for weight in weights for entry in entries(component, weight)]
+        files = weight_files(stem, tensors, self._shard)
+        for file in files:
+            name = _inside(component, file.name)
+            self._made[name] = (file.header, file.size)
+            self._place(name, file)
+        if (found := index(stem, files)) is not None:
+            self._made[_inside(component, found[0])] = (found[1], len(found[1]))
+        if any(weight.quantization for weight in weights):
+            self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX
+
+    def _place(self, name: str, file: WeightFile) -> None:
+        offset = len(file.header)
+        for entry in file.entries:
+            source = entry.source
+            piece = Piece(source.offset, source.nbytes, name, offset)
+            self._pieces.setdefault(self._blobs[source.path], []).append(piece)
+            offset += entry.nbytes
+
+    def _add_card(self) -> None:
+        """A model card with the licence, where create found it (Hugging Face hub, "Model Cards"):
+        no other file says it. One that the AImage has stays as it is."""
+        said = self._aimage.properties.get("license")
+        is_there = any(layer.name == _CARD for layer in self._aimage.layers)
+        if isinstance(said, str) and _LICENSE.fullmatch(said) and not is_there:
+            card = f"---\nlicense: {said}\n---\n".encode()
+            self._made[_CARD] = (card, len(card))
+
+    def _stem(self, component: str) -> str:
+        """What a component's library calls its weights; the library is told by the AImage config,
+        the pipeline's index, or else by the component's own configuration."""
+        if not component:
+            return STEMS["transformers"]
+        known = self._aimage.properties.get("components")
+        entry = known.get(component) if isinstance(known, dict) else None
+        library = entry.get("library") if isinstance(entry, dict) else None
+        if not library:
+            part = self._object(_INDEX).get(component)
+            library = part[0] if isinstance(part, list) and part else None
+        if not library and "_class_name" in self._object(_inside(component, _CONFIG)):
+            library = "diffusers"
+        return STEMS.get(str(library), STEMS["transformers"])
+
+    def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
+        """What the configurations say of how a tensor is quantized whose blob does not."""
+        config = self._object(_inside(component, _CONFIG))
+        return Stated(config, self._object(_INDEX)).of(name)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """A JSON file of the AImage; nothing if it has none, or one that is too large."""
+        if name not in self._objects:
+            self._objects[name] = self._parse(name)
+        return self._objects[name]
+
+    def _parse(self, name: str) -> dict[str, Any]:
+        found = [layer for layer in self._aimage.layers if layer.name == name]
+        if not found or found[0].descriptor.size > _LARGEST:
+            return {}
+        (layer,) = found
+        with open_plain(self._store, layer.descriptor, layer.content, limit=_LARGEST) as file:
+            data = bytearray()
+            while part := file.read(_LARGEST):
+                data += part
+        value = read_json(bytes(data), name)
+        if not isinstance(value, dict):
+            raise FormatError(f"{name} is no JSON object")
+        return value
+
+
+def is_gathered(layer: Layer) -> bool:
+    """Whether it is a tensor, or the experts of a layer: no whole file of such a type."""
+    return layer.is_tensor and not layer.name.endswith(".safetensors")
+
+
+def is_tar(layer: Layer) -> bool:
+    """Whether it is an archive of a neighbour's, which stands for what is in it."""
+    plain, _ = mediatype.split_compression(layer.descriptor.media_type)
+    return plain.endswith(_TAR) and not plain.startswith(_SYSTEMS)
+
+
+def is_packed(layer: Layer) -> bool:
+    """Whether it is a file that was compressed on its way in: one of ours, a raw file of ModelPack
+    or KitOps, or one of which the manifest says what it unpacks to. What is of a type that nobody
+    knows is carried as it is."""
+    plain, compression = mediatype.split_compression(layer.descriptor.media_type)
+    if not compression or is_tar(layer):
+        return False
+    return layer.content is not None or plain.startswith(_OURS) or plain.endswith(_RAW)
+
+
+def _inside(component: str, name: str) -> str:
+    return f"{component}/{name}" if component else name

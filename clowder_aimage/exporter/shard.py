@@ -1,0 +1,85 @@
+"""Tensors into files of a bounded size, as the libraries look for them.
+
+One file is called ``STEM.safetensors``. Several are ``STEM-00001-of-0000N.safetensors``, with
+``STEM.safetensors.index.json`` beside them (transformers, "Sharded checkpoints"): tensors in the
+order of their names, a new file where one would grow too large. Within a file those of wide types
+come first, so that each begins where its type can be read in place (safetensors, ``serialize``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.exporter.form import Entry
+from clowder_aimage.tensor import DTYPE_BITS, encode_header
+
+SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has one to itself
+STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file to be: its header, and what follows it, in this order."""
+
+    name: str
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+
+
+def weight_files(stem: str, entries: Sequence[Entry], most: int = SHARD) -> list[WeightFile]:
+    """The files that hold ``entries``.
+
+    Raises:
+        FormatError: two tensors have one name, or one that cannot be.
+    """
+    ordered = sorted(entries, key=lambda entry: entry.name)
+    for one, other in pairwise(ordered):
+        if one.name == other.name:
+            raise FormatError(f"two tensors are called {one.name[:200]} in {stem}.safetensors")
+    shards = _split(ordered, most)
+    return [
+        _file(_name(stem, number, len(shards)), shard) for number, shard in enumerate(shards, 1)
+    ]
+
+
+def index(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
+    """Name and bytes of the index of several files; None for one."""
+    if len(files) < 2:
+        return None
+    where = {entry.name: file.name for file in files for entry in file.entries}
+    size = sum(entry.nbytes for file in files for entry in file.entries)
+    value = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return f"{stem}.safetensors.index.json", text.encode()
+
+
+def _split(ordered: Sequence[Entry], most: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in ordered:
+        if shards[-1] and size + entry.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _name(stem: str, number: int, count: int) -> str:
+    part = f"-{number:05}-of-{count:05}" if count > 1 else ""
+    return f"{stem}{part}.safetensors"
+
+
+def _file(name: str, shard: Sequence[Entry]) -> WeightFile:
+    ordered = sorted(shard, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.name))
+    header = encode_header([(e.name, e.dtype, e.shape) for e in ordered], _METADATA)
+    return WeightFile(name, header, tuple(ordered))

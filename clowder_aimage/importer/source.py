@@ -1,0 +1,170 @@
+"""What create was pointed at, whatever its format: an inventory, and what goes with it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.importer.compress import check_compression
+from clowder_aimage.importer.formats import lora, transformers
+from clowder_aimage.importer.formats.taken import Taken, source_file
+from clowder_aimage.importer.inventory import Inventory, SourceFile, take_inventory
+
+DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"
+WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
+FORMATS = (DIFFUSERS, TRANSFORMERS, *WHOLE)
+ADAPTERS = "adapters"  # where the adapters of a model lie
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A file that becomes a layer of any media type, whatever it is for."""
+
+    media_type: str
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str) -> Extra:
+        """From ``TYPE=FILE``. Raises UsageError."""
+        media_type, equals, path = text.partition("=")
+        if not equals or not path or not _MEDIA_TYPE.fullmatch(media_type):
+            raise UsageError(
+                f"not a layer: {text[:100]!r}",
+                hint="name its media type and its file: application/vnd.example.ep.v1=./ep.bin",
+            )
+        return cls(media_type, Path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a source is to be packed. ``format`` is one of FORMATS, or found out; ``whole_files``
+    are for Transformers, ``compression`` for what stays whole files. ``adapters`` are names to
+    paths; ``extras`` other layers."""
+
+    format: str | None = None
+    whole_files: bool = False
+    compression: str = ""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    extras: tuple[Extra, ...] = ()
+
+
+def parse_adapter(text: str) -> tuple[str, Path]:
+    """Name and path from ``[NAME=]PATH``. Raises UsageError."""
+    name, equals, path = text.partition("=")
+    if not equals:
+        name, path = Path(text).name.removesuffix(".safetensors"), text
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"not a name for an adapter: {name[:100]!r}", hint="give one: --adapter style=./file"
+        )
+    return name, Path(path)
+
+
+def take(path: Path, form: Form) -> Inventory:
+    """Everything about a model but its weights.
+
+    Raises:
+        ModelError, FormatError: as the format's ``take``; nothing that we pack is there.
+        UsageError: it may be of two formats, or what is wished for is not for its format.
+    """
+    try:
+        return _take(snapshot(path), form)
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+def _take(path: Path, form: Form) -> Inventory:
+    if form.compression:
+        check_compression(form.compression)
+    kind = form.format or _detect(path)
+    whole = kind in WHOLE or (kind == TRANSFORMERS and form.whole_files)
+    if form.whole_files and not whole:
+        raise UsageError(f"--whole-files is for Transformers directories; {path} is {kind}")
+    if form.compression and not whole:
+        raise UsageError(
+            "tensors are not compressed: it would save next to nothing, and they could not be "
+            "loaded where they lie",
+            hint="with --whole-files, or another format, files can be"
+            if kind != DIFFUSERS
+            else None,
+        )
+    inventory = _inventory(path, kind, whole)
+    return _with_extras(_with_adapters(inventory, form.adapters), form.extras)
+
+
+def _detect(path: Path) -> str:
+    from clowder_aimage.importer.formats.detect import detect
+
+    return detect(path)
+
+
+def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
+    if kind == DIFFUSERS:
+        return take_inventory(path)
+    if kind == TRANSFORMERS and not whole:
+        return transformers.take(path)
+    if kind == TRANSFORMERS:
+        return _of(transformers.take_whole(path))
+    module: Any = importlib.import_module(f"clowder_aimage.importer.formats.{kind}")
+    return _of(module.take(path))
+
+
+def _of(taken: Taken) -> Inventory:
+    facts = {"format": taken.format} | dict(taken.facts)
+    return Inventory("", "", (), taken.files, taken.license, facts)
+
+
+def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
+    """The model with adapters that travel with it."""
+    described: dict[str, Any] = {}
+    files = list(inventory.files)
+    for name, path in adapters:
+        if name in described:
+            raise UsageError(
+                f"two adapters are called {name}", hint="--adapter NAME=PATH names them"
+            )
+        taken = lora.take(path)
+        described[name] = taken.facts["adapter"]
+        files += [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
+    if not described:
+        return inventory
+    facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
+    return replace(inventory, files=tuple(files), facts=facts)
+
+
+def _with_extras(inventory: Inventory, extras: Sequence[Extra]) -> Inventory:
+    files: list[SourceFile] = list(inventory.files)
+    for extra in extras:
+        if not extra.path.is_file():
+            raise UsageError(f"there is no file {extra.path}")
+        files.append(source_file(None, extra.path, extra.path.name, extra.media_type))
+    return replace(inventory, files=tuple(files))
+
+
+def snapshot(path: Path) -> Path:
+    """The model in a Hugging Face cache directory, ``models--ORG--NAME`` (huggingface_hub,
+    "Understand caching"); any other path as it is.
+
+    Raises:
+        UsageError: it holds several snapshots, and none is the main one.
+    """
+    snapshots = path / "snapshots"
+    if not path.name.startswith("models--") or not snapshots.is_dir():
+        return path
+    main = path / "refs" / "main"
+    if main.is_file():
+        return snapshots / main.read_text("utf-8", "replace").strip()[:100].replace("/", "")
+    found = sorted(one for one in snapshots.iterdir() if one.is_dir())
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"{path} holds {len(found)} snapshots, and refs/main is missing",
+        hint=f"name one of them: {found[0]}" if found else "download the model again",
+    )

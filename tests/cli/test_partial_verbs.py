@@ -1,0 +1,203 @@
+"""What the verbs make of an AImage that is here in part, and what a part can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body, copy, plan_copy
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.dialect.selection import Selection
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.pull import _name as name_part
+from clowder_aimage.pull import stored_name
+
+NAME = Reference.parse("registry.example.com/model:v1")
+CONFIG = b'{"schemaVersion":1,"components":{}}'
+DATA = {name: name.encode() for name in ("top.json", "net/a", "net/b", "vae/a", "vae/b", "tok/t")}
+
+
+def layer(name, media_type=mediatype.AIMAGE_FILE):
+    return Layer(Descriptor.of(media_type, DATA.get(name, name.encode())), name)
+
+
+AIMAGE = AImage(CONFIG, tuple(layer(name) for name in DATA))
+MANIFEST, _ = DIALECTS["clowder"].write(AIMAGE)
+
+
+def put(store, *names):
+    """Put the manifest, the config and these layers into a store."""
+    store.push(MANIFEST.config, bytes_body(CONFIG))
+    for name in names:
+        store.push(layer(name).descriptor, bytes_body(DATA[name]))
+    store.push(MANIFEST.descriptor, bytes_body(MANIFEST.raw))
+
+
+@pytest.fixture
+def part(aimage):
+    """The command line on a store that has some layers of NAME."""
+    here = aimage()
+    layout = ImageLayout(here.store)
+    put(layout, "top.json", "net/a", "vae/a", "vae/b")
+    layout.tag(MANIFEST.descriptor, NAME, is_partial=True)
+    return here
+
+
+# -- verbs
+
+
+def test_a_list_says_that_it_is_partial(part):
+    assert "clowder (partial)" in part("ls").out
+    (row,) = part("ls", "--json").value
+    assert (row["kind"], row["partial"]) == ("clowder", True)
+
+
+def test_a_mark_on_what_is_whole_is_not_believed(part):
+    """Another name may have brought the rest."""
+    put(ImageLayout(part.store), *DATA)
+    (row,) = part("ls", "--json").value
+    assert "partial" not in row
+
+
+def test_a_list_of_a_partial_name_without_its_manifest(part):
+    layout = ImageLayout(part.store)
+    part("tag", NAME, "other")
+    layout.path(MANIFEST.descriptor).unlink()
+    rows = part("ls", "--json").value
+    assert all(row["partial"] for row in rows)
+
+
+def test_what_is_here_is_kept_and_checked(part):
+    part("gc", "--grace", "0s")
+    part("verify")
+    layout = ImageLayout(part.store)
+    assert all(layout.exists(layer(name).descriptor) for name in ("top.json", "net/a", "vae/b"))
+    path = layout.path(layer("net/a").descriptor)
+    path.chmod(0o644)
+    path.write_bytes(b"other")
+    assert "damaged" in part("verify", code=5).out
+
+
+def test_a_run_says_what_is_missing(part, tmp_path):
+    pytest.importorskip("mlx.core")
+    part("tag", NAME, "mine")
+    err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
+    assert "mine:latest is not complete: the store lacks net (1 of 2 layers), tok (1 layer)" in err
+    assert f"to complete it: aimage pull {NAME}\n" in err
+    part("rm", NAME)
+    err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
+    assert "pull or create it again" in err
+
+
+def test_a_registry_that_is_gone_is_no_reason_to_hide_what_is_missing(part):
+    pytest.importorskip("mlx.core")
+    part("tag", NAME, "127.0.0.1:1/x:v1")
+    err = part("run", "127.0.0.1:1/x:v1", "a fox", code=1).err
+    assert "cannot reach 127.0.0.1:1" in err
+    assert "the store lacks net (1 of 2 layers)" in err
+
+
+# -- what a part can be
+
+
+def chosen(layers, components=(), patterns=()):
+    aimage = AImage(CONFIG, tuple(layers))
+    return sorted(Selection(tuple(components), tuple(patterns)).names(aimage, NAME))
+
+
+def test_files_at_the_top_come_with_a_component_and_weights_do_not():
+    layers = [
+        layer("model.gguf", mediatype.AIMAGE_GGUF),
+        layer("lora.safetensors", mediatype.AIMAGE_LORA),
+        layer("w", mediatype.AIMAGE_SAFETENSORS),
+        layer("index.json"),
+        layer("card.md", f"{mediatype.AIMAGE_FILE}+gzip"),
+        layer("net/w", mediatype.AIMAGE_SAFETENSORS),
+        layer("vae/config.json"),
+    ]
+    assert chosen(layers, ["net"]) == ["card.md", "index.json", "net/w"]
+    assert chosen(layers, [], ["net/*"]) == ["net/w"]
+    assert chosen(layers, ["vae"], ["*.gguf"]) == [
+        *("card.md", "index.json", "model.gguf", "vae/config.json")
+    ]
+
+
+def test_a_component_may_be_a_part_of_a_larger_one():
+    layers = [layer(f"adapters/{name}/w") for name in ("style", "styles", "other")]
+    assert chosen(layers, ["adapters/style"]) == ["adapters/style/w"]
+    assert chosen(layers, ["adapters/style/"]) == ["adapters/style/w"]
+    assert len(chosen(layers, ["adapters"])) == 3
+
+
+@pytest.mark.parametrize("name", ["", "/", "top.json", "ne", "net/a", "NET", "*"])
+def test_what_is_no_component(name):
+    with pytest.raises(NotFoundError, match="has no component"):
+        chosen(AIMAGE.layers, [name])
+
+
+def test_all_that_is_not_there_is_said_at_once_and_not_too_long():
+    layers = [layer(f"part{i:02}/w") for i in range(25)]
+    with pytest.raises(NotFoundError) as caught:
+        chosen(layers, ["part01", "x"], ["y*", "part02/*"])
+    assert str(caught.value).startswith(
+        f"{NAME} has no component 'x' and no layer called like 'y*'"
+    )
+    assert "part19 and 5 more" in str(caught.value)
+    with pytest.raises(NotFoundError, match="it has no layers"):
+        chosen([], ["x"])
+
+
+# -- underneath
+
+
+def test_a_plan_of_a_part_names_nothing(aimage):
+    """Only who knows that it is a part may name it."""
+    source, layout = MemoryStore(), ImageLayout(aimage().store)
+    put(source, *DATA)
+    source.tag(MANIFEST.descriptor, NAME)
+    whole = plan_copy(source, NAME)
+    wanted = {layer("net/a").descriptor.digest, layer("top.json").descriptor.digest}
+    plan = whole.part(wanted)
+    assert {blob.digest for blob in plan.blobs} == wanted
+    assert len(plan.left_out) == len(whole.blobs) - 2
+    assert plan.digests == whole.digests
+    copy(source, NAME, layout, plan=plan)
+    assert [layout.exists(blob) for blob in plan.blobs] == [True, True]
+    assert set(plan.absent(layout)) == set(plan.left_out)
+    assert list(layout.tags()) == []
+
+
+class _Meanwhile(ImageLayout):
+    """A layout that another process completes in the moment before a name is given."""
+
+    def tag(self, content, reference, /, *, is_partial=False):
+        put(ImageLayout(self.root), *DATA)
+        super().tag(content, reference, is_partial=is_partial)
+
+
+def test_what_another_pull_completes_meanwhile_is_not_marked(aimage):
+    layout = _Meanwhile(aimage().store)
+    put(layout, "net/a")
+    source = MemoryStore()
+    put(source, *DATA)
+    source.tag(MANIFEST.descriptor, NAME)
+    plan = plan_copy(source, NAME).part({layer("net/a").descriptor.digest})
+    assert name_part(layout, plan, stored_name(NAME, plan.root)) == []
+    assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
+
+
+def test_compressed_layers_that_are_not_here_are_left_alone(aimage):
+    layout = ImageLayout(aimage().store)
+    manifest, config = DIALECTS["container"].write(AIMAGE)
+    layout.push(manifest.config, bytes_body(config))
+    packed = manifest.raw.replace(
+        str(layer("net/a").descriptor.digest).encode(), str(Digest.of(b"packed")).encode()
+    )
+    descriptor = Descriptor.of(mediatype.OCI_MANIFEST, packed)
+    layout.push(descriptor, bytes_body(packed), NAME)
+    stored = read_aimage(layout, NAME)
+    assert stored.manifest.layers[1].digest != stored.aimage.layers[1].descriptor.digest
+    inflate(layout, stored)
+    assert not any(layout.exists(one.descriptor) for one in stored.aimage.layers)

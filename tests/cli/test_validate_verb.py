@@ -1,0 +1,476 @@
+"""``aimage validate``: all that is wrong with a document, each with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.document import check
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.tensor import encode_header
+from tests.process import PROGRAM
+from tests.vectors.vector import HERE
+
+CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
+FILE = Layer(Descriptor.of(mediatype.AIMAGE_FILE, b"{}"), "vae/config.json")
+MEDIA_TYPES = {"clowder": mediatype.AIMAGE_CONFIG, "container": mediatype.OCI_CONFIG}
+
+
+@pytest.fixture
+def here(aimage):
+    return aimage()
+
+
+def document(here, name, text):
+    path = here.home / name
+    path.write_text(text)
+    return path
+
+
+def named(here, name, manifest, *blobs):
+    """A store in which ``name`` is a manifest (its bytes, or a value) beside those blobs."""
+    data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    layout = ImageLayout(here.store)
+    for blob in blobs:
+        layout.push(Descriptor.of("application/vnd.example", blob), bytes_body(blob))
+    content = Descriptor.of(json.loads(data)["mediaType"], data)
+    layout.push(content, bytes_body(data), Reference.parse(name))
+    return content
+
+
+def written(dialect="clowder", config=CONFIG, layers=(FILE,)):
+    manifest, config = DIALECTS[dialect].write(AImage(config, layers))
+    return json.loads(manifest.raw), config
+
+
+def pointers(done):
+    return [one["pointer"] for one in done.value["violations"]]
+
+
+# -- files
+
+
+def test_a_valid_file(here):
+    done = here("validate", HERE / "oci-manifest.json")
+    assert (done.line, done.err) == (f"{HERE / 'oci-manifest.json'}: valid oci-manifest", "")
+
+
+def test_all_violations_are_listed_each_with_its_line_and_place(here):
+    path = document(
+        here,
+        "config.json",
+        '{\n "schemaVersion": 1,\n "size": -1,\n "components": {\n'
+        '  "vae": {"tensors": "3"},\n  "a b": {}\n },\n "context": 0\n}\n',
+    )
+    done = here("validate", path, code=5)
+    assert [line.partition(": ")[0] for line in done.out.splitlines()] == [
+        f"{path}:3:2",
+        f"{path}:5:11",
+        f"{path}:6:3",
+        f"{path}:8:2",
+    ]
+    assert [line.split(": ")[1] for line in done.out.splitlines()] == [
+        "/size",
+        "/components/vae/tensors",
+        "/components/a b",
+        "/context",
+    ]
+    assert done.err == ""
+
+
+def test_as_json(here):
+    path = document(here, "c.json", '{"schemaVersion": 1, "components": {},\n "context": 0}')
+    done = here("validate", path, "--json", code=5)
+    assert done.value == {
+        "valid": False,
+        "document": str(path),
+        "schema": "aimage-config",
+        "violations": [
+            {
+                "document": str(path),
+                "schema": "aimage-config",
+                "pointer": "/context",
+                "line": 2,
+                "column": 2,
+                "message": "0 is less than 1",
+            }
+        ],
+        "documents": [{"document": str(path), "schema": "aimage-config", "valid": False}],
+    }
+    good = here("--json", "validate", HERE / "oci-index.json").value
+    assert (good["valid"], good["schema"], good["violations"]) == (True, "oci-index", [])
+
+
+def test_stdin(here):
+    done = here("validate", "-", stdin='{"schemaVersion":1,\n"components":[]}', code=5)
+    assert done.line == "stdin:2:1: /components: must be an object, not a list"
+    assert here("validate", "-", stdin=CONFIG.decode()).line == "stdin: valid aimage-config"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "why"),
+    [
+        ("", "1:1", "the text ends too early"),
+        ("nonsense", "1:1", "no value begins here"),
+        ('{\n  "a": 1\n  "b": 2\n}', "3:3", "a comma or } must stand here"),
+        ('{"a": 1,}', "1:9", "a key in double quotes must stand here"),
+        ('{\n"a" 1}', "2:5", "a colon must stand here"),
+        ("[1,\n 2", "2:3", "a comma or ] must stand here"),
+        ("{} {}", "1:4", "something follows the document"),
+        ('{"a": "b\n"}', "1:9", "invalid control character at"),
+        ('{"größe": NaN}', "1:11", "no value begins here"),
+        ('{"a": 1e999}', "1:7", "too large a number"),
+        ('{"a": -' + "9" * 5000 + "}", "1:7", "too large a number"),
+        ("[" * 3000 + "]" * 3000, "1:101", "nested more than 100 deep"),
+        ("\ufeff{}", "1:1", "no value begins here"),
+    ],
+)
+def test_what_is_not_json_is_told_with_line_and_column(text, place, why):
+    (wrong,) = check("it", text.encode()).violations
+    assert (wrong.pointer, wrong.message) == ("", f"not JSON: {why}")
+    assert f"{wrong.line}:{wrong.column}" == place
+
+
+def test_a_file_that_is_not_json(here):
+    path = document(here, "it.json", '{\n  "a": 1\n  "b": 2\n}')
+    done = here("validate", path, code=5)
+    assert (done.line, done.err) == (f"{path}:3:3: not JSON: a comma or }} must stand here", "")
+
+
+def test_what_is_not_utf8_is_not_json(here):
+    path = here.home / "it.json"
+    path.write_bytes(b'{"a":\n "\xff"}')
+    assert here("validate", path, code=5).line == f"{path}:2:3: not JSON: not UTF-8"
+
+
+def test_a_key_that_stands_twice_is_pointed_at(here):
+    text = (
+        '{"schemaVersion": 1,\n "components": {"vae": {"size": 1,\n "size": 2}},\n'
+        ' "components": {}}'
+    )
+    path = document(here, "it.json", text)
+    assert here("validate", path, code=5).out.splitlines() == [
+        f"{path}:3:2: /components/vae/size: this key stands twice",
+        f"{path}:4:2: /components: this key stands twice",
+    ]
+
+
+def test_an_escaped_pointer(here):
+    path = document(here, "it.json", '{"schemaVersion":1,"components":{"a/b~c":{}}}')
+    assert pointers(here("validate", path, "--json", code=5)) == ["/components/a~1b~0c"]
+
+
+def test_two_layers_of_one_name(here):
+    manifest, _ = written(layers=(FILE, Layer(FILE.descriptor, "vae/other.json")))
+    manifest["layers"][1]["annotations"][mediatype.NAME] = FILE.name
+    done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
+    assert f"/layers/1/annotations/{mediatype.NAME}: two layers are called" in done.line
+    assert "/layers/0/" in done.line
+
+
+def test_what_should_be_there_may_be_said(here):
+    path = document(here, "it.json", "{}")
+    done = here("validate", path, code=2)
+    assert (done.out, "none of the documents" in done.err) == ("", True)
+    assert "--schema NAME" in done.err and "aimage-config" in done.err
+    assert here("validate", path, "--schema", "config").line == f"{path}: valid config"
+    assert len(here("validate", path, "--schema", "aimage-config", code=5).out.splitlines()) == 2
+
+
+def test_a_schema_that_is_not_there(here):
+    path = document(here, "it.json", "{}")
+    for name in ("nonsense", "../config", ""):
+        done = here("validate", path, "--schema", name, code=2)
+        assert done.out == ""
+    assert (
+        "there is no schema ../config"
+        in here("validate", path, "--schema", "../config", code=2).err
+    )
+
+
+def test_a_damaged_document_is_still_known(here):
+    """So that what is wrong is told of it, and not that nobody knows it."""
+    manifest, _ = written()
+    for key, new in (("mediaType", "application/wrong"), ("artifactType", 7), ("config", None)):
+        path = document(here, "m.json", json.dumps(manifest | {key: new}))
+        done = here("validate", path, "--json", code=5)
+        assert done.value["schema"] == "aimage-manifest"
+        assert pointers(done) == [f"/{key}"]
+
+
+def test_a_manifest_that_registries_would_not_take(here):
+    manifest, _ = written()
+    manifest["x"] = "x" * (4 << 20)
+    done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
+    assert "more than registries take (4194304)" in done.line
+
+
+def test_a_file_without_end_is_not_read_whole(here):
+    if not Path("/dev/zero").exists():
+        pytest.skip("no /dev/zero")
+    assert "no document is as large" in here("validate", "/dev/zero", code=5).line
+
+
+def test_a_pipe_is_read(here):
+    command = " ".join([*PROGRAM, "validate", "<(cat oci.json)"])
+    document(here, "oci.json", (HERE / "oci-index.json").read_text())
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=here.home, env=here.env(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(": valid oci-index\n")
+
+
+# -- safetensors
+
+
+def test_a_safetensors_file(here, tiny):
+    (path,) = (tiny / "vae").glob("*.safetensors")
+    assert here("validate", path).line == f"{path}: valid safetensors"
+    blob = here.home / "blob"  # what a layer is called tells nothing
+    blob.write_bytes(path.read_bytes())
+    assert here("validate", blob, "--json").value["schema"] == "safetensors"
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "truncated"),
+        (b"\x10" + b"\0" * 7 + b"{}", "claims 16 bytes"),
+        (encode_header([("a", "F32", [2])]) + b"1234", "the tensors fill 8 bytes"),
+    ],
+)
+def test_a_bad_safetensors_file(here, data, why):
+    path = here.home / "model.safetensors"
+    path.write_bytes(data)
+    done = here("validate", path, code=5)
+    assert done.line.startswith(f"{path}: ") and why in done.line
+
+
+# -- names
+
+
+def test_a_name_with_its_config(here, tiny):
+    here("create", "tiny", tiny)
+    done = here("validate", "tiny", "--json")
+    assert done.value["document"] == "tiny:latest"
+    assert [one["schema"] for one in done.value["documents"]] == [
+        "aimage-manifest",
+        "aimage-config",
+    ]
+    assert len(here("validate", "tiny").out.splitlines()) == 2
+
+
+def test_what_is_wrong_with_a_config_is_told_by_its_digest(here):
+    manifest, config = written(config=b'{"schemaVersion":1,"components":{},"context":0}')
+    named(here, "bad", manifest, config)
+    done = here("validate", "bad", code=5)
+    assert done.line == f"{manifest['config']['digest']}: /context: 0 is less than 1"
+
+
+@pytest.mark.parametrize("dialect", ["ollama", "container"])
+def test_an_aimage_config_that_travels_in_another(here, dialect):
+    manifest, config = written(dialect, b'{"schemaVersion":1,"components":{},"context":0}')
+    named(here, "bad", manifest, config)
+    done = here("validate", "bad", "--json", code=5)
+    (wrong,) = done.value["violations"]
+    assert (wrong["schema"], wrong["pointer"]) == ("aimage-config", "/context")
+    assert wrong["document"] == f"vnd.clowder.aimage.config in {manifest['config']['digest']}"
+
+
+def test_a_container_whose_layers_are_not_those_of_its_config(here):
+    manifest, config = written("container")
+    manifest["layers"][0]["digest"] = "sha256:" + "0" * 64
+    manifest["layers"].append(manifest["layers"][0])
+    manifest["layers"][1] = manifest["layers"][1] | {"annotations": {}}
+    named(here, "bad", manifest, config)
+    assert "another number of diff_ids" in here("validate", "bad", code=5).line
+
+
+def test_a_container_image_of_others_is_no_broken_aimage(here):
+    config = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}'
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "config": Descriptor.of(mediatype.OCI_CONFIG, config).to_json(),
+        "layers": [],
+    }
+    named(here, "image", manifest, config)
+    lines = here("validate", "image").out.splitlines()
+    assert lines[0] == "image:latest: valid oci-manifest"
+    assert "not checked, no schema is known for application/vnd.oci.image.config" in lines[1]
+
+
+def test_a_config_of_another_size_and_digest(here):
+    manifest, config = written()
+    named(here, "bad", manifest, config)
+    path = here.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
+    path.chmod(0o644)
+    path.write_bytes(config + b" ")
+    assert pointers(here("validate", "bad", "--json", code=5)) == ["/config/size", "/config/digest"]
+
+
+def test_a_manifest_that_is_damaged_in_the_store(here):
+    manifest, config = written()
+    content = named(here, "bad", manifest, config)
+    path = here.store / "blobs" / str(content.digest).replace(":", "/")
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b'"size": 2', b'"size":-2'))
+    done = here("validate", "bad", "--json", code=5)
+    assert pointers(done) == ["/layers/0/size", ""]
+    assert "hashes to" in done.value["violations"][1]["message"]
+
+
+def test_an_index_and_each_of_its_manifests(here):
+    good, config = written()
+    bad, other = written(config=b'{"schemaVersion":1,"components":{},"size":-1}')
+    blobs = [json.dumps(value).encode() for value in (good, bad)]
+    entries = [Descriptor.of(mediatype.OCI_MANIFEST, blob).to_json() for blob in blobs]
+    absent = Descriptor.of(mediatype.OCI_MANIFEST, b"elsewhere").to_json()
+    index = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_INDEX,
+        "manifests": [*entries, absent, entries[0]],
+    }
+    named(here, "both", index, config, other, *blobs)
+    done = here("validate", "both", "--json", code=5)
+    (wrong,) = done.value["violations"]
+    assert (wrong["document"], wrong["pointer"]) == (bad["config"]["digest"], "/size")
+    seen = [(one["document"], one["schema"], one.get("note")) for one in done.value["documents"]]
+    assert seen == [
+        ("both:latest", "oci-index", None),
+        (entries[0]["digest"], "aimage-manifest", None),
+        (entries[1]["digest"], "aimage-manifest", None),
+        (absent["digest"], "oci-manifest", "it is not in the store"),
+        (good["config"]["digest"], "aimage-config", None),
+        (bad["config"]["digest"], "aimage-config", None),
+    ]
+
+
+def test_an_index_that_names_itself_ends(here):
+    """No digest can, but a damaged blob may say so."""
+    index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
+    content = named(here, "loop", index)
+    path = here.store / "blobs" / str(content.digest).replace(":", "/")
+    path.chmod(0o644)
+    path.write_text(json.dumps(index | {"manifests": [content.to_json()]}))
+    done = here("validate", "loop", "--json", code=5)
+    assert pointers(done) == ["", ""]  # the size and the digest
+    assert len(done.value["documents"]) == 1
+
+
+def test_a_name_that_is_not_there(here):
+    done = here("validate", "nothing", code=3)
+    assert (done.out, "no nothing:latest in the store" in done.err) == ("", True)
+    assert "there is no file nothing" in done.err
+    for what in ("nothing.json", "./nothing", "/no/such/place"):
+        done = here("validate", what, code=3)
+        assert f"there is no file {what}" in done.err
+
+
+def test_a_file_is_meant_before_a_name(here, tiny):
+    here("create", "tiny", tiny)
+    document(here, "tiny", CONFIG.decode())
+    assert here("validate", "tiny").line == "tiny: valid aimage-config"
+    assert here("validate", "tiny:latest").out.startswith("tiny:latest: valid aimage-manifest")
+
+
+def test_a_name_says_itself_what_it_is(here, tiny):
+    here("create", "tiny", tiny)
+    assert "--schema" in here("validate", "tiny", "--schema", "oci-manifest", code=2).err
+
+
+# -- layouts
+
+
+def test_a_layout(here, tiny):
+    here("create", "tiny", tiny)
+    lines = here("validate", here.store).out.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == [
+        "oci-layout",
+        "oci-index",
+        "aimage-manifest",
+        "aimage-config",
+    ]
+    assert lines[1] == f"{here.store}/index.json: valid oci-index"
+    assert f"{here.store}/blobs/sha256/" in lines[2]
+
+
+def test_a_broken_index_is_pointed_at(here):
+    manifest, config = written()
+    content = named(here, "tiny", manifest, config)
+    path = here.store / "index.json"
+    index = json.loads(path.read_bytes())
+    index["manifests"][0]["size"] += 1
+    index["manifests"].append(index["manifests"][0] | {"size": -1})
+    path.write_text(json.dumps(index, indent=1))
+    done = here("validate", here.store, "--json", code=5)
+    assert pointers(done) == ["/manifests/1/size", "/manifests/0/size"]
+    first = done.value["violations"][0]
+    assert path.read_text().splitlines()[first["line"] - 1].strip() == '"size": -1,'
+    assert str(content.digest.encoded) in done.value["documents"][2]["document"]
+
+
+def test_a_layout_without_its_files(here):
+    place = here.home / "layout"
+    place.mkdir()
+    (place / "index.json").write_text("{")
+    lines = here("validate", place, code=5).out.splitlines()
+    assert lines[0] == f"{place}/oci-layout: there is no such file, and every image layout has it"
+    assert lines[1].startswith(f"{place}/index.json:1:2: not JSON")
+
+
+def test_a_layout_with_a_pipe_in_the_place_of_a_file(here):
+    """Which nobody writes to: reading it would wait for ever."""
+    place = here.home / "layout"
+    place.mkdir()
+    (place / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    os.mkfifo(place / "index.json")
+    assert "index.json: there is no such file" in here("validate", place, code=5).line
+
+
+def test_a_config_that_is_too_large_for_a_document_is_not_read(here):
+    manifest, _ = written()
+    manifest["config"]["size"] = 1 << 40
+    named(here, "large", manifest)
+    assert "not checked, it is too large" in here("validate", "large").out
+
+
+def test_a_directory_that_is_no_layout(here, tiny):
+    done = here("validate", tiny, code=2)
+    assert "is a directory, and no OCI image layout" in done.err
+
+
+def test_nothing_is_written(here):
+    manifest, config = written()
+    named(here, "tiny", manifest, config)
+    before = sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*"))
+    here("validate", "tiny")
+    here("validate", here.store)
+    assert sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*")) == before
+
+
+def test_what_a_document_says_moves_no_cursor(here):
+    path = document(
+        here, "it.json", json.dumps({"schemaVersion": 1, "components": {"\x1b[2J": {}}})
+    )
+    assert "\x1b" not in here("validate", path, code=5).out
+
+
+def test_the_help_needs_no_json_schema(here):
+    code = (
+        "import sys, clowder_aimage.cli.validate as v, clowder_aimage.validate;"
+        "print([m for m in sys.modules if m.startswith(('jsonschema', 'requests', 'mlx'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=here.env(), capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n", done.stderr

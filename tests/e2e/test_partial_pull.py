@@ -1,0 +1,433 @@
+"""Parts of an AImage from a real registry: every byte of a blob is counted on its way."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
+from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.tensor import encode_header
+from tests.process import Aimage
+from tests.proxy import Proxy
+
+MIB = 1024 * 1024
+BUFFERS = 4 * MIB  # what may be on its way when a connection ends
+PATH = "tests/partial:v1"
+CONFIG = b'{"schemaVersion":1,"components":{"vae":{},"net":{}}}'
+
+
+@dataclass
+class Pushed:
+    """The embedded model in the registry: its digest, its config, and its layers by name."""
+
+    digest: str
+    config: dict[str, Any]
+    layers: dict[str, dict[str, Any]]
+
+    def blobs(self, *starts: str) -> dict[str, int]:
+        """The sizes of the blobs under these names, each once, and of the config."""
+        found = {self.config["digest"]: self.config["size"]}
+        for name, layer in self.layers.items():
+            if name.startswith(starts):
+                found[layer["digest"]] = layer["size"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def pushed(registry, tiny, tmp_path_factory):
+    here = Aimage(tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("made") / "store")
+    name = f"{registry.host}/{PATH}"
+    digest = here("create", name, tiny).line
+    here("push", name)
+    layout = ImageLayout(here.store)
+    document = json.loads(layout.read(layout.resolve(Reference.parse(name))))
+    layers = {layer["name"]: layer for layer in here("show", name, "--json").value["layers"]}
+    return Pushed(digest, document["config"], layers)
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+@pytest.fixture
+def name(proxy):
+    return f"{proxy.host}/{PATH}"
+
+
+def got(proxy, since=0):
+    """The bytes that were sent of each blob that was asked for."""
+    asked = [passed for passed in proxy.seen[since:] if passed.is_blob]
+    found = dict.fromkeys((passed.path.rpartition("/")[2] for passed in asked), 0)
+    for passed in asked:
+        found[passed.path.rpartition("/")[2]] += passed.sent
+    return found
+
+
+def row(here, name):
+    (found,) = [row for row in here("ls", "--json").value if row["reference"] == name]
+    return found
+
+
+def is_marked(here, name):
+    layout = ImageLayout(here.store)
+    return layout.resolve(Reference.parse(name)).annotations.get(mediatype.PARTIAL) == "true"
+
+
+# -- what is fetched
+
+
+def test_a_component_comes_with_the_files_at_the_top_and_nothing_else(aimage, pushed, proxy, name):
+    here = aimage()
+    done = here("pull", name, "--component", "vae", "--component", "scheduler", "--json")
+    assert got(proxy) == pushed.blobs("vae/", "scheduler/", "model_index.json")
+    assert done.value["digest"] == pushed.digest
+    left = pushed.blobs("").items() - got(proxy).items()
+    assert done.value["partial"] is True
+    assert done.value["missing"] == {"blobs": len(left), "size": sum(size for _, size in left)}
+    assert row(here, name)["partial"] is True
+    assert is_marked(here, name)
+    assert "clowder (partial)" in here("ls").out
+    here("verify")
+
+
+def test_a_full_pull_adds_the_rest_and_takes_the_mark_away(aimage, pushed, proxy, name):
+    here = aimage()
+    said = here("pull", name, "--component", "vae").err
+    assert f"left out; to complete it: aimage pull {name}" in said
+    first, mark = got(proxy), len(proxy.seen)
+    here("gc", "--grace", "0s")
+    assert here("pull", name).line == pushed.digest
+    assert got(proxy, mark) == dict(pushed.blobs("").items() - first.items())
+    assert "partial" not in row(here, name)
+    assert not is_marked(here, name)
+    here("verify")
+    layout = ImageLayout(here.store)
+    layer = pushed.layers["vae/config.json"]
+    layout.path(Descriptor.from_json(layer, "layer")).unlink()
+    assert "is not there" in here("verify", code=5).out
+
+
+def test_a_second_part_is_added_to_the_first(aimage, pushed, proxy, name):
+    here = aimage()
+    here("pull", name, "--include", "vae/*")
+    assert got(proxy) == pushed.blobs("vae/")
+    here("pull", name, "--include", "vae/*", "--component", "transformer")
+    wanted = pushed.blobs("vae/", "transformer/", "model_index.json")
+    assert got(proxy) == wanted
+    assert is_marked(here, name)
+    here("pull", name, "--include", "[!tv]*", "--component", "text_encoder", "--include", "tok*")
+    assert got(proxy) == pushed.blobs("")  # each once, and now it is whole
+    assert not is_marked(here, name)
+    assert "partial" not in row(here, name)
+
+
+def test_a_pattern_fits_whole_names_and_slashes(aimage, pushed, proxy, name):
+    here = aimage()
+    here("pull", name, "--include", "*.json", "--include", "transformer/all_*weight")
+    chosen = [
+        n
+        for n in pushed.layers
+        if n.endswith(".json") or (n.startswith("transformer/all_") and n.endswith("weight"))
+    ]
+    assert len(chosen) > 5
+    config = {pushed.config["digest"]: pushed.config["size"]}
+    blobs = {pushed.layers[n]["digest"]: pushed.layers[n]["size"] for n in chosen}
+    assert got(proxy) == config | blobs
+
+
+def test_a_part_of_what_is_whole_leaves_it_whole(aimage, pushed, proxy, name):
+    here = aimage()
+    here("pull", name)
+    mark = len(proxy.seen)
+    done = here("pull", name, "--component", "vae", "--json")
+    assert "partial" not in done.value
+    assert got(proxy, mark) == {}
+    assert not is_marked(here, name)
+
+
+def test_what_another_store_has_is_not_missing(aimage, pushed, proxy, name):
+    other, here = aimage("other"), aimage("here")
+    other("pull", name)
+    mark = len(proxy.seen)
+    here.environment["AIMAGE_STORE"] = f"{here.store}:{other.store}"
+    done = here("pull", name, "--component", "vae", "--json")
+    assert "partial" not in done.value
+    assert got(proxy, mark) == {}
+
+
+def test_a_part_that_broke_off_goes_on_where_it_was(aimage, registry, proxy):
+    data = encode_header([("w", "U8", (24 * MIB,))])
+    data += hashlib.shake_128(b"part").digest(24 * MIB)
+    big, small = (Descriptor.of(mediatype.AIMAGE_SAFETENSORS, d) for d in (data, data[:-5]))
+    layers = (Layer(big, "net/w"), Layer(small, "vae/w"))
+    path = "tests/partial-big:v1"
+    keep(registry, path, DIALECTS["clowder"], AImage(CONFIG, layers), {big: data, small: data[:-5]})
+    here, name = aimage(), f"{proxy.host}/{path}"
+    proxy.cut = lambda passed: passed.sent if proxy._blob_bytes > 12 * MIB else None
+    here("pull", name, "--component", "net", "--jobs", 2, code=1)
+    assert here("ls", "--json").value == []
+    first = proxy.sent(str(big.digest))
+    assert 8 * MIB < first < big.size
+    proxy.cut = None
+    here("pull", name, "--component", "net", "--jobs", 2)
+    assert proxy.sent(str(big.digest)) <= big.size + BUFFERS
+    assert proxy.asked(str(small.digest)) == []
+    here("pull", name)
+    assert proxy.sent(str(big.digest)) <= big.size + BUFFERS
+    here("verify")
+
+
+# -- what is only told
+
+
+def test_a_dry_run_of_a_part(aimage, pushed, proxy, name):
+    here = aimage()
+    value = here("pull", name, "--component", "vae", "--dry-run", "--json").value
+    wanted = pushed.blobs("vae/", "model_index.json")
+    assert value["fetch"] == {"blobs": len(wanted), "size": sum(wanted.values())}
+    left = dict(pushed.blobs("").items() - wanted.items())
+    assert value["missing"] == {"blobs": len(left), "size": sum(left.values())}
+    assert value["partial"] is True
+    assert not here.store.exists()
+    assert got(proxy).keys() == {pushed.config["digest"]}
+    here("pull", name, "--component", "vae")
+    mark = len(proxy.seen)
+    text = here("pull", name, "--component", "vae", "--dry-run").line
+    assert f": 0 blobs (0 B) to fetch, {len(wanted)} (" in text
+    assert text.endswith("left out")
+    assert got(proxy, mark) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--component", "unet"], "no component 'unet'"),
+        (["--component", "va"], "no component 'va'"),
+        (["--include", "vae/none*"], "no layer called like 'vae/none*'"),
+        (["--component", "vae", "--include", "x"], "no layer called like 'x'"),
+        (["--component", ""], "no component ''"),
+    ],
+)
+def test_what_is_not_in_it(options, said, aimage, pushed, proxy, name):
+    here = aimage()
+    err = here("pull", name, *options, code=3).err
+    assert said in err
+    assert "scheduler, text_encoder, tokenizer, transformer, vae" in err
+    assert "at the top model_index.json" in err
+    assert not here.store.exists()
+    assert got(proxy).keys() == {pushed.config["digest"]}
+
+
+def test_all_of_an_index_has_no_parts(aimage):
+    here = aimage()
+    err = here("pull", "localhost:1/x", "--whole", "--include", "*", code=2).err
+    assert "--whole is all of an index" in err
+
+
+def test_another_kind_of_artifact_has_no_parts(aimage, registry, proxy):
+    config = Descriptor.of("application/vnd.example.config", b"{}")
+    document = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.OCI_MANIFEST,
+        "config": config.to_json(),
+        "layers": [],
+    }
+    path, manifest = "tests/partial-other:v1", Manifest.build(document)
+    put(registry, path, manifest, {config: b"{}"})
+    here, name = aimage(), f"{proxy.host}/{path}"
+    err = here("pull", name, "--component", "vae", code=2).err
+    assert "no components or layers to choose" in err
+    assert "leave --component and --include out" in err
+    assert not here.store.exists()
+    here("pull", name)
+
+
+# -- dialects, and an index
+
+
+def put(registry, path, manifest, contents):
+    """Put blobs and a manifest into the registry."""
+    name = Reference.parse(f"{registry.host}/{path}")
+    with Repository(name, Connection()) as target:
+        for content, data in contents.items():
+            target.push(content, bytes_body(data))
+        target.push(manifest.descriptor, bytes_body(manifest.raw), name)
+
+
+def keep(registry, path, dialect, made, contents):
+    manifest, config = dialect.write(made)
+    put(registry, path, manifest, contents | {manifest.config: config})
+    return manifest
+
+
+def small_aimage():
+    """An AImage of two components and what is in its blobs."""
+    contents, layers = {}, []
+    for name, data in (
+        ("model_index.json", b"{}"),
+        ("net/config.json", b'{"net":true}'),
+        ("net/w", encode_header([("w", "U8", (9000,))]) + bytes(9000)),
+        ("vae/w", encode_header([("w", "U8", (7000,))]) + bytes(7000)),
+    ):
+        kind = mediatype.AIMAGE_SAFETENSORS if name.endswith("/w") else mediatype.AIMAGE_FILE
+        content = Descriptor.of(kind, data)
+        contents[content] = data
+        layers.append(Layer(content, name))
+    return AImage(CONFIG, tuple(layers)), contents
+
+
+@pytest.mark.parametrize("dialect", [n for n in DIALECTS if n != "custom"])
+def test_every_dialect_has_parts(dialect, aimage, registry, proxy):
+    made, contents = small_aimage()
+    path = f"tests/partial-{dialect}:v1"
+    manifest = keep(registry, path, DIALECTS[dialect], made, contents)
+    here, name = aimage(), f"{proxy.host}/{path}"
+    here("pull", name, "--component", "net")
+    chosen = [layer.descriptor for layer in made.layers if layer.component in ("", "net")]
+    assert got(proxy) == {str(b.digest): b.size for b in (*chosen, manifest.config)}
+    here("pull", name)
+    assert len(proxy.asked("/blobs/")) == len({*contents, manifest.config})
+    assert not is_marked(here, name)
+
+
+def test_compressed_layers_are_chosen_by_what_they_unpack_to(aimage, registry, proxy):
+    """As a tool leaves them that packs what looks like a container image's."""
+    made, contents = small_aimage()
+    manifest, config = DIALECTS["container"].write(made)
+    document, packed = json.loads(manifest.raw), {manifest.config: config}
+    for layer, plain in zip(document["layers"], made.layers, strict=True):
+        data = gzip.compress(contents[plain.descriptor], mtime=0)
+        content = Descriptor.of(mediatype.OCI_LAYER_TAR_GZIP, data)
+        packed[content] = data
+        layer.clear()
+        layer.update(content.to_json())
+    path, packed_manifest = "tests/partial-packed:v1", Manifest.build(document)
+    put(registry, path, packed_manifest, packed)
+    here, name = aimage(), f"{proxy.host}/{path}"
+    layout = ImageLayout(here.store)
+
+    def there():
+        return [layer.name for layer in made.layers if layout.exists(layer.descriptor)]
+
+    here("pull", name, "--component", "net")
+    assert there() == ["model_index.json", "net/config.json", "net/w"]
+    assert proxy.sent() == sum(c.size for c in list(packed)[:-1])
+    assert is_marked(here, name)
+    here("pull", name)
+    assert there() == [layer.name for layer in made.layers]
+    assert proxy.sent() == sum(c.size for c in packed)
+    assert not is_marked(here, name)
+    for content, data in contents.items():
+        assert layout.path(content).read_bytes() == data
+
+
+def test_a_part_of_what_an_index_has(aimage, registry, proxy):
+    made, contents = small_aimage()
+    manifest, config = DIALECTS["clowder"].write(made)
+    other = Manifest.build(json.loads(manifest.raw) | {"annotations": {"x": "y"}})
+    entries = [
+        one.descriptor.to_json() | {"annotations": {mediatype.VARIANT: variant}}
+        for one, variant in ((manifest, "first"), (other, "second"))
+    ]
+    index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
+    raw = json.dumps(index).encode()
+    path = "tests/partial-index:v1"
+    put(registry, path, manifest, contents | {manifest.config: config})
+    name = Reference.parse(f"{registry.host}/{path}")
+    with Repository(name, Connection()) as target:
+        target.push(other.descriptor, bytes_body(other.raw))
+        target.push(Descriptor.of(mediatype.OCI_INDEX, raw), bytes_body(raw), name)
+    here, seen = aimage(), f"{proxy.host}/{path}"
+    assert "more than one" in here("pull", seen, "--component", "vae", code=2).err
+    done = here("pull", seen, "--component", "vae", "--variant", "second", "--json")
+    assert done.value["digest"] == str(other.digest)
+    assert done.value["partial"] is True
+    said = here("pull", seen, "--include", "vae/*", "--variant", "second").err
+    assert f"to complete it: aimage pull {seen} --variant second\n" in said
+    here("verify")
+
+
+# -- what is done with a part
+
+
+def test_a_part_is_pushed_where_the_rest_is(aimage, pushed, proxy, name):
+    """Into the repository it came from, and by mounts into another one beside it."""
+    here = aimage()
+    here("pull", name, "--component", "vae")
+    for target in ("tests/partial:again", "tests/partial-beside:v1"):
+        here("tag", name, f"{proxy.host}/{target}")
+        assert here("push", f"{proxy.host}/{target}").line == pushed.digest
+    assert proxy.received() == 0
+    assert aimage("there")("pull", f"{proxy.host}/tests/partial-beside:v1").line == pushed.digest
+
+
+def test_a_part_is_not_pushed_where_the_rest_is_not(aimage, pushed, registry, name):
+    here = aimage()
+    here("pull", name, "--component", "vae")
+    with Proxy(registry.host).running() as elsewhere:
+        target = f"{elsewhere.host}/tests/partial-elsewhere:v1"
+        here("tag", name, target)
+        err = here("push", target, code=3).err
+        assert f"{target} is not complete, and {elsewhere.host} has not got the rest" in err
+        assert "the store lacks scheduler (1 layer), text_encoder (" in err
+        assert "transformer (74 layers)" in err
+        assert "vae (" not in err
+        assert f"to complete it: aimage pull {name}\n" in err
+        assert elsewhere.received() == 0
+
+
+def test_a_run_completes_what_is_here_in_part(aimage, pushed, proxy, name, tmp_path):
+    pytest.importorskip("mlx.core")
+    here = aimage()
+    here("pull", name, "--component", "transformer")
+    here("tag", name, "mine")
+    err = here("run", "mine", "a lighthouse", "-o", tmp_path / "x.png", code=3).err
+    assert "mine:latest is not complete: the store lacks " in err
+    assert "text_encoder (" in err
+    assert "transformer" not in err
+    assert f"to complete it: aimage pull {name}" in err
+    here("tag", name, "127.0.0.1:1/gone:v1")
+    err = here("run", "127.0.0.1:1/gone:v1", "a lighthouse", code=1).err
+    assert "cannot reach 127.0.0.1:1" in err
+    assert "127.0.0.1:1/gone:v1 is not complete: the store lacks " in err
+    mark = len(proxy.seen)
+    size = ["--width", 64, "--height", 64, "--steps", 1, "--seed", 1]
+    here("run", name, "a lighthouse", *size, "-o", tmp_path / "x.png")
+    assert (tmp_path / "x.png").exists()
+    chosen = pushed.blobs("transformer/", "model_index.json")
+    assert got(proxy, mark) == dict(pushed.blobs("").items() - chosen.items())
+    rows = {row["reference"]: row for row in here("ls", "--json").value}
+    assert not any("partial" in row for row in rows.values())  # the other names, too
+
+
+def test_a_repair_fetches_what_was_damaged_and_not_the_rest(aimage, pushed, proxy, name):
+    here = aimage()
+    here("pull", name, "--component", "vae")
+    path = ImageLayout(here.store).path(
+        Descriptor.from_json(pushed.layers["vae/config.json"], "layer")
+    )
+    path.chmod(0o644)
+    path.write_bytes(b"other")
+    mark = len(proxy.seen)
+    here("verify", "--repair")
+    layer = pushed.layers["vae/config.json"]
+    assert got(proxy, mark) == {layer["digest"]: layer["size"]}
+    assert row(here, name)["partial"] is True
+    shown = here("show", name, "--json").value
+    assert shown["partial"] is True
+    assert shown["missing"]["blobs"] > 100
+    assert "missing     scheduler (1 layer), text_encoder (" in here("show", name).out
+    here("pull", name)
+    assert "partial" not in here("show", name, "--json").value
+    here("verify")

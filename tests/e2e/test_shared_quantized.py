@@ -1,0 +1,54 @@
+"""A model and the same with a quantized transformer: what they share is kept and sent once."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Reference
+
+
+@pytest.fixture
+def here(aimage, repository, tiny):
+    """The command line, with both in its store: ``plain`` and ``small``."""
+    run = aimage()
+    run("create", f"{repository}:plain", tiny)
+    run("create", f"{repository}:small", tiny, "--quantize", "int8")
+    return run
+
+
+def blobs_of(store, name):
+    """The layers' blobs by name."""
+    aimage = read_aimage(ImageLayout(store), Reference.parse(name)).aimage
+    return {layer.name: str(layer.descriptor.digest) for layer in aimage.layers}
+
+
+def test_shared_tensors_are_stored_once(here, repository):
+    plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
+    changed = {name for name in plain if plain[name] != small[name]}
+    assert changed
+    assert all(name.startswith("transformer/") for name in changed)
+    files = list((here.store / "blobs" / "sha256").iterdir())
+    assert len(files) == len({*plain.values(), *small.values()}) + 4  # and configs and manifests
+
+
+def test_shared_tensors_are_sent_once(here, aimage, repository, registry):
+    plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
+    mark = registry.mark()
+    here("push", f"{repository}:plain")
+    assert registry.count(mark, repository)["PUT blob"] == len(set(plain.values())) + 1
+    mark = registry.mark()
+    here("push", f"{repository}:small")
+    new = {*small.values()} - {*plain.values()}
+    sent = registry.count(mark, repository)
+    assert sent["PUT blob"] == len(new) + 1  # and the config
+    assert sent["PATCH blob"] == 0
+    for digest in {*plain.values(), *small.values()}:
+        assert registry.blob(digest).exists()
+    there = aimage("there")
+    there("pull", f"{repository}:plain")
+    mark = registry.mark()
+    there("pull", f"{repository}:small")
+    assert registry.count(mark, repository)["GET blob"] == len(new) + 1
+    assert blobs_of(there.store, f"{repository}:small") == small

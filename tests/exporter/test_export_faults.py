@@ -1,0 +1,359 @@
+"""Whatever goes wrong: a sentence, its exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import (
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from clowder_aimage.export import export
+from clowder_aimage.exporter import directory as place
+from clowder_aimage.exporter import write
+from clowder_aimage.oci import Reference, mediatype
+from tests.content.artifact import index, put_artifact
+from tests.exporter.conftest import NAME, files_in
+
+DATA = bytes(range(256)) * 8192
+
+
+@pytest.fixture
+def full(artifact):
+    """One of everything."""
+    artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip", DATA)
+    artifact.add_tar(("kit/a", DATA), ("kit/b", b"b"))
+    artifact.add_tensors("unet/x", {"x": ("U8", (len(DATA),), DATA)})
+    artifact.add("unet/config.json", b"{}")
+    return artifact.finish()
+
+
+NAMES = ["kit/a", "kit/b", "packed", "unet/config.json", "unet/model.safetensors", "w.gguf"]
+
+# -- the directory
+
+
+def test_a_directory_that_is_there_and_empty_stays_the_same(full):
+    full.out.mkdir(mode=0o700)
+    before = full.out.stat()
+    assert sorted(full.exported()) == NAMES
+    after = full.out.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in full.out.iterdir()) == ["kit", "packed", "unet", "w.gguf"]
+    full.check_nothing_left(["out"])
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(full):
+    full.out.mkdir()
+    (full.out / ".hidden").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty") as caught:
+        full.export()
+    assert caught.value.exit_code == 2
+    assert files_in(full.out) == {".hidden": b"mine"}
+
+
+def test_what_is_there_once_is_not_written_again(full):
+    full.export()
+    with pytest.raises(UsageError, match="is not empty"):
+        full.export()
+    assert sorted(files_in(full.out)) == NAMES
+
+
+def test_a_file_is_no_directory(full):
+    full.out.write_text("mine")
+    with pytest.raises(UsageError, match="out is a file"):
+        full.export()
+    assert full.out.read_text() == "mine"
+
+
+def test_a_place_that_is_not_there(full):
+    with pytest.raises(UsageError, match="there is no directory"):
+        export(full.store, NAME, full.home / "no" / "where")
+    full.check_nothing_left()
+
+
+def test_a_link_to_an_empty_directory_is_followed(full):
+    target = full.home / "target"
+    target.mkdir()
+    full.out.symlink_to(target)
+    assert sorted(full.exported()) == NAMES
+    assert full.out.is_symlink()
+    assert sorted(files_in(target)) == NAMES
+
+
+def test_a_name_that_was_taken_meanwhile(full):
+    def take(_):
+        full.out.mkdir(exist_ok=True)
+        (full.out / "mine").write_text("mine")
+
+    with pytest.raises(UsageError, match="is not empty"):
+        full.export(on_plan=take)
+    assert files_in(full.out) == {"mine": b"mine"}
+    full.check_nothing_left(["out"])
+
+
+def test_an_empty_directory_that_was_filled_meanwhile(full):
+    full.out.mkdir()
+    with pytest.raises(UsageError, match="is not empty"):
+        full.export(on_plan=lambda _: (full.out / "mine").write_text("mine"))
+    assert files_in(full.out) == {"mine": b"mine"}
+
+
+def test_the_umask_counts(full):
+    before = os.umask(0o077)
+    try:
+        full.export()
+    finally:
+        os.umask(before)
+    assert full.out.stat().st_mode & 0o777 == 0o700
+    assert (full.out / "w.gguf").stat().st_mode & 0o777 == 0o600
+    assert (full.out / "unet").stat().st_mode & 0o777 == 0o700
+    assert (full.out / "unet/model.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_export_left_is_removed_by_the_next(full, is_there):
+    if is_there:
+        full.out.mkdir()
+    parent = full.out if is_there else full.home
+    left = parent / ".out.export-01234567"
+    (left / "deep").mkdir(parents=True)
+    (left / "deep/file").write_text("half")
+    full.export()
+    assert not left.exists()
+    assert sorted(files_in(full.out)) == NAMES
+
+
+def test_what_a_running_export_writes_is_left_alone(full):
+    own, lock = place._new(full.home, ".out.export-")
+    full.export()
+    assert own.is_dir()
+    os.close(lock)
+
+
+# -- faults on the way
+
+
+class Full:
+    """A disk on which nothing fits any more after some calls."""
+
+    def __init__(self, left, number=errno.ENOSPC):
+        self.left = left
+        self.number = number
+        self.lock = threading.Lock()
+
+    def __call__(self, real):
+        def call(*arguments, **options):
+            with self.lock:
+                self.left -= 1
+                if self.left < 0:
+                    raise OSError(self.number, os.strerror(self.number))
+            return real(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["pwrite", "write", "ftruncate", "fsync"])
+@pytest.mark.parametrize("left", [0, 1, 3])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_full_disk(full, monkeypatch, name, left, is_there):
+    if is_there:
+        full.out.mkdir()
+    called = getattr(os, name)
+    disk = Full(left)
+    monkeypatch.setattr(os, name, disk(called))
+    try:
+        full.export()
+    except NoSpaceError as error:
+        assert error.exit_code == 6
+        assert "no space left to write" in error.message
+        full.check_nothing_left(["out"] if is_there else [])
+        assert not is_there or list(full.out.iterdir()) == []
+    else:
+        assert disk.left >= 0, "the fault was not heard"
+
+
+@pytest.mark.parametrize("name", ["mkdir", "rename"])
+def test_a_directory_that_cannot_be_written(full, monkeypatch, name):
+    from pathlib import Path
+
+    disk = Full(1 if name == "mkdir" else 0, errno.EACCES)
+    monkeypatch.setattr(Path, name, disk(getattr(Path, name)))
+    with pytest.raises(StoreError, match=r"cannot write .*: Permission denied"):
+        full.export()
+    monkeypatch.undo()
+    full.check_nothing_left()
+
+
+def test_half_moved_up_is_moved_back(full, monkeypatch):
+    from pathlib import Path
+
+    full.out.mkdir()
+    disk = Full(2, errno.EIO)
+    real = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: disk(real)(self, to) if disk.left >= 0 else real(self, to)
+    )
+    with pytest.raises(StoreError):
+        full.export()
+    assert list(full.out.iterdir()) == []
+
+
+def test_the_space_is_looked_at_first(full, monkeypatch):
+    needed = 4 * len(DATA)
+
+    def usage(_):
+        return shutil._ntuple_diskusage(1, 1, needed - 1)
+
+    monkeypatch.setattr(write.shutil, "disk_usage", usage)
+    heard = []
+    with pytest.raises(NoSpaceError, match=rf"takes \d+ bytes, and .* has room for {needed - 1}"):
+        full.export(on_written=heard.append)
+    assert heard == []
+    full.check_nothing_left()
+
+
+def test_what_is_linked_needs_no_space(artifact, monkeypatch):
+    artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    artifact.finish()
+    usage = shutil._ntuple_diskusage(1, 1, len(DATA) - 1)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(NoSpaceError):
+        artifact.export()
+    artifact.export(links=True)
+    assert (artifact.out / "w.gguf").read_bytes() == DATA
+
+
+def test_what_says_nothing_of_its_size_may_not_fill_the_disk(artifact, monkeypatch):
+    artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
+    artifact.finish()
+    usage = shutil._ntuple_diskusage(1, 1, len(DATA))
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(FormatError, match=f"unpacks to more than {len(DATA) * 95 // 100}"):
+        artifact.export()
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("moment", range(4))
+def test_an_interrupt_leaves_nothing(full, is_there, moment):
+    if is_there:
+        full.out.mkdir()
+    moments = iter(range(100))
+
+    def interrupt(_):
+        if next(moments) == moment:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        full.export(on_plan=interrupt, on_written=interrupt)
+    full.check_nothing_left(["out"] if is_there else [])
+    assert not is_there or list(full.out.iterdir()) == []
+
+
+HELD = """
+import os, signal, sys
+from clowder_aimage.cli.main import main
+from clowder_aimage.exporter import write
+
+told = int(sys.argv.pop(1))
+
+def wait(*_):
+    os.write(told, b".")
+    while True:
+        signal.pause()
+
+write._Writer._whole = wait
+main()
+"""
+
+
+def test_an_interrupt_from_the_keyboard(full):
+    """The process is interrupted while its threads are at work, one of which does not end."""
+    read, told = os.pipe()
+    verb = ["--store", full.home / "store", "export", "model", full.out]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, str(told), *map(str, verb)],
+        pass_fds=[told],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(told)
+    assert os.read(read, 1) == b"."
+    os.close(read)
+    assert [path.name for path in full.home.iterdir() if ".export-" in path.name]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    full.check_nothing_left()
+
+
+# -- what is missing
+
+
+def test_what_is_missing_is_named(full):
+    gone = [layer for layer in full.layers if layer.name in ("w.gguf", "unet/x")]
+    for layer in gone:
+        full.store.path(layer.descriptor).unlink()
+    with pytest.raises(NotFoundError) as caught:
+        full.export()
+    assert caught.value.message.startswith("model:latest is not complete: the store lacks w.gguf")
+    assert "unet (1 of 2 layers)" in caught.value.message
+    assert caught.value.exit_code == 3
+    assert caught.value.hint == "pull or create it again"
+    full.check_nothing_left()
+
+
+def test_how_to_complete_it(full):
+    name = Reference.parse("registry.example.com/team/model:v1")
+    full.store.tag(full.store.resolve(NAME), name)
+    full.store.path(full.layers[0].descriptor).unlink()
+    with pytest.raises(NotFoundError) as caught:
+        export(full.store, name, full.out)
+    assert caught.value.hint == "to complete it: aimage pull registry.example.com/team/model:v1"
+
+
+def test_a_name_that_is_not_there(artifact):
+    with pytest.raises(NotFoundError):
+        artifact.export()
+
+
+def test_an_artifact_that_is_no_aimage(artifact):
+    put_artifact(artifact.store, "model", b"layer")
+    with pytest.raises(FormatError, match="is not an AImage") as caught:
+        artifact.export()
+    assert caught.value.hint
+    artifact.check_nothing_left()
+
+
+def test_an_index_of_several(artifact):
+    one = put_artifact(artifact.store, "one", b"layer")
+    both = index([one.descriptor])
+    artifact.store.push(both.descriptor, bytes_body(both.raw), NAME)
+    with pytest.raises(FormatError):
+        artifact.export()
+    artifact.check_nothing_left()
+
+
+def test_the_blobs_are_held_while_they_are_written(full):
+    from clowder_aimage.layout.lease import leased
+
+    held = []
+    full.export(on_plan=lambda _: held.extend(leased(full.store.root, remove=False)))
+    assert {layer.descriptor.digest for layer in full.layers} <= set(held)
+    assert leased(full.store.root, remove=False) == set()

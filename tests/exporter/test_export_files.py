@@ -1,0 +1,219 @@
+"""Whole files: byte for byte, linked, unpacked; and names that cannot all be there."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import FormatError, VerificationError
+from clowder_aimage.exporter import Way, link, write
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from tests.exporter.conftest import NAME
+
+UNKNOWN = "application/vnd.example.plan.v7"
+DATA = bytes(range(256)) * 9000
+
+
+def test_layers_of_every_kind_are_the_files_that_they_were(artifact):
+    kinds = {
+        "weights.gguf": mediatype.AIMAGE_GGUF,
+        "model.onnx": mediatype.AIMAGE_ONNX,
+        "saved_model/variables/variables.index": mediatype.AIMAGE_SAVEDMODEL,
+        "adapters/style/adapter_model.safetensors": mediatype.AIMAGE_LORA,
+        "model.safetensors": mediatype.AIMAGE_TRANSFORMERS,
+        "deep/er/plan": UNKNOWN,
+        "ep.bin": "application/vnd.oci.image.layer.v1+gzip",
+        "rootfs": mediatype.OCI_LAYER_TAR_GZIP,
+        "plan.gz": f"{UNKNOWN}+gzip",
+        "empty": mediatype.AIMAGE_FILE,
+    }
+    wanted = {name: DATA + name.encode() if name != "empty" else b"" for name in kinds}
+    for name, media_type in kinds.items():
+        artifact.add(name, wanted[name], media_type)
+    assert artifact.finish().exported() == wanted
+    assert artifact.out.joinpath("model.onnx").stat().st_mode & 0o777 == 0o644
+    assert artifact.out.joinpath("deep/er").stat().st_mode & 0o777 == 0o755
+    artifact.check_nothing_left(["out"])
+
+
+def test_a_whole_safetensors_file_under_the_type_of_tensors_is_a_file(artifact):
+    artifact.add("unet/model.safetensors", b"anything", mediatype.AIMAGE_SAFETENSORS)
+    assert artifact.finish().exported() == {"unet/model.safetensors": b"anything"}
+
+
+@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container", "modelpack"])
+def test_the_dialect_does_not_matter(artifact, dialect):
+    artifact.add("notes.txt", b"words")
+    artifact.add("w.gguf", gzip.compress(DATA), f"{mediatype.AIMAGE_GGUF}+gzip", DATA)
+    assert artifact.finish(dialect).exported() == {"notes.txt": b"words", "w.gguf": DATA}
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+@pytest.mark.parametrize("compression", mediatype.COMPRESSIONS)
+def test_compressed_files_are_unpacked(artifact, compression, is_said):
+    data = gzip.compress(DATA)
+    if compression == "zstd":
+        data = pytest.importorskip("zstandard").compress(DATA)
+    said = DATA if is_said else None
+    artifact.add("w.gguf", data, f"{mediatype.AIMAGE_GGUF}+{compression}", said)
+    exported = artifact.finish().export()
+    assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
+    assert (exported.files, exported.size) == (1, len(DATA))
+
+
+def test_a_foreign_compressed_layer_is_unpacked_where_the_manifest_says_to_what(artifact):
+    artifact.add("plan", gzip.compress(DATA), f"{UNKNOWN}+gzip", DATA)
+    assert artifact.finish().exported() == {"plan": DATA}
+
+
+@pytest.mark.parametrize("kind", ["cncf.model.weight.config.v1", "kitops.modelkit.code.v1"])
+def test_a_neighbours_raw_file_is_unpacked(artifact, kind):
+    artifact.add("code.py", gzip.compress(DATA), f"application/vnd.{kind}.raw+gzip")
+    assert artifact.finish().exported() == {"code.py": DATA}
+
+
+def test_layers_that_another_tool_compressed_on_the_way(artifact):
+    """As copying a container image may: the blob is found by its diff_id."""
+    plain = artifact.add("notes.txt", DATA)
+    artifact.finish("container")
+    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
+    packed = Descriptor.of(mediatype.OCI_LAYER_TAR_GZIP, gzip.compress(DATA))
+    artifact.store.push(packed, bytes_body(gzip.compress(DATA)))
+    document["layers"] = [packed.to_json()]
+    manifest = Manifest.build(document)
+    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+    artifact.store.path(plain.descriptor).unlink()
+    assert artifact.exported() == {"notes.txt": DATA}
+
+
+def test_content_that_is_another_than_the_manifest_says_is_refused(artifact):
+    artifact.add("w.gguf", gzip.compress(DATA), f"{mediatype.AIMAGE_GGUF}+gzip", DATA[::-1])
+    with pytest.raises(VerificationError):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_bomb_stops_early_and_leaves_nothing(artifact):
+    artifact.add("w.gguf", gzip.compress(bytes(200_000_000)), f"{mediatype.AIMAGE_GGUF}+gzip")
+    with pytest.raises(FormatError, match="unpacks to more than 67108864"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+# -- names
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("a/b/c", "a/b")])
+def test_a_file_where_a_directory_must_be_is_refused(artifact, names):
+    for name in names:
+        artifact.add(name, name.encode())
+    with pytest.raises(FormatError, match=r"is a file, and .* wants it as a directory") as caught:
+        artifact.finish().export()
+    assert caught.value.exit_code == 5
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "names", [("Read.me", "read.ME"), ("A/x", "a/y"), ("\u00e9", "e\u0301"), ("STRASSE", "straße")]
+)
+def test_names_that_are_one_on_this_file_system_are_refused(artifact, names, monkeypatch):
+    for name in names:
+        artifact.add(name, b"")
+    artifact.finish()
+    monkeypatch.setattr(write, "is_folding", lambda _: True)
+    with pytest.raises(FormatError, match="upper case and lower case"):
+        artifact.export()
+    artifact.check_nothing_left()
+    monkeypatch.setattr(write, "is_folding", lambda _: False)
+    assert set(artifact.exported()) == set(names)
+
+
+def test_a_generated_file_does_not_replace_one_of_the_model(artifact):
+    artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
+    artifact.add("model.safetensors", b"", mediatype.AIMAGE_TRANSFORMERS)
+    with pytest.raises(FormatError, match="two files are called"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+# -- links
+
+
+def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact):
+    layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
+    artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
+    exported = artifact.finish().export(links=True)
+    path = artifact.store.path(layer.descriptor)
+    assert sum(exported.ways.values()) == 1
+    assert exported.ways[Way.COPIED] == 0
+    assert path.samefile(artifact.out / "w.gguf") == bool(exported.ways[Way.HARD_LINKED])
+    assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
+    assert artifact.out.joinpath("packed").read_bytes() == DATA
+    assert artifact.out.joinpath("model.safetensors").stat().st_nlink == 1
+
+
+def test_without_links_nothing_is_shared(artifact):
+    layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    exported = artifact.finish().export()
+    assert exported.ways == {Way.COPIED: 1}
+    assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
+
+
+def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypatch):
+    layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    asked = []
+
+    def ioctl(made, request, source):
+        asked.append(request)
+        os.write(made, os.pread(source, len(DATA), 0))
+
+    monkeypatch.setattr(link.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(link.sys, "platform", "linux")
+    exported = artifact.finish().export(links=True)
+    assert exported.ways == {Way.REFLINKED: 1}
+    assert asked == [0x40049409]
+    assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
+    assert artifact.out.joinpath("w.gguf").stat().st_mode & 0o777 == 0o644
+    assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
+
+
+def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
+    artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    counted = []
+
+    def refuse(*_, **__):
+        raise OSError(errno.EMLINK, "Too many links")
+
+    monkeypatch.setattr(link.os, "link", refuse)
+    monkeypatch.setattr(link, "_reflink", lambda *_: False)
+    exported = artifact.finish().export(links=True, on_written=counted.append)
+    assert exported.ways == {Way.COPIED: 1}
+    assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
+    assert sum(counted) == len(DATA)
+
+
+def test_a_damaged_blob_is_not_linked(artifact):
+    layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    artifact.finish().damage(layer)
+    with pytest.raises(VerificationError):
+        artifact.export(links=True)
+    artifact.check_nothing_left()
+
+
+def test_progress_counts_every_byte_that_was_planned(artifact):
+    artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
+    artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
+    artifact.add_tar(("in/side", DATA))
+    artifact.add_tensors("x", {"x": ("U8", (len(DATA),), DATA)})
+    planned, counted = [], []
+    artifact.finish().export(
+        on_plan=lambda plan: planned.append(plan.size), on_written=counted.append
+    )
+    assert planned == [sum(counted)]
+    assert artifact.out.joinpath("in/side").read_bytes() == DATA

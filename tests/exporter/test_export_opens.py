@@ -1,0 +1,106 @@
+"""The tools that the directories are for open them: diffusers, transformers, and others."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from clowder_aimage.create import create
+from clowder_aimage.export import export
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from tests.exporter.conftest import tensors_in
+
+pytestmark = pytest.mark.filterwarnings("default")
+NAME = Reference.parse("model")
+
+
+@pytest.fixture(params=[10**9, 100_000], ids=["one file", "shards"])
+def exported(tiny, tmp_path, request):
+    store = ImageLayout(tmp_path / "store")
+    create(store, NAME, tiny)
+    export(store, NAME, tmp_path / "out", shard=request.param)
+    return tmp_path / "out"
+
+
+def loaded(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def state(module):
+    """Bits of all tensors of a network."""
+    import torch
+
+    return {
+        name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def test_diffusers_loads_the_same_pipeline(exported, tiny):
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    pipes = [
+        loaded(
+            lambda path=path: diffusers.ZImagePipeline.from_pretrained(
+                path, torch_dtype=torch.bfloat16, local_files_only=True
+            )
+        )
+        for path in (tiny, exported)
+    ]
+    for part in ("transformer", "vae", "text_encoder"):
+        ours, theirs = (state(getattr(pipe, part)) for pipe in pipes)
+        assert ours == theirs
+        assert ours
+
+
+def test_transformers_loads_the_same_encoder(exported, tiny):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = (
+        loaded(lambda path=path: transformers.AutoModel.from_pretrained(path / "text_encoder"))
+        for path in (exported, tiny)
+    )
+    assert state(ours) == state(theirs)
+    tokens = [
+        transformers.AutoTokenizer.from_pretrained(path / "tokenizer")("a red cube").input_ids
+        for path in (exported, tiny)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_transformers_opens_a_model_of_tensors_at_the_top(artifact, tiny):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    artifact.config |= {"format": "transformers"}
+    for name, tensor in tensors_in(tiny / "text_encoder/model.safetensors").items():
+        artifact.add_tensors(name, {name: tensor})
+    artifact.add("config.json", (tiny / "text_encoder/config.json").read_bytes())
+    artifact.finish().export(shard=20_000)
+    assert (artifact.out / "model.safetensors.index.json").exists()
+    ours, theirs = (
+        loaded(lambda path=path: transformers.AutoModel.from_pretrained(path))
+        for path in (artifact.out, tiny / "text_encoder")
+    )
+    assert state(ours) == state(theirs)
+
+
+def test_safetensors_reads_types_of_every_width_in_place(artifact):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    sizes = {"U8": (torch.uint8, 3), "BF16": (torch.bfloat16, 5), "F32": (torch.float32, 1)}
+    wanted = {}
+    for dtype, (kind, count) in sizes.items():
+        tensor = torch.arange(count).to(kind)
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        artifact.add_tensors(dtype.lower(), {dtype.lower(): (dtype, (count,), data)})
+        wanted[dtype.lower()] = tensor
+    artifact.finish().export()
+    found = load_file(artifact.out / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

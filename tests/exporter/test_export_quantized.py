@@ -1,0 +1,252 @@
+"""Quantized weights are written as their makers write them, and read back to the same blobs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import ModelError
+from clowder_aimage.export import export
+from clowder_aimage.exporter import MLX, MODELOPT
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Reference
+from tests.exporter.conftest import files_in, tensors_in
+from tests.importer.test_importer_experts import moe
+from tests.importer.test_importer_prequantized import CONFIGS, NAME, REST, STEM, mlx
+from tests.importer.valued import as_dtype, make_valued
+
+MODEL = Reference.parse("m")
+KINDS = ["int8", "int4", "mxfp8", "nvfp4"]
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def layers_of(store, name=MODEL):
+    return read_aimage(ImageLayout(store), name).aimage.layers
+
+
+def round_trip(tmp_path, store, number=1, name=MODEL):
+    """The directory, and what create makes of it in a store of its own."""
+    out, other = tmp_path / f"out-{number}", tmp_path / f"store-{number}"
+    exported = export(ImageLayout(store), name, out)
+    return exported, out, other, create(ImageLayout(other), MODEL, out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_quantized_here_comes_back_in_the_same_blobs(tmp_path, kind):
+    model = make_valued(tmp_path / "model")
+    made = model.make(quantize=kind)
+    exported, out, _, again = round_trip(tmp_path, model.store)
+    assert exported.quantized == {"transformer": MLX}
+    config = "transformer/config.json"
+    before = {layer for layer in made.aimage.layers if layer.name != config}
+    after = {layer for layer in again.aimage.layers if layer.name != config}
+    assert after == before
+    said = json.loads((out / config).read_text())
+    assert said.pop("quantization") == {"mode": "affine"} | CONFIGS[kind]
+    assert said == model.read(config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
+    """config.json says how it is quantized then, and needs no other word."""
+    make_valued(tmp_path / "model").make(quantize=kind)
+    _, first, store, made = round_trip(tmp_path, tmp_path / "store")
+    exported, second, _, again = round_trip(tmp_path, store, 2)
+    assert again.descriptor == made.descriptor
+    assert files_in(first) == files_in(second)
+    assert exported.quantized == {"transformer": MLX}
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
+    model = make_valued(tmp_path / "model", transformer=mlx(kind) | REST)
+    model.write("transformer/config.json", {"dim": 4, key: CONFIGS[kind]})
+    made = model.make()
+    _, out, _, again = round_trip(tmp_path, model.store)
+    assert again.descriptor == made.descriptor
+    name = "transformer/config.json"
+    assert (out / name).read_bytes() == (model.directory / name).read_bytes()
+    assert tensors_in(out / WEIGHTS) == mlx(kind) | REST
+
+
+@pytest.mark.parametrize("said", [{}, {"quantization": {"group_size": 64, "bits": 4}}, {"x": 1}])
+def test_a_config_that_does_not_say_the_truth_is_put_right(tmp_path, said):
+    model = make_valued(tmp_path / "model")
+    model.write("transformer/config.json", said)
+    model.make(quantize="int8")
+    _, out, *_ = round_trip(tmp_path, model.store)
+    config = json.loads((out / "transformer/config.json").read_text())
+    assert config == said | {"quantization": {"group_size": 64, "bits": 8, "mode": "affine"}}
+
+
+def test_several_kinds_in_one_component(tmp_path):
+    """The usual one is said for all, and the others for their modules."""
+    one, other = mlx("int8"), mlx("mxfp4")
+    tensors = one | {name.replace("to_q", "to_k"): tensor for name, tensor in one.items()}
+    tensors |= {name.replace("to_q", "to_v"): tensor for name, tensor in other.items()}
+    stem = STEM.replace("to_q", "to_v")
+    model = make_valued(tmp_path / "model", transformer=tensors | REST)
+    model.write(
+        "transformer/config.json", {"quantization": CONFIGS["int8"] | {stem: CONFIGS["mxfp4"]}}
+    )
+    made = model.make()
+    artifact = read_aimage(ImageLayout(model.store), MODEL).aimage
+    model.write("transformer/config.json", {})
+    _, out, _, again = round_trip(tmp_path, model.store)
+    assert again.descriptor == made.descriptor
+    assert tensors_in(out / WEIGHTS) == tensors | REST
+    from clowder_aimage.exporter.configured import merged
+    from clowder_aimage.importer.stored import read_stored, weights_of
+
+    weights = weights_of(read_stored(ImageLayout(model.store), artifact))["transformer"]
+    assert json.loads(merged({}, weights) or b"") == {
+        "quantization": {
+            "group_size": 64,
+            "bits": 8,
+            "mode": "affine",
+            stem: {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+        }
+    }
+
+
+@pytest.mark.parametrize("kind", ["int8", "nvfp4"])
+def test_quantized_experts_give_their_members_back(tmp_path, kind):
+    model = make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
+    made = model.make(quantize=f"text_encoder={kind}")
+    _, out, _, again = round_trip(tmp_path, model.store)
+    weights = [layer for layer in made.aimage.layers if layer.is_tensor]
+    assert weights == [layer for layer in again.aimage.layers if layer.is_tensor]
+    found = tensors_in(out / "text_encoder/model.safetensors")
+    assert "model.layers.0.mlp.experts.2.up_proj.scales" in found
+
+
+def test_mlx_reads_the_values_that_were_quantized(tmp_path):
+    mx = pytest.importorskip("mlx.core")
+    model = make_valued(tmp_path / "model")
+    model.make(quantize="int8")
+    export(ImageLayout(model.store), MODEL, tmp_path / "out")
+    found = mx.load(str(tmp_path / "out" / WEIGHTS))
+    said = json.loads((tmp_path / "out/transformer/config.json").read_text())["quantization"]
+    parts = [found[f"{STEM}.{word}"] for word in ("weight", "scales", "biases")]
+    values = np.array(mx.dequantize(*parts, **said).astype(mx.float32))
+    source = mx.load(str(model.weights("transformer")))[NAME].astype(mx.float32)
+    assert np.abs(values - np.array(source)).max() < 0.002
+
+
+# -- ModelOpt
+
+
+def modelopt(factor=0.25, shape=()):
+    rng = np.random.default_rng(7)
+    data = np.full(shape, factor, "<f4").tobytes()
+    return {
+        NAME: ("U8", (16, 32), rng.bytes(512)),
+        f"{NAME}_scale": ("F8_E4M3", (16, 4), rng.bytes(64)),
+        f"{NAME}_scale_2": ("F32", shape, data),
+    }
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (16,), (16, 1)], ids=str)
+def test_nvfp4_with_a_global_scale_is_in_modelopts_form(tmp_path, shape):
+    said = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    model = make_valued(tmp_path / "model", transformer=modelopt(shape=shape) | REST)
+    model.write("transformer/config.json", said)
+    made = model.make()
+    exported, out, _, again = round_trip(tmp_path, model.store)
+    assert exported.quantized == {"transformer": MODELOPT}
+    assert tensors_in(out / WEIGHTS) == modelopt(shape=shape) | REST
+    assert again.descriptor == made.descriptor
+
+
+def test_nvfp4_of_compressed_tensors_becomes_modelopts(tmp_path):
+    """Its divisor became a factor, and the reciprocal of that need not be the same bits."""
+    codes, scale, _ = modelopt().values()
+    tensors = {
+        f"{NAME}_packed": codes,
+        f"{NAME}_scale": scale,
+        f"{NAME}_global_scale": ("F32", (1,), np.array([3.7], "<f4").tobytes()),
+    }
+    model = make_valued(tmp_path / "model", transformer=tensors | REST)
+    model.write(
+        "transformer/config.json",
+        {"dim": 4, "quantization_config": {"quant_method": "compressed-tensors"}},
+    )
+    made = model.make()
+    _, out, _, again = round_trip(tmp_path, model.store)
+    config = json.loads((out / "transformer/config.json").read_text())
+    assert config == {
+        "dim": 4,
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": [],
+        },
+    }
+    tensors = [layer for layer in made.aimage.layers if layer.is_tensor]
+    assert tensors == [layer for layer in again.aimage.layers if layer.is_tensor]
+
+
+def test_a_quantized_tensor_that_is_no_weight_has_no_form(artifact):
+    name = "layers.0.mlp.experts.gate_up_proj"
+    parts = {
+        name: ("U32", (2, 16), bytes(128)),
+        f"{name}.scale": ("BF16", (2, 1), bytes(4)),
+        f"{name}.bias": ("BF16", (2, 1), bytes(4)),
+    }
+    artifact.add_tensors("unet/layers.0.mlp.experts", parts, quant_type="int8", group_size="64")
+    with pytest.raises(ModelError, match="neither MLX nor ModelOpt has a name") as caught:
+        artifact.finish().export()
+    assert caught.value.hint
+    artifact.check_nothing_left()
+
+
+def test_codes_in_layers_of_their_own_are_joined(artifact):
+    codes, scales, biases = mlx("int4").values()
+    for name, tensor in ((NAME, codes), (f"{STEM}.scales", scales), (f"{STEM}.biases", biases)):
+        artifact.add_tensors(f"transformer/{name}", {name: tensor})
+    said = json.dumps({"quantization": CONFIGS["int4"]}).encode()
+    artifact.add("transformer/config.json", said)
+    artifact.config["components"] = {"transformer": {"library": "diffusers"}}
+    exported = artifact.finish().export()
+    assert tensors_in(artifact.out / WEIGHTS) == mlx("int4")
+    assert (artifact.out / "transformer/config.json").read_bytes() == said
+    assert exported.tensors == 1
+
+
+def test_what_was_said_of_another_way_of_quantizing_goes(artifact):
+    """Else nobody would read the directory: the weights are no longer in that form."""
+    codes, scales = mlx("mxfp8").values()
+    parts = {NAME: codes, f"{NAME}.scale": scales}
+    artifact.add_tensors(f"transformer/{NAME}", parts, quant_type="mxfp8", group_size="32")
+    said = {"dim": 4, "quantization_config": {"quant_method": "fp8"}}
+    artifact.add("transformer/config.json", json.dumps(said).encode())
+    files = artifact.finish().exported()
+    config = json.loads(files["transformer/config.json"])
+    assert config == {"dim": 4, "quantization": CONFIGS["mxfp8"]}
+
+
+def test_a_component_without_a_configuration_gets_one(artifact):
+    codes, scales = mlx("mxfp8").values()
+    parts = {NAME: codes, f"{NAME}.scale": scales}
+    artifact.add_tensors(f"transformer/{NAME}", parts, quant_type="mxfp8", group_size="32")
+    files = artifact.finish().exported()
+    assert json.loads(files["transformer/config.json"]) == {"quantization": CONFIGS["mxfp8"]}
+
+
+def test_a_whole_model_of_transformers_can_be_quantized(artifact):
+    codes, scales = mlx("mxfp8").values()
+    parts = {NAME: codes, f"{NAME}.scale": scales}
+    artifact.add_tensors(NAME, parts, quant_type="mxfp8", group_size="32")
+    artifact.add("config.json", b'{"model_type": "llama"}')
+    files = artifact.finish().exported()
+    assert set(files) == {"config.json", "model.safetensors"}
+    assert json.loads(files["config.json"]) == {
+        "model_type": "llama",
+        "quantization": CONFIGS["mxfp8"],
+    }

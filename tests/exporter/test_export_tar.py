@@ -1,0 +1,256 @@
+"""Tars of neighbours: what is in them is there, and nothing that they should not do is done."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import FormatError, VerificationError
+from clowder_aimage.exporter import tar as untar
+from clowder_aimage.oci import Descriptor
+from tests.content.artifact import manifest
+from tests.exporter.conftest import KIT, NAME, files_in, tar_of
+
+PACK = "application/vnd.cncf.model.weight.v1.tar"
+
+
+def entry(name, kind=tarfile.REGTYPE, target="", size=0, mode=0o644):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size, info.mode = kind, target, size, mode
+    return info
+
+
+def refused(
+    artifact, *members, said="layer kit|is a file|two files|not told apart|not a layer name"
+):
+    artifact.add_tar(*members)
+    with pytest.raises(FormatError, match=said) as caught:
+        artifact.finish().export()
+    assert caught.value.exit_code == 5
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
+@pytest.mark.parametrize("kind", [KIT, PACK])
+def test_what_is_in_a_tar_is_in_the_directory(artifact, kind, compression):
+    long = "d" * 120 + "/" + "n" * 200
+    members = [("Kitfile", b"manifest"), ("./model/w.gguf", b"weights" * 9999), (long, b"long")]
+    data = tar_of(entry("./", tarfile.DIRTYPE), entry("model/", tarfile.DIRTYPE), *members)
+    if compression == "gzip":
+        data = gzip.compress(data)
+    elif compression == "zstd":
+        data = pytest.importorskip("zstandard").compress(data)
+    artifact.add("layer", data, f"{kind}+{compression}" if compression else kind)
+    exported = artifact.finish().export()
+    assert files_in(artifact.out) == {name.removeprefix("./"): text for name, text in members}
+    assert (exported.files, exported.size) == (3, sum(len(text) for _, text in members))
+
+
+def test_a_modelkit_of_kitops(artifact):
+    """Its tars hold paths from the top of the kit, with the directories that lead there
+    (kitops-ml/kitops, pkg/lib/filesystem/tar.go at 35919cd68f5d)."""
+    there = entry("model", tarfile.DIRTYPE)
+    model = artifact.add_tar(there, ("model/w.gguf", b"weights"), packed=True).descriptor
+    docs = artifact.add_tar(("README.md", b"words")).descriptor
+    kitfile = {"manifestVersion": "1.0.0", "model": {"path": "model/w.gguf"}}
+    config = Descriptor.of(
+        "application/vnd.kitops.modelkit.config.v1+json", json.dumps(kitfile).encode()
+    )
+    artifact.store.push(config, bytes_body(json.dumps(kitfile).encode()))
+    docs = replace(docs, media_type="application/vnd.kitops.modelkit.docs.v1.tar")
+    made = manifest(config, [model, docs])
+    artifact.store.push(made.descriptor, bytes_body(made.raw), NAME)
+    artifact.export()
+    assert files_in(artifact.out) == {"model/w.gguf": b"weights", "README.md": b"words"}
+
+
+def test_many_members(artifact):
+    members = [(f"d{n % 7}/{n}", b"%d" % n) for n in range(300)]
+    artifact.add_tar(*members)
+    assert artifact.finish().exported() == dict(members)
+
+
+def test_several_tars_share_directories(artifact):
+    artifact.add_tar(entry("a", tarfile.DIRTYPE), ("a/one", b"1"), name="first", packed=True)
+    artifact.add_tar(entry("a", tarfile.DIRTYPE), ("a/two", b"2"), name="second")
+    artifact.add("a/three", b"3")
+    assert artifact.finish().exported() == {"a/one": b"1", "a/two": b"2", "a/three": b"3"}
+
+
+def test_modes_are_ours_but_for_programs(artifact):
+    artifact.add_tar(
+        entry("run.sh", mode=0o6777), entry("data", mode=0o600), entry("d", tarfile.DIRTYPE, mode=0)
+    )
+    artifact.finish().export()
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in artifact.out.iterdir()}
+    assert modes == {"run.sh": 0o755, "data": 0o644, "d": 0o755}
+
+
+def test_links_that_stay_inside(artifact):
+    artifact.add_tar(
+        ("blobs/one", b"content"),
+        entry("snapshots/x/file", tarfile.SYMTYPE, "../../blobs/one"),
+        entry("hard", tarfile.LNKTYPE, "blobs/one"),
+        entry("dangling", tarfile.SYMTYPE, "not/there"),
+    )
+    artifact.finish().export()
+    assert (artifact.out / "snapshots/x/file").readlink() == Path("../../blobs/one")
+    assert artifact.out.joinpath("snapshots/x/file").read_bytes() == b"content"
+    assert artifact.out.joinpath("hard").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../out", "a/../../out", "a/..", "a\\b", "a\nb", "//x", "x" * 2000]
+)
+def test_names_that_lead_out_or_are_none(artifact, name):
+    refused(artifact, (name, b"evil"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/etc/passwd", "..", "../x", "../../x", "d/../..", "d/../../x", "./../x", "", "a/../../../x"],
+)
+@pytest.mark.parametrize("name", ["link", "./link"])
+def test_symbolic_links_that_lead_out(artifact, name, target):
+    refused(artifact, entry(name, tarfile.SYMTYPE, target), said="leads out of it")
+
+
+@pytest.mark.parametrize("target", ["../../x", "../../../etc", "../d/../../../x"])
+def test_symbolic_links_from_below_that_lead_out(artifact, target):
+    refused(artifact, entry("d/link", tarfile.SYMTYPE, target), said="leads out of it")
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../x", "missing", "link", "d"])
+def test_hard_links_to_what_is_no_file_of_the_archive(artifact, target):
+    refused(
+        artifact,
+        entry("d", tarfile.DIRTYPE),
+        entry("link", tarfile.SYMTYPE, "file"),
+        entry("hard", tarfile.LNKTYPE, target),
+    )
+
+
+def test_a_hard_link_does_not_reach_what_lies_in_the_store(artifact):
+    refused(artifact, entry("hard", tarfile.LNKTYPE, str(artifact.home / "store/index.json")))
+
+
+@pytest.mark.parametrize("target", [".", "/tmp", "other"])
+def test_nothing_is_written_through_a_link(artifact, target):
+    members = [entry("d", tarfile.SYMTYPE, target), ("d/file", b"evil")]
+    refused(artifact, *members)
+
+
+def test_a_link_does_not_replace_a_directory(artifact):
+    refused(artifact, ("d/file", b"x"), entry("d", tarfile.SYMTYPE, "e"), said="is a file, and")
+
+
+@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"Z"])
+def test_devices_and_pipes(artifact, kind):
+    refused(artifact, entry("x", kind), said="a device, a pipe")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("a", b"1"), ("a", b"2")],
+        [("a", b"1"), ("./a", b"2")],
+        [("A", b"1"), ("a", b"2")],
+        [("D/x", b"1"), ("d/y", b"2")],
+        [("a", b"1"), ("a/b", b"2")],
+        [("a/b", b"1"), ("a", b"2")],
+    ],
+    ids=str,
+)
+def test_two_of_one_name(artifact, members):
+    refused(artifact, *members)
+
+
+def test_a_tar_does_not_replace_another_layers_file(artifact):
+    artifact.add("readme", b"ours")
+    refused(artifact, ("README", b"theirs"), said="upper case and lower case")
+
+
+def test_a_sparse_file_is_refused(artifact):
+    info = entry("sparse", tarfile.GNUTYPE_SPARSE, size=512)
+    raw = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    raw[386:410] = b"00000000000\x0000000001000\x00"
+    raw[483:495] = b"77777777777\x00"
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    artifact.add("kit", bytes(raw) + bytes(2048), KIT)
+    with pytest.raises(FormatError):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_size_that_lies(artifact):
+    data = entry("big", size=1 << 40).tobuf() + bytes(4096)
+    artifact.add("kit", data, KIT)
+    with pytest.raises(FormatError, match="and there is room for"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize("cut", [100, 512, 700, 1024, 2000])
+def test_an_archive_that_breaks_off(artifact, cut):
+    artifact.add("kit", tar_of(("a", b"x" * 600), ("b", b"y"))[:cut], KIT)
+    with pytest.raises(FormatError):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_header_in_the_middle_that_is_none(artifact):
+    data = bytearray(tar_of(("a", b"x"), ("b", b"y")))
+    data[1024:1536] = b"?" * 512
+    artifact.add("kit", bytes(data), KIT)
+    with pytest.raises(FormatError, match="damaged"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_what_is_no_tar(artifact):
+    artifact.add("kit", b"not a tar" * 200, KIT)
+    with pytest.raises(FormatError, match="layer kit is no tar archive"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_damaged_tar(artifact):
+    layer = artifact.add_tar(("a", b"x" * 100_000))
+    artifact.finish().damage(layer)
+    with pytest.raises(VerificationError):
+        artifact.export()
+    artifact.check_nothing_left()
+
+
+def test_a_header_without_end_takes_no_memory(artifact):
+    info = entry("x" * 90, tarfile.GNUTYPE_LONGNAME, size=1 << 30)
+    artifact.add("kit", gzip.compress(info.tobuf() + bytes(50 << 20)), f"{KIT}+gzip")
+    with pytest.raises(FormatError, match="a header of more than 65536 bytes"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_more_members_than_any_model_has(artifact, monkeypatch):
+    monkeypatch.setattr(untar, "MAX_MEMBERS", 3)
+    refused(artifact, *((str(n), b"") for n in range(4)), said="more than 3 members")
+
+
+def test_a_tar_that_is_a_bomb(artifact):
+    out = io.BytesIO()
+    with gzip.GzipFile(fileobj=out, mode="wb") as file:
+        file.write(entry("big", size=1 << 28).tobuf())
+        for _ in range(256):
+            file.write(bytes(1 << 20))
+        file.write(bytes(1024))
+    artifact.add("kit", out.getvalue(), f"{KIT}+gzip")
+    with pytest.raises(FormatError, match="unpacks to more than"):
+        artifact.finish().export()
+    artifact.check_nothing_left()

@@ -1,0 +1,168 @@
+"""``aimage export`` as a user types it: there and back, with the source gone on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.exporter.conftest import files_in, tensors_in
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    """A copy of the embedded model, to be deleted."""
+    copy = tmp_path / "model"
+    shutil.copytree(tiny, copy)
+    return copy
+
+
+def check_same(tiny, out):
+    """Every tensor bit-identical, everything else byte-identical; of the card, the licence."""
+    before, after = files_in(tiny), files_in(out)
+    assert after.keys() == before.keys()
+    for name in before:
+        if name.endswith(".safetensors"):
+            assert tensors_in(out / name) == tensors_in(tiny / name)
+        elif name != "README.md":
+            assert after[name] == before[name]
+    assert b"license: apache-2.0\n" in before["README.md"]
+    assert after["README.md"] == b"---\nlicense: apache-2.0\n---\n"
+
+
+def test_saved_loaded_and_exported_elsewhere(aimage, model, tiny, tmp_path):
+    here, there, third = aimage("here"), aimage("there"), aimage("third")
+    digest = here("create", "tiny", model).line
+    here("save", "tiny", "-o", "tiny.tar")
+    shutil.rmtree(model)
+    shutil.rmtree(here.store)
+    there("load", "tiny.tar")
+    done = there("export", "tiny", "out")
+    assert done.line == "out"
+    assert "out: 12 files (284 tensors), 1.2 MB" in done.err
+    check_same(tiny, tmp_path / "out")
+    assert third("create", "again", "out").line == digest
+
+
+def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, repository):
+    here, there = aimage("here"), aimage("there")
+    name = f"{repository}:v1"
+    digest = here("create", name, model).line
+    here("push", name)
+    shutil.rmtree(model)
+    shutil.rmtree(here.store)
+    there("pull", name)
+    there("export", name, "out", "-q")
+    check_same(tiny, tmp_path / "out")
+    assert there("create", "again", "out").line == digest
+
+
+@pytest.mark.parametrize("dialect", ["ollama", "container", "modelpack", "custom"])
+def test_every_dialect_gives_the_same_directory(aimage, tiny, tmp_path, dialect):
+    here = aimage()
+    options = ["--manifest-type", "custom"] if dialect == "custom" else ["--dialect", dialect]
+    here("create", "tiny", tiny, *options)
+    here("export", "tiny", "out")
+    check_same(tiny, tmp_path / "out")
+
+
+def test_json(aimage, tiny, tmp_path):
+    here = aimage()
+    digest = here("create", "tiny", tiny).line
+    done = here("export", "tiny", "out", "--json")
+    assert done.value == {
+        "path": "out",
+        "reference": "tiny:latest",
+        "digest": digest,
+        "files": 12,
+        "tensors": 284,
+        "size": sum(map(len, files_in(tmp_path / "out").values())),
+        "copied": 8,
+        "reflinked": 0,
+        "hardLinked": 0,
+        "quantized": {},
+    }
+    events = [json.loads(line) for line in done.err.splitlines()]
+    assert events[0] == {
+        "event": "plan",
+        "task": "exporting",
+        "reference": "tiny:latest",
+        "size": events[0]["size"],
+    }
+    assert events[-1]["event"] == "note"
+
+
+def test_links(aimage, tiny, tmp_path):
+    here = aimage()
+    here("create", "tiny", tiny)
+    done = here("export", "tiny", "out", "--links")
+    linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
+    if linked:
+        assert "8 hard-linked, 0 copied" in done.err
+        assert "do not write to them" in done.err
+    else:
+        assert "8 reflinked, 0 hard-linked, 0 copied" in done.err
+    check_same(tiny, tmp_path / "out")
+    here("verify")
+    here("rm", "tiny")
+    here("gc", "--grace", "0")
+    check_same(tiny, tmp_path / "out")
+
+
+def test_quiet(aimage, tiny):
+    here = aimage()
+    here("create", "tiny", tiny)
+    done = here("export", "tiny", "out", "-q")
+    assert (done.out, done.err) == ("out\n", "")
+
+
+def test_quantized(aimage, tiny):
+    pytest.importorskip("mlx.core")
+    here = aimage()
+    here("create", "q", tiny, "--quantize", "transformer=int8,text_encoder=int4")
+    done = here("export", "q", "out")
+    assert "quantized weights are in MLX's form: text_encoder, transformer" in done.err
+    assert here("export", "q", "two", "--json").value["quantized"] == {
+        "text_encoder": "MLX",
+        "transformer": "MLX",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["tiny", "full"], 2, "aimage: full is not empty"),
+        (["tiny", "file"], 2, "aimage: file is a file"),
+        (["tiny", "no/where"], 2, "aimage: there is no directory no to make where in"),
+        (["none", "out"], 3, "aimage: no none:latest in the store"),
+        (["tiny"], 2, "Missing argument 'DIR'"),
+        (["a b", "out"], 2, "aimage: "),
+    ],
+    ids=str,
+)
+def test_mistakes(aimage, tiny, arguments, code, said):
+    here = aimage()
+    here("create", "tiny", tiny)
+    (here.home / "full").mkdir()
+    (here.home / "full/mine").touch()
+    (here.home / "file").touch()
+    done = here("export", *arguments, code=code)
+    assert said in done.err
+    assert done.out == ""
+    assert not (here.home / "out").exists()
+    assert [path for path in here.home.iterdir() if ".export-" in path.name] == []
+
+
+def test_a_damaged_blob(aimage, tiny):
+    here = aimage()
+    here("create", "tiny", tiny)
+    layers = here("show", "tiny", "--json").value["layers"]
+    digest = next(x["digest"] for x in layers if x["name"].endswith("to_q.weight"))
+    path = here.store / "blobs/sha256" / digest.removeprefix("sha256:")
+    data = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    done = here("export", "tiny", "out", code=5)
+    assert "aimage verify --repair" in done.err
+    assert not (here.home / "out").exists()

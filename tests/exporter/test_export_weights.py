@@ -1,0 +1,277 @@
+"""Tensors that are blobs become the files that the libraries look for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import FormatError, VerificationError
+from clowder_aimage.export import export
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from tests.exporter.conftest import blob, files_in, tensors_in
+from tests.importer.conftest import WEIGHTS, Model, data_of, weights_name
+from tests.importer.test_importer_experts import moe
+from tests.importer.valued import as_dtype, make_valued
+
+NAME = Reference.parse("model")
+
+
+def model_at(directory) -> Model:
+    return Model(directory / "model", directory / "store").fill()
+
+
+def test_a_model_comes_back_as_it_was(tmp_path):
+    model = model_at(tmp_path)
+    made = model.create()
+    before, out = files_in(model.directory), tmp_path / "out"
+    exported = export(ImageLayout(model.store), NAME, out)
+    after = files_in(out)
+    assert after.keys() == before.keys()
+    for name in before:
+        if name.endswith(".safetensors"):
+            assert tensors_in(out / name) == tensors_in(model.directory / name)
+        else:
+            assert after[name] == before[name]
+    assert exported.tensors == sum(map(len, WEIGHTS.values()))
+    assert exported.files == len(after)
+    assert exported.size == sum(map(len, after.values()))
+    again = create(ImageLayout(tmp_path / "other"), NAME, out)
+    assert again.descriptor == made.descriptor
+
+
+def test_the_same_aimage_gives_the_same_bytes(tmp_path):
+    model = model_at(tmp_path)
+    model.create()
+    for name in ("one", "two"):
+        export(ImageLayout(model.store), NAME, tmp_path / name)
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+def test_the_libraries_names(tmp_path):
+    model = model_at(tmp_path)
+    model.create()
+    export(ImageLayout(model.store), NAME, tmp_path / "out")
+    for component in WEIGHTS:
+        (found,) = (tmp_path / "out" / component).glob("*.safetensors")
+        assert found.stem == weights_name(component)
+
+
+@pytest.mark.parametrize("most", [1, 40, 60, 10_000])
+def test_shards_with_an_index(tmp_path, most):
+    model = model_at(tmp_path)
+    made = model.create()
+    out = tmp_path / "out"
+    export(ImageLayout(model.store), NAME, out, shard=most)
+    for component, tensors in WEIGHTS.items():
+        files = sorted((out / component).glob("*.safetensors"))
+        stem = weights_name(component)
+        sizes = {name: len(data_of((name, *rest), component)) for name, *rest in tensors}
+        found = {}
+        for number, path in enumerate(files, 1):
+            held = tensors_in(path)
+            assert len(held) == 1 or sum(sizes[name] for name in held) <= most
+            found |= dict.fromkeys(held, path.name)
+            if len(files) > 1:
+                assert path.name == f"{stem}-{number:05}-of-{len(files):05}.safetensors"
+        assert sorted(found) == sorted(sizes)
+        assert sorted(found, key=lambda name: (found[name], name)) == sorted(found)
+        index = out / component / f"{stem}.safetensors.index.json"
+        assert index.exists() == (len(files) > 1)
+        if index.exists():
+            value = json.loads(index.read_text())
+            assert value == {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": found,
+            }
+    again = create(ImageLayout(tmp_path / "other"), NAME, out)
+    assert again.descriptor == made.descriptor
+
+
+def test_a_file_may_be_as_large_as_is_said(artifact):
+    for name in "abcd":
+        artifact.add_tensors(name, {name: ("U8", (5,), b"12345")})
+    artifact.finish().export(shard=10)
+    names = sorted(path.name for path in artifact.out.glob("*.safetensors"))
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_tensors_begin_where_their_type_can_be_read(artifact):
+    artifact.add_tensors("a", {"a": ("U8", (3,), b"abc")})
+    artifact.add_tensors("b", {"b": ("F32", (1,), b"1234")})
+    artifact.add_tensors("c", {"c": ("BF16", (1,), b"12")})
+    artifact.finish().export()
+    from clowder_aimage.tensor import read_header
+
+    path = artifact.out / "model.safetensors"
+    with path.open("rb") as file:
+        header = read_header(file, path.stat().st_size)
+    assert header.metadata == {"format": "pt"}
+    assert header.data_offset % 8 == 0
+    assert [(name, header.tensors[name].start) for name in header.tensors] == [
+        ("b", 0),
+        ("c", 4),
+        ("a", 6),
+    ]
+
+
+def test_packed_experts_give_their_members_back(tmp_path):
+    model = make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
+    made = model.make()
+    assert any(layer.name.endswith(".mlp.experts") for layer in made.aimage.layers)
+    out = tmp_path / "out"
+    export(ImageLayout(model.store), Reference.parse("m"), out)
+    name = "text_encoder/model.safetensors"
+    assert tensors_in(out / name) == tensors_in(model.directory / name)
+    again = create(ImageLayout(tmp_path / "other"), NAME, out)
+    assert again.descriptor == made.descriptor
+
+
+def test_a_transformers_directory_has_its_weights_at_the_top(artifact):
+    artifact.config |= {"format": "transformers"}
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": ("F16", (2, 2), b"abcdefgh"),
+        "lm_head.weight": ("BF16", (1, 2), b"1234"),
+    }
+    for name, tensor in tensors.items():
+        artifact.add_tensors(name, {name: tensor})
+    experts = {
+        f"model.layers.1.mlp.experts.{n}.up.weight": ("U8", (1,), bytes([n])) for n in (0, 1)
+    }
+    artifact.add_tensors("model.layers.1.mlp.experts", experts)
+    artifact.add("config.json", b'{"model_type": "llama"}')
+    artifact.add("tokenizer.json", b"{}")
+    files = artifact.finish().exported()
+    assert set(files) == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert tensors_in(artifact.out / "model.safetensors") == tensors | experts
+    assert files["config.json"] == b'{"model_type": "llama"}'
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "stem"),
+    [
+        ({"library": "diffusers"}, {}, "diffusion_pytorch_model"),
+        ({"library": "transformers"}, {}, "model"),
+        ({}, {"model_index.json": {"unet": ["diffusers", "X"]}}, "diffusion_pytorch_model"),
+        ({}, {"model_index.json": {"unet": ["transformers", "X"]}}, "model"),
+        ({}, {"unet/config.json": {"_class_name": "UNet"}}, "diffusion_pytorch_model"),
+        ({}, {"unet/config.json": {"model_type": "bert"}}, "model"),
+        ({"library": 7}, {}, "model"),
+        ({}, {}, "model"),
+    ],
+    ids=str,
+)
+def test_who_says_what_library_a_component_is_of(artifact, config, files, stem):
+    artifact.config["components"] = {"unet": config}
+    artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
+    for name, value in files.items():
+        artifact.add(name, json.dumps(value).encode())
+    assert f"unet/{stem}.safetensors" in artifact.finish().exported()
+
+
+def test_blobs_that_call_the_tensor_otherwise(artifact):
+    artifact.add_tensors("unet/x.weight", {"unet/x.weight": ("U8", (1,), b"x")})
+    artifact.add_tensors("unet/y.weight", {"data": ("U8", (1,), b"y")})
+    artifact.finish().export()
+    found = tensors_in(artifact.out / "unet/model.safetensors")
+    assert found == {"x.weight": ("U8", (1,), b"x"), "y.weight": ("U8", (1,), b"y")}
+
+
+def test_one_blob_that_two_components_share_is_in_both(artifact):
+    for component in ("one", "two"):
+        artifact.add_tensors(f"{component}/x", {"x": ("U8", (4,), b"same")})
+    artifact.finish().export()
+    for component in ("one", "two"):
+        found = tensors_in(artifact.out / component / "model.safetensors")
+        assert found == {"x": ("U8", (4,), b"same")}
+
+
+def test_tensors_larger_than_a_chunk(artifact):
+    data = bytes(range(251)) * 20_000
+    empty = {"layers.0.mlp.experts.none": ("U8", (0, 5), b"")}
+    members = empty | {
+        f"layers.0.mlp.experts.{n}": ("U8", (len(data) - n,), data[n:]) for n in range(3)
+    }
+    artifact.add_tensors("layers.0.mlp.experts", members)
+    artifact.finish().export()
+    assert tensors_in(artifact.out / "model.safetensors") == members
+
+
+@pytest.mark.parametrize("name", ["mit", "apache-2.0"])
+def test_the_licence_travels_in_a_model_card(tmp_path, name):
+    model = model_at(tmp_path)
+    model.write("README.md", f"---\nlicense: {name}\n---\n# A model\n")
+    made = model.create()
+    out = tmp_path / "out"
+    export(ImageLayout(model.store), NAME, out)
+    assert out.joinpath("README.md").read_text() == f"---\nlicense: {name}\n---\n"
+    again = create(ImageLayout(tmp_path / "other"), NAME, out)
+    assert again.descriptor == made.descriptor
+
+
+def test_a_licence_that_is_no_word_is_not_written_into_a_card(artifact):
+    artifact.config["license"] = "mit\n---\nevil: yes"
+    artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
+    assert "README.md" not in artifact.finish().exported()
+
+
+def test_a_model_card_of_the_model_stays(artifact):
+    artifact.config["license"] = "mit"
+    artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
+    artifact.add("README.md", b"ours")
+    assert artifact.finish().exported()["README.md"] == b"ours"
+
+
+# -- what is wrong
+
+
+def test_a_tensor_of_another_name_is_refused(artifact):
+    artifact.add_tensors("x", {"y": ("U8", (1,), b"x")})
+    with pytest.raises(FormatError, match="x: the blob holds y instead"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_two_tensors_of_one_name_are_refused(artifact):
+    members = {"layers.0.mlp.experts.0.w": ("U8", (1,), b"x")}
+    artifact.add_tensors("layers.0.mlp.experts", members)
+    artifact.add_tensors("layers.0.mlp.experts.0.w", members | {})
+    with pytest.raises(FormatError, match="two tensors are called"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_damaged_tensor_is_noticed(artifact):
+    artifact.add_tensors("x", {"x": ("U8", (9,), b"good good")})
+    layer = artifact.add_tensors("y", {"y": ("U8", (8,), b"good bad")})
+    artifact.finish().damage(layer)
+    with pytest.raises(VerificationError) as caught:
+        artifact.export()
+    assert caught.value.exit_code == 5
+    artifact.check_nothing_left()
+
+
+def test_a_blob_that_is_no_safetensors_is_refused(artifact):
+    from clowder_aimage.oci import mediatype
+
+    artifact.add("x", b"\xff" * 40, mediatype.AIMAGE_SAFETENSORS)
+    with pytest.raises(FormatError, match="x: the header claims"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_a_configuration_that_is_no_json_is_told(artifact):
+    artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
+    artifact.add("unet/config.json", b"{")
+    with pytest.raises(FormatError, match=r"unet/config\.json is not"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+
+
+def test_the_builder_writes_what_the_reference_reads():
+    from safetensors import deserialize
+
+    (found,) = deserialize(blob({"x": ("U8", (1,), b"x")}))
+    assert found[0] == "x"

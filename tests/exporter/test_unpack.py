@@ -1,0 +1,218 @@
+"""Layers as they were before they were compressed: whole, verified, and no more than is said."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import hashlib
+import io
+import random
+import resource
+import zlib
+
+import pytest
+
+from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.content.unpack import MAX_RATIO, open_plain
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
+from clowder_aimage.oci import Descriptor, Digest, mediatype
+
+KIND = "application/vnd.example.weights"
+DATA = random.Random(5).randbytes(300_000) + bytes(500_000) + b"end"
+PLAIN = Descriptor(KIND, Digest.of(DATA), len(DATA))
+
+
+def zstd(data: bytes, **options: object) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+PACK = {"gzip": gzip.compress, "zstd": zstd}
+
+
+def stored(data: bytes, compression: str = "gzip") -> tuple[MemoryStore, Descriptor]:
+    store = MemoryStore()
+    layer = Descriptor.of(f"{KIND}+{compression}" if compression else KIND, data)
+    store.push(layer, bytes_body(data))
+    return store, layer
+
+
+def read(data: bytes, compression: str = "gzip", content=None, **options) -> bytes:
+    store, layer = stored(data, compression)
+    with open_plain(store, layer, content, **options) as file:
+        return b"".join(iter(lambda: file.read(70_001), b""))
+
+
+@pytest.fixture(params=mediatype.COMPRESSIONS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
+def test_what_was_packed_comes_out(kind, content):
+    assert read(PACK[kind](DATA), kind, content) == DATA
+
+
+def test_a_layer_that_is_not_compressed_is_itself():
+    assert read(gzip.compress(DATA), "") == gzip.compress(DATA)
+
+
+def test_nothing_packed_is_nothing(kind):
+    assert read(PACK[kind](b""), kind) == b""
+
+
+def test_several_members_are_one_file(kind):
+    assert read(PACK[kind](b"one") + PACK[kind](b"") + PACK[kind](DATA), kind) == b"one" + DATA
+
+
+@pytest.mark.parametrize("count", [1, 512, 3_000_000])
+def test_zeros_may_follow_a_gzip(count):
+    assert read(gzip.compress(DATA) + bytes(count)) == DATA
+
+
+def test_a_frame_that_is_to_be_skipped_is():
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00....\x51\x2a\x4d\x18\x00\x00\x00\x00"
+    assert read(skipped + zstd(DATA) + skipped, "zstd") == DATA
+
+
+def test_zstd_without_a_size_and_with_a_checksum():
+    data = zstd(DATA, write_content_size=False, write_checksum=True)
+    assert read(data, "zstd") == DATA
+    with pytest.raises(FormatError, match="is no zstd"):
+        read(data[:-1] + bytes([data[-1] ^ 1]), "zstd")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 17, 1000, 200_000, -9, -1])
+@pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
+def test_what_breaks_off_is_refused(kind, cut, content):
+    with pytest.raises(FormatError, match=f"breaks off: it is no whole {kind}"):
+        read(PACK[kind](DATA)[:cut], kind, content)
+
+
+@pytest.mark.parametrize("junk", [b"x", b"\0\0x", b"junk" * 500])
+def test_what_follows_and_is_none_is_refused(kind, junk):
+    with pytest.raises(FormatError, match=f"is no {kind}|breaks off"):
+        read(PACK[kind](DATA) + junk, kind)
+
+
+def test_another_format_is_refused(kind):
+    other = PACK["zstd" if kind == "gzip" else "gzip"]
+    for data in (other(DATA), DATA, zlib.compress(DATA)):
+        with pytest.raises(FormatError, match=f"layer sha256:[0-9a-f]+ is no {kind}") as caught:
+            read(data, kind)
+        assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("position", [3, 20, 100_000, -6, -1])
+def test_any_damage_to_the_gzip_is_noticed(position):
+    store, layer = stored(gzip.compress(DATA, mtime=0))
+    data = bytearray(store._blobs[layer.digest])
+    data[position] ^= 0x40
+    store._blobs[layer.digest] = bytes(data)
+    with (
+        pytest.raises((VerificationError, FormatError)) as caught,
+        open_plain(store, layer, None) as file,
+    ):
+        file.read()
+    assert caught.value.exit_code == 5
+
+
+def test_a_damaged_blob_is_said_to_be_damaged(kind):
+    """Not to be of another format: it can be fetched again."""
+    store, layer = stored(PACK[kind](DATA), kind)
+    store._blobs[layer.digest] = b"\xff" * layer.size
+    with pytest.raises(VerificationError), open_plain(store, layer, None) as file:
+        file.read()
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (Descriptor(KIND, Digest.of(b"x"), len(DATA)), VerificationError),
+        (Descriptor(KIND, PLAIN.digest, len(DATA) + 1), VerificationError),
+        (Descriptor(KIND, PLAIN.digest, len(DATA) - 1), FormatError),
+        (Descriptor(KIND, PLAIN.digest, 0), FormatError),
+    ],
+    ids=["digest", "larger", "smaller", "none"],
+)
+def test_content_that_is_not_what_the_manifest_says(kind, content, error):
+    with pytest.raises(error):
+        read(PACK[kind](DATA), kind, content)
+
+
+def test_a_blob_that_is_not_there(kind):
+    _, layer = stored(PACK[kind](DATA), kind)
+    with pytest.raises(NotFoundError):
+        open_plain(MemoryStore(), layer, None)
+
+
+def bomb(kind: str) -> bytes:
+    """A gigabyte of nothing."""
+    if kind == "zstd":
+        return zstd(bytes(1 << 30))
+    out, packer = io.BytesIO(), zlib.compressobj(9, zlib.DEFLATED, 31)
+    for _ in range(1024):
+        out.write(packer.compress(bytes(1 << 20)))
+    return out.getvalue() + packer.flush()
+
+
+def test_a_bomb_is_refused_early_and_takes_no_memory(kind):
+    data = bomb(kind)
+    store, layer = stored(data, kind)
+    before, given = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    with (
+        pytest.raises(FormatError, match="unpacks to more than 67108864") as caught,
+        open_plain(store, layer, None) as file,
+    ):
+        while chunk := file.read(1 << 20):
+            given += len(chunk)
+    assert given <= 64 << 20
+    assert caught.value.hint
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 300 << 20
+
+
+def test_a_bomb_that_admits_it_is_unpacked(kind):
+    zeros = bytes(100 << 20)
+    content = Descriptor(KIND, Digest.of(zeros), len(zeros))
+    data = PACK[kind](zeros)
+    assert len(zeros) > MAX_RATIO * len(data)
+    assert len(read(data, kind, content)) == len(zeros)
+
+
+def test_a_bomb_that_says_less_stops_there(kind):
+    content = Descriptor(KIND, Digest("sha256", hashlib.sha256(bytes(9)).hexdigest()), 9)
+    with pytest.raises(FormatError, match="unpacks to more than 9"):
+        read(PACK[kind](bytes(9_000_000)), kind, content)
+
+
+def test_no_more_than_the_caller_has_room_for(kind):
+    with pytest.raises(FormatError, match="unpacks to more than 799999"):
+        read(PACK[kind](DATA), kind, limit=799_999)
+    with pytest.raises(FormatError, match="unpacks to more than 799999"):
+        read(PACK[kind](DATA), kind, PLAIN, limit=799_999)
+
+
+def test_zstd_that_wants_to_look_back_too_far():
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    data = packer.compress(DATA) + packer.flush()
+    with pytest.raises(FormatError, match="wants too much memory"):
+        read(data, "zstd")
+
+
+def test_without_the_package_for_zstd_it_is_said_how_to_get_it(monkeypatch):
+    data = b"\x28\xb5\x2f\xfd"
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name == "zstandard":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match="zstandard, which is not installed") as caught:
+        read(data, "zstd")
+    assert caught.value.hint == "pip install 'clowder-aimage[zstd]'"
+    assert caught.value.exit_code == 2

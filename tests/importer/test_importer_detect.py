@@ -1,0 +1,247 @@
+"""Which format is meant where nobody says: contents first, names second, and no guessing."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ContentError, FormatError, ModelError, UsageError
+from clowder_aimage.importer.formats.detect import detect, is_lora
+from tests.importer import formats_protobuf as pb
+from tests.importer.conftest import safetensors
+from tests.importer.formats_gguf import gguf
+from tests.importer.formats_mutate import mutants
+from tests.importer.test_importer_torchscript import MEMBERS, archive, without
+
+LORA = safetensors(
+    [("unet.to_q.lora_A.weight", "F32", (2, 4)), ("unet.to_q.lora_B.weight", "F32", (4, 2))]
+)
+PLAIN = safetensors([("model.norm.weight", "F32", (4,))])
+CONFIG = b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+CHECKPOINT = archive(without("m/code/__torch__.py", "m/constants.pkl"))
+FILES = {
+    "gguf": gguf(),
+    "onnx": pb.plain_model(),
+    "torchscript": archive(MEMBERS),
+    "lora": LORA,
+}
+DIRECTORIES: dict[str, dict[str, bytes]] = {
+    "diffusers": {"model_index.json": b"{}", "vae/config.json": CONFIG},
+    "lora": {"adapter_config.json": b"{}", "adapter_model.safetensors": LORA},
+    "transformers": {"config.json": CONFIG, "model.safetensors": PLAIN},
+    "gguf": {"model.gguf": gguf()},
+    "onnx": {"model.onnx": pb.plain_model(), "config.json": CONFIG},
+    "savedmodel": {"saved_model.pb": pb.saved_model(has_saver=False)},
+}
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, raw in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(raw)
+    return root
+
+
+def refused(path: Path, *said: str, kind: type[ContentError] = ModelError) -> Any:
+    with pytest.raises(kind) as caught:
+        detect(path)
+    for word in said:
+        assert word in caught.value.message
+    assert caught.value.hint
+    return caught.value
+
+
+# -- files
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("ending", ["", ".bin", ".gguf", ".onnx", ".dat"])
+def test_a_file_by_what_is_in_it(tmp_path, kind, ending):
+    path = tmp_path / f"model{ending}"
+    path.write_bytes(FILES[kind])
+    assert detect(path) == kind
+
+
+@pytest.mark.parametrize("ending", ["gguf", "onnx"])
+def test_a_damaged_file_by_its_ending(tmp_path, ending):
+    path = tmp_path / f"model.{ending.upper()}"
+    for raw in (b"", b"<!DOCTYPE html>", bytes(100)):
+        path.write_bytes(raw)
+        assert detect(path) == ending
+        module: Any = importlib.import_module(f"clowder_aimage.importer.formats.{ending}")
+        with pytest.raises(FormatError):
+            module.take(path)
+
+
+@pytest.mark.parametrize("magic", [b"FUGG", b"tjgg"])
+def test_files_that_gguf_explains(tmp_path, magic):
+    path = tmp_path / "model.bin"
+    path.write_bytes(magic + bytes(30))
+    assert detect(path) == "gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("model.bin", CHECKPOINT),
+        ("model.ckpt", pickle.dumps({})),
+        ("anything", pickle.dumps({})),
+        ("model.pth", b"neither"),
+        ("model.pkl", b"(dp0\n."),
+    ],
+)
+def test_pickled_files_are_said_to_be(tmp_path, name, raw):
+    path = tmp_path / name
+    path.write_bytes(raw)
+    error = refused(path, str(path), "pickled")
+    assert "safetensors" in error.hint
+
+
+def test_a_checkpoint_that_is_called_pt(tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(CHECKPOINT)
+    assert detect(path) == "torchscript"  # whose reader says what it is
+    from clowder_aimage.importer.formats.torchscript import take
+
+    with pytest.raises(ModelError, match="pickled"):
+        take(path)
+
+
+def zipped() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("word/document.xml", "x")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("raw", [b"", b"hello", zipped(), b'{"a": 1}', bytes(8) + b"{", bytes(99)])
+def test_other_files_are_told_what_can_be_packed(tmp_path, raw):
+    path = tmp_path / "notes.docx"
+    path.write_bytes(raw)
+    error = refused(path, "in no format")
+    for word in ("GGUF", "ONNX", "TorchScript", "SavedModel", "transformers", "diffusers", "LoRA"):
+        assert word in error.hint
+
+
+def test_weights_alone_are_no_model(tmp_path):
+    path = write(tmp_path, {"model.safetensors": PLAIN}) / "model.safetensors"
+    error = refused(path, "weights alone")
+    assert "config.json" in error.hint
+    refused(tmp_path, "model.safetensors", "no config.json")
+
+
+def test_a_damaged_safetensors_file(tmp_path):
+    path = write(tmp_path, {"x.safetensors": PLAIN[:-1]}) / "x.safetensors"
+    refused(path, str(path), kind=FormatError)
+
+
+def test_a_part_of_a_saved_model(tmp_path):
+    root = write(tmp_path, DIRECTORIES["savedmodel"])
+    error = refused(root / "saved_model.pb", "a part of a SavedModel")
+    assert "directory" in error.hint
+
+
+def test_pointers_and_what_is_not_there(tmp_path):
+    path = write(tmp_path, {"m.gguf": b"version https://git-lfs.github.com/spec/v1\n"}) / "m.gguf"
+    refused(path, "Git LFS")
+    refused(tmp_path / "absent", "there is no")
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("names", "is_one"),
+    [
+        (["lora_unet_x.lora_down.weight", "lora_unet_x.lora_up.weight", "lora_unet_x.alpha"], True),
+        (["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"], True),
+        (["x.to_q_lora.down.weight", "x.to_q_lora.up.weight"], True),
+        (["x.lora_A.default.weight", "x.lora_B.default.weight", "x.lora_magnitude_vector"], True),
+        (["x.lora_embedding_A", "x.lora_embedding_B"], True),
+        (["model.layers.0.weight", "model.norm.weight", "model.q.lora_A.weight"], False),
+        (["explora.down.weight"], False),
+        (["x.alpha"], False),
+        ([], False),
+    ],
+)
+def test_the_names_of_adapters(names, is_one):
+    assert is_lora(names) is is_one
+
+
+# -- directories
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_directory_by_what_is_in_it(tmp_path, kind):
+    assert detect(write(tmp_path, DIRECTORIES[kind])) == kind
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("transformers", "gguf"), ("gguf", "savedmodel"), ("diffusers", "gguf"), ("onnx", "gguf")],
+)
+def test_two_formats_are_not_guessed_between(tmp_path, first, second):
+    root = write(tmp_path, DIRECTORIES[second] | DIRECTORIES[first])
+    error = refused(root, first, second, kind=UsageError)
+    assert "--format" in error.hint
+
+
+def test_a_config_of_the_base_makes_no_model_of_an_adapter(tmp_path):
+    assert detect(write(tmp_path, DIRECTORIES["lora"] | {"config.json": CONFIG})) == "lora"
+
+
+def test_models_in_a_directory_of_their_own(tmp_path):
+    root = write(tmp_path, {"config.json": CONFIG, "onnx/model.onnx": pb.plain_model()})
+    assert detect(root) == "onnx"
+    write(root, {"model.safetensors": PLAIN})
+    assert detect(root) == "transformers"
+
+
+@pytest.mark.parametrize("config", [b"", b"[]", b"{}", b'{"model_type": ""}', b"\xff", b"[" * 9999])
+def test_a_config_that_names_no_network(tmp_path, config):
+    refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "no config.json")
+
+
+def test_directories_of_pickled_files(tmp_path):
+    root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
+    refused(root, str(root / "pytorch_model.bin"), "pickled")
+    root = write(tmp_path / "b", {"model.pt": archive(MEMBERS)})
+    assert "name the file itself" in refused(root, "model.pt").hint
+
+
+def test_pickled_files_in_directories_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pytorch_model.bin")  # whoever opened it would wait for ever
+    refused(tmp_path, "pickled")
+
+
+def test_an_empty_directory(tmp_path):
+    refused(tmp_path, "in no format")
+
+
+def test_a_config_that_leads_out(tmp_path):
+    root = write(tmp_path / "m", {"model.safetensors": PLAIN})
+    (tmp_path / "config.json").write_bytes(CONFIG)
+    (root / "config.json").symlink_to(tmp_path / "config.json")
+    refused(root, "leaves the model directory")
+
+
+# -- any bytes at all
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_damaged_files_are_something_or_refused(tmp_path, kind):
+    path = tmp_path / "model.dat"
+    found = set()
+    for raw in mutants(FILES[kind], 700):
+        path.write_bytes(raw)
+        try:
+            found.add(detect(path))
+        except (ModelError, FormatError) as error:
+            found.add(type(error).__name__)
+    assert {kind, "ModelError"} <= found <= {*FILES, "ModelError", "FormatError"}

@@ -1,0 +1,526 @@
+"""GGUF files: what is read of them, and what is refused. The reference reader is the judge."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ContentError, FormatError, ModelError, UsageError
+from clowder_aimage.importer.formats.detect import detect
+from clowder_aimage.importer.formats.gguf import take
+from clowder_aimage.importer.formats.gguf_header import read_header
+from clowder_aimage.oci.mediatype import AIMAGE_GGUF, AIMAGE_LORA
+from tests.importer import formats_gguf as made
+from tests.importer.formats_gguf import ARRAY, BOOL, FLOAT32, LLAMA, STRING, UINT32, WEIGHTS, gguf
+from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
+
+PARAMETERS = 256 * 3 + 5 + 32 * 2
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def refused(path: Path, raw: bytes, *said: str, kind: type[ContentError] = FormatError) -> Any:
+    path.write_bytes(raw)
+    with pytest.raises(kind) as caught:
+        take(path)
+    for word in (path.name, *said):
+        assert word in caught.value.message
+    return caught.value
+
+
+def without(key: str) -> list[made.Pair]:
+    return [pair for pair in LLAMA if pair[0] != key]
+
+
+# -- one file
+
+
+def test_a_file_says_what_it_is(path):
+    path.write_bytes(gguf())
+    taken = take(path)
+    assert taken.format == "gguf"
+    assert taken.facts == {
+        "architecture": "llama",
+        "name": "Small Llama",
+        "parameters": PARAMETERS,
+        "quantization": "Q4_K_M",
+        "context": 4096,
+    }
+    assert taken.license == "apache-2.0"
+    (file,) = taken.files
+    assert (file.name, file.path, file.media_type) == ("model.gguf", path, AIMAGE_GGUF)
+    assert file.size == path.stat().st_size
+    assert file.modified == path.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("alignment", [8, 32, 4096])
+def test_versions_and_alignments_that_are_read(path, version, alignment):
+    path.write_bytes(gguf(version=version, alignment=alignment))
+    assert take(path).facts["parameters"] == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [(0, "F32"), (1, "F16"), (18, "Q6_K"), (32, "BF16"), (38, "MXFP4_MOE"), (1024 + 15, "Q4_K_M")],
+)
+def test_the_file_type_by_its_name(path, said, known):
+    path.write_bytes(gguf([*without("general.file_type"), ("general.file_type", UINT32, said)]))
+    assert take(path).facts["quantization"] == known
+
+
+@pytest.mark.parametrize("said", [None, 999, 1024])
+def test_without_a_known_file_type_most_elements_decide(path, said):
+    pairs = without("general.file_type")
+    if said is not None:
+        pairs.append(("general.file_type", UINT32, said))
+    path.write_bytes(gguf(pairs))
+    assert take(path).facts["quantization"] == "Q4_K"
+
+
+def test_facts_that_are_not_there_or_not_fit_to_be_shown_are_left_out(path):
+    path.write_bytes(gguf([("general.name", STRING, "a\x1b[31mb"), ("x.y", UINT32, 1)], []))
+    assert dict(take(path).facts) == {}
+    path.write_bytes(gguf([("general.name", STRING, "n" * 5000)], []))
+    assert dict(take(path).facts) == {}
+
+
+def test_lists_of_lists_are_passed_over(path):
+    nested = (ARRAY, [(STRING, ["a", "b"]), (UINT32, [1, 2, 3]), (ARRAY, [(BOOL, [1])])])
+    path.write_bytes(gguf([("a.b", ARRAY, nested), *LLAMA]))
+    assert take(path).facts["parameters"] == PARAMETERS
+
+
+def test_a_link_that_was_named_is_followed(tmp_path, path):
+    elsewhere = tmp_path / "blobs"
+    elsewhere.mkdir()
+    (elsewhere / "sha256-abc").write_bytes(gguf())
+    path.symlink_to(elsewhere / "sha256-abc")
+    assert take(path).files[0].name == "model.gguf"
+
+
+# -- adapters and projectors
+
+
+def test_an_adapter_says_so(path):
+    path.write_bytes(gguf(made.ADAPTER, made.LORA))
+    taken = take(path)
+    assert taken.facts["adapter"] == {
+        "type": "lora",
+        "rank": 4,
+        "alpha": 16,
+        "targets": ["attn_q", "ffn_up"],
+        "base": "Llama 2 7B",
+    }
+    assert taken.files[0].media_type == AIMAGE_LORA
+
+
+def test_an_adapter_of_another_kind_is_refused(path):
+    pairs = [("adapter.type", STRING, "x") if p[0] == "adapter.type" else p for p in made.ADAPTER]
+    refused(path, gguf(pairs, made.LORA), "'x'", kind=ModelError)
+
+
+def test_an_adapter_with_an_alpha_that_is_no_number_is_refused(path):
+    pairs = [p for p in made.ADAPTER if p[0] != "adapter.lora.alpha"]
+    for alpha in (float("nan"), float("inf")):
+        bad = [*pairs, ("adapter.lora.alpha", FLOAT32, alpha)]
+        refused(path, gguf(bad, made.LORA), "alpha")
+    refused(path, gguf([*pairs, ("adapter.lora.alpha", STRING, "16")], made.LORA), "alpha")
+
+
+def test_a_projector_goes_with_the_model_beside_it(tmp_path):
+    projector = [("general.type", STRING, "mmproj"), ("general.architecture", STRING, "clip")]
+    (tmp_path / "model.gguf").write_bytes(gguf())
+    (tmp_path / "mmproj.gguf").write_bytes(gguf(projector, [("v.weight", 1, (4, 4))]))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    taken = take(tmp_path)
+    assert [file.name for file in taken.files] == ["mmproj.gguf", "model.gguf"]
+    assert {file.media_type for file in taken.files} == {AIMAGE_GGUF}
+    assert taken.facts["architecture"] == "llama"
+    assert taken.facts["parameters"] == PARAMETERS + 16
+    assert taken.license == "apache-2.0"
+    (tmp_path / "model.gguf").unlink()
+    alone = take(tmp_path)
+    assert (alone.facts["architecture"], alone.license) == ("clip", "mit")
+
+
+def test_two_models_in_a_directory_are_not_guessed_between(tmp_path):
+    for name in ("a-Q4.gguf", "a-Q8.gguf"):
+        (tmp_path / name).write_bytes(gguf())
+    with pytest.raises(UsageError, match=r"a-Q4\.gguf, a-Q8\.gguf") as caught:
+        take(tmp_path)
+    assert caught.value.hint
+
+
+def test_a_directory_without_one_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no GGUF file"):
+        take(tmp_path)
+
+
+def test_a_link_out_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "secret").write_bytes(gguf())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "a.gguf").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelError, match="leaves the model directory"):
+        take(model)
+
+
+def test_the_cache_of_hugging_face_is_followed(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "Q4_K_M"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, raw in enumerate(made.split(2), 1):
+        (blobs / str(number)).write_bytes(raw)
+        (snapshot / f"m-{number:05}-of-00002.gguf").symlink_to(blobs / str(number))
+    for path in (snapshot, snapshot / "m-00002-of-00002.gguf"):
+        assert detect(path) == "gguf"
+        assert take(path).facts["parameters"] == PARAMETERS
+
+
+# -- split models
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    paths = []
+    for number, raw in enumerate(made.split(3), 1):
+        paths.append(tmp_path / f"m-{number:05}-of-00003.gguf")
+        paths[-1].write_bytes(raw)
+    return paths
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, None])
+def test_a_split_model_is_taken_whole_from_any_part(parts, number):
+    taken = take(parts[0].parent if number is None else parts[number])
+    assert [file.name for file in taken.files] == [part.name for part in parts]
+    assert taken.facts["name"] == "Small Llama"
+    assert taken.facts["parameters"] == PARAMETERS
+
+
+def test_missing_parts_are_named(parts):
+    parts[0].unlink()
+    parts[2].unlink()
+    with pytest.raises(ModelError) as caught:
+        take(parts[1])
+    assert f"{parts[0].name}, {parts[2].name}" in caught.value.message
+
+
+def test_parts_in_another_order_are_refused(parts):
+    first, second = parts[1].read_bytes(), parts[2].read_bytes()
+    parts[1].write_bytes(second)
+    parts[2].write_bytes(first)
+    with pytest.raises(FormatError, match=r"part 2 \(from 0\) of 3, and is part 1"):
+        take(parts[0])
+
+
+def test_a_part_under_another_name_is_refused(parts, path):
+    refused(path, parts[1].read_bytes(), "of 3", "of 1")
+
+
+def test_a_whole_model_that_is_called_a_part_is_refused(parts):
+    parts[1].write_bytes(gguf())
+    with pytest.raises(FormatError, match="of 1, and is part 1 of 3"):
+        take(parts[0])
+
+
+def test_parts_with_other_tensors_than_they_say_are_refused(parts):
+    said = [("split.no", 2, 2), ("split.count", 2, 3), ("split.tensors.count", 5, 3)]
+    parts[2].write_bytes(gguf(said, []))
+    with pytest.raises(FormatError, match="hold 3 tensors, they hold 2"):
+        take(parts[0])
+    parts[2].write_bytes(gguf(said, WEIGHTS[:1]))
+    with pytest.raises(FormatError, match="the same tensor"):
+        take(parts[0])
+
+
+def test_a_part_beside_that_leads_elsewhere_is_refused(parts, tmp_path):
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.gguf"
+    parts[1].rename(outside)
+    parts[1].symlink_to(outside)
+    with pytest.raises(ModelError, match="leaves the model directory"):
+        take(parts[0])
+
+
+def test_a_number_that_cannot_be_a_part(tmp_path):
+    path = tmp_path / "m-00004-of-00003.gguf"
+    refused(path, gguf(), "part 4 of 3", kind=ModelError)
+
+
+# -- what is no GGUF file
+
+
+def test_other_files_are_told_from_it(path):
+    refused(path, b"PK\x03\x04" + bytes(100), "begins with GGUF")
+    refused(path, b"", "truncated")
+    refused(path, b"tjgg\1\0\0\0" + bytes(100), "GGML")
+    refused(path, b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", kind=ModelError)
+
+
+def test_big_endian_files_are_said_to_be(path):
+    raw = b"GGUF" + struct.pack(">IQQ", 3, 0, 0)
+    error = refused(path, raw, "big-endian")
+    assert error.hint == "convert it with gguf-convert-endian"
+    refused(path, b"FUGG" + struct.pack(">IQQ", 3, 0, 0), "big-endian")
+
+
+@pytest.mark.parametrize("version", [1, 4, 255])
+def test_versions_that_are_not_known(path, version):
+    refused(path, gguf(version=version), "at byte 4", f"version {version}")
+
+
+def test_no_file_and_no_regular_file(path, tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        take(path)
+    path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(ModelError, match="link to nothing"):
+        take(path)
+
+
+HEAD = b"GGUF" + struct.pack("<I", 3)
+END = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (HEAD + struct.pack("<QQ", END, 0), "tensors cannot be in"),
+        (HEAD + struct.pack("<QQ", 2**20, 0), "tensors cannot be in"),
+        (HEAD + struct.pack("<QQ", 0, END), "key-value"),
+        (HEAD + struct.pack("<QQQ", 0, 1, END) + bytes(20), "a key is"),
+        (HEAD + struct.pack("<QQQ", 0, 1, 60_000) + bytes(20), "takes 60000 bytes"),
+    ],
+)
+def test_counts_and_lengths_beyond_the_file(path, raw, said):
+    refused(path, raw, said.replace("key-value", "metadata"), "at byte")
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        (("a", 13, b""), "type that is not known: 13"),
+        (("a", BOOL, 2), "not true or false"),
+        (("general.alignment", UINT32, 0), "alignment"),
+        (("general.alignment", UINT32, 24), "alignment"),
+        (("general.alignment", UINT32, 4), "alignment"),
+        (("general.alignment", UINT32, 2**31), "alignment"),
+        (("general.alignment", 10, 32), "alignment"),
+        (("general.alignment", STRING, "32"), "alignment"),
+        (("general.url", STRING, b"\xff"), "general.url is not UTF-8"),
+        (("llama.context_length", UINT32, 1), "there twice"),
+        (("", UINT32, 1), "not a key"),
+        (("größe", UINT32, 1), "not a key"),
+        (("a\n", UINT32, 1), "not a key"),
+        (("a", ARRAY, (13, [])), "type that is not known: 13"),
+    ],
+)
+def test_metadata_that_cannot_be(path, pair, said, monkeypatch):
+    monkeypatch.setitem(made._CODES, 13, "0s")
+    refused(path, gguf([*LLAMA, pair]), said)
+
+
+def test_lists_that_nest_too_deep_or_lie(path):
+    deep: Any = (UINT32, [1])
+    for _ in range(6):
+        deep = (ARRAY, [deep])
+    refused(path, gguf([("a", ARRAY, deep)]), "nested over")
+    raw = HEAD + struct.pack("<QQ", 0, 1) + made.text("a") + struct.pack("<I", ARRAY)
+    for kind in (STRING, ARRAY, UINT32):
+        for count in (END, 2**40, 3_000_000):
+            refused(path, raw + struct.pack("<IQ", kind, count) + bytes(50), "cannot be in")
+
+
+def test_a_flood_of_empty_strings_ends_soon(path, monkeypatch):
+    monkeypatch.setattr("clowder_aimage.importer.formats.gguf_header.MAX_ITEMS", 1000)
+    refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "cannot be in")
+    twice = [("a", ARRAY, (STRING, [""] * 600)), ("b", ARRAY, (STRING, [""] * 600))]
+    refused(path, gguf(twice), "over 1000 items")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (("n" * 128, 0, (1,)), "is 128 bytes long"),
+        (("", 0, (1,)), "called nothing"),
+        (("output.weight", 0, (1,)), "two tensors"),
+        (("t", 0, (1, 1, 1, 1, 1)), "5 dimensions"),
+        (("t", 2, (33,)), "no blocks of Q4_0"),
+        (("t", 2, ()), "no blocks of Q4_0"),
+    ],
+)
+def test_tensors_that_cannot_be(path, tensor, said):
+    refused(path, gguf(tensors=[*WEIGHTS, tensor]), said)
+
+
+@pytest.mark.parametrize("kind", [4, 31, 38, 43, 2**31])
+def test_types_of_tensors_that_are_not_known(path, kind):
+    raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", kind, (32,)), 0) + bytes(99)
+    refused(path, raw, f": {kind}", "removed" if kind < 43 else "not known")
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "said"),
+    [
+        (1, (4,), "no multiple of 32"),
+        (64, (4,), "ends at byte"),
+        (0, (2**62, 4), "ends at byte"),
+        (2**64 - 32, (4,), "ends at byte"),
+        (0, (9,), "ends at byte"),
+    ],
+)
+def test_tensors_that_are_not_where_they_say(path, offset, shape, said):
+    raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", 0, shape), offset)
+    refused(path, made.padded(raw, 32) + bytes(32), said)
+
+
+def test_tensors_that_overlap(path):
+    raw = HEAD + struct.pack("<QQ", 2, 0)
+    raw += made.info_of(("a", 0, (9,)), 0) + made.info_of(("b", 0, (1,)), 32)
+    refused(path, made.padded(raw, 32) + bytes(64), "b begins inside another")
+
+
+def test_a_scalar_without_dimensions_is_one_element(path):
+    path.write_bytes(gguf(tensors=[("t", 0, ())]))
+    assert take(path).facts["parameters"] == 1
+
+
+def test_the_last_byte_of_the_last_tensor_must_be_there(path):
+    raw = gguf()
+    padding = -made.size_of(WEIGHTS[-1]) % 32
+    path.write_bytes(raw[:-padding])
+    assert take(path).facts["parameters"] == PARAMETERS
+    refused(path, raw[: -padding - 1], "output.weight ends at byte")
+
+
+# -- any bytes at all
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(path):
+    raw = gguf()
+    took, refused = survives(take, path, cuts(raw[: -(-made.size_of(WEIGHTS[-1]) % 32)]))
+    assert (took, refused > 400) == (0, True)
+
+
+def test_damaged_files_are_refused_in_words(path):
+    took, refused = survives(take, path, mutants(gguf(), 3000))
+    assert took > 100
+    assert refused > 1000
+
+
+def test_damaged_adapters_are_refused_in_words(path):
+    took, refused = survives(take, path, mutants(gguf(made.ADAPTER, made.LORA), 1500))
+    assert took > 100
+    assert refused > 500
+
+
+def test_lies_cost_no_memory(path):
+    raw = HEAD + struct.pack("<QQ", 0, 1) + made.text("general.name") + struct.pack("<I", STRING)
+    with path.open("wb") as file:
+        file.write(raw + struct.pack("<Q", 2**31))
+        file.truncate(2**31)
+    assert memory_of(take, path) < 1 << 20
+
+
+# -- the reference reader
+
+
+def read_by_gguf(path: Path) -> dict[str, Any]:
+    reader = pytest.importorskip("gguf").GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {
+        tensor.name: (
+            tensor.tensor_type.name,
+            tuple(map(int, tensor.shape)),
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+        )
+        for tensor in reader.tensors
+    }
+    return {"fields": fields, "tensors": tensors}
+
+
+def read_by_us(path: Path) -> Any:
+    with path.open("rb") as file:
+        return read_header(file, path.stat().st_size)
+
+
+def compare(path: Path) -> None:
+    theirs, ours = read_by_gguf(path), read_by_us(path)
+    assert theirs["tensors"] == {
+        tensor.name: (tensor.type, tensor.shape, tensor.offset, tensor.nbytes)
+        for tensor in ours.tensors
+    }
+    for key, value in ours.metadata.items():
+        assert theirs["fields"][key] == value
+    assert ours.version == theirs["fields"]["GGUF.version"]
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 256])
+def test_the_gguf_package_reads_the_same_of_our_files(path, alignment):
+    path.write_bytes(gguf(alignment=alignment))
+    compare(path)
+
+
+def test_the_gguf_package_writes_what_we_read(path):
+    np = pytest.importorskip("numpy")
+    package = pytest.importorskip("gguf")
+    writer = package.GGUFWriter(path, "qwen3")
+    writer.add_name("Real Model")
+    writer.add_license("mit")
+    writer.add_context_length(32768)
+    writer.add_file_type(package.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_token_list(["a", "b", "ü"])
+    writer.add_array("x.y", [1, 2, 3])
+    rng = np.random.default_rng(7)
+    weights = rng.standard_normal((4, 64)).astype(np.float32)
+    for kind in ("Q8_0", "Q4_0", "Q5_1", "BF16", "F16"):
+        quantized = package.quants.quantize(weights, package.GGMLQuantizationType[kind])
+        raw_dtype = None if kind == "F16" else package.GGMLQuantizationType[kind]
+        writer.add_tensor(f"blk.0.{kind}.weight", quantized, raw_dtype=raw_dtype)
+    writer.add_tensor("norm.weight", np.ones(7, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    compare(path)
+    taken = take(path)
+    assert taken.license == "mit"
+    assert taken.facts == {
+        "architecture": "qwen3",
+        "name": "Real Model",
+        "parameters": 5 * 256 + 7,
+        "quantization": "Q8_0",
+        "context": 32768,
+    }
+
+
+def test_the_gguf_package_splits_what_we_join(tmp_path):
+    np = pytest.importorskip("numpy")
+    package = pytest.importorskip("gguf")
+    writer = package.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
+    for number in range(5):
+        writer.add_tensor(f"blk.{number}.weight", np.zeros((2, 3), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    taken = take(tmp_path)
+    assert [file.name for file in taken.files] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    assert taken.facts["parameters"] == 30
+
+
+def test_types_are_as_large_as_the_gguf_package_says():
+    package = pytest.importorskip("gguf")
+    from clowder_aimage.importer.formats.gguf_type import FILES, TENSORS
+
+    for kind, (block, size) in package.GGML_QUANT_SIZES.items():
+        assert TENSORS[int(kind)] == (kind.name, block, size)
+    for kind in package.LlamaFileType:
+        if kind.name != "GUESSED":
+            assert FILES[int(kind)] == kind.name.removeprefix("MOSTLY_").removeprefix("ALL_")

@@ -1,0 +1,256 @@
+"""LoRA adapters: what they say of themselves, alone, with a model, and beside the wrong one."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from clowder_aimage.content import MemoryStore
+from clowder_aimage.create import create
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.importer.source import Form
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Reference, mediatype
+from clowder_aimage.schema import validate
+from clowder_aimage.tensor import encode_header
+from tests.importer.conftest import safetensors
+
+STYLE = Reference.parse("style")
+TO_Q = "layers.0.attention.to_q"
+
+
+def pair(stem, rank=2, rows=4, columns=4, words=("lora_A", "lora_B"), dtype="F32"):
+    """A low-rank pair for ``rows`` of ``columns``."""
+    return [
+        (f"{stem}.{words[0]}.weight", dtype, (rank, columns)),
+        (f"{stem}.{words[1]}.weight", dtype, (rows, rank)),
+    ]
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Writes an adapter file and packs it."""
+
+    def make(tensors, name="style.safetensors", form=None, base=None, store=None, **metadata):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(safetensors(tensors, **metadata))
+        store = store or MemoryStore()
+        create(store, STYLE, path, form=form or Form(), base=base)
+        return read_aimage(store, STYLE)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("diffusion_model.", ("lora_A", "lora_B")),  # ComfyUI
+        ("", ("lora_A.default", "lora_B.default")),  # PEFT while it trains
+        ("base_model.model.", ("lora_A", "lora_B")),  # PEFT
+        ("", ("lora_down", "lora_up")),
+        ("", ("lora.down", "lora.up")),
+    ],
+)
+def test_rank_and_targets_are_read_from_the_tensors(adapter, prefix, words):
+    stored = adapter([*pair(f"{prefix}{TO_Q}", 2, words=words), *pair("other", 3, words=words)])
+    found = stored.aimage.properties["adapter"]
+    assert found["rank"] == 3
+    assert found["targets"] == sorted([TO_Q, "other"])
+    validate("aimage-config", stored.aimage.properties)
+    (layer,) = stored.aimage.layers
+    assert layer.name == "style.safetensors"
+    assert layer.descriptor.media_type == mediatype.AIMAGE_LORA
+    assert layer.descriptor.media_type == "application/vnd.clowder.aimage.adapter.lora.layer.v1"
+
+
+def test_kohyas_names_are_known(adapter):
+    stored = adapter(pair("lora_unet_layers_0_attention_to_q", words=("lora_down", "lora_up")))
+    assert stored.aimage.properties["adapter"]["targets"] == ["lora_unet_layers_0_attention_to_q"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"trigger_word": "sks"}, {"triggerWords": ["sks"]}),
+        ({"trigger_words": "sks, a dog ,"}, {"triggerWords": ["sks", "a dog"]}),
+        ({"modelspec.trigger_phrase": "ohwx"}, {"triggerWords": ["ohwx"]}),
+        (
+            {"ss_tag_frequency": json.dumps({"10_sks": {"sks": 12, "dog": 12, "grass": 3}})},
+            {"triggerWords": ["sks", "dog"]},
+        ),
+        ({"ss_tag_frequency": "{not json"}, {}),
+        ({"recommended_weight": "0.8", "default_weight": "1"}, {"weight": 0.8}),
+        ({"default_weight": "0.5"}, {"weight": 0.5}),
+        ({"recommended_weight": "strong"}, {}),
+        ({"recommended_weight": "nan"}, {}),
+    ],
+)
+def test_trigger_words_and_weight_are_read_from_the_metadata(adapter, metadata, expected):
+    found = adapter(pair(TO_Q), **metadata).aimage.properties["adapter"]
+    assert {key: found.get(key) for key in ("triggerWords", "weight")} == {
+        "triggerWords": None,
+        "weight": None,
+        **expected,
+    }
+
+
+def test_alpha_is_read_where_all_agree(tmp_path):
+    def packed(*alphas):
+        tensors = pair("a") + pair("b")
+        names = [(f"{stem}.alpha", "F32", ()) for stem in "ab"[: len(alphas)]]
+        data = safetensors(tensors)[len(encode_header(tensors)) :]
+        path = tmp_path / "alpha.safetensors"
+        path.write_bytes(
+            encode_header([*tensors, *names])
+            + data
+            + b"".join(struct.pack("<f", alpha) for alpha in alphas)
+        )
+        store = MemoryStore()
+        create(store, STYLE, path)
+        return read_aimage(store, STYLE).aimage.properties["adapter"].get("alpha")
+
+    assert packed(8.0, 8.0) == 8
+    assert packed(0.5, 0.5) == 0.5
+    assert packed(8.0, 4.0) is None
+    assert packed() is None
+
+
+def test_a_directory_of_peft(tmp_path):
+    directory = tmp_path / "peft"
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").write_bytes(
+        safetensors(pair("base_model.model.model.layers.0.self_attn.q_proj", 8))
+    )
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "org/llm"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / "README.md").write_text("---\nlicense: mit\n---\n")
+    store = MemoryStore()
+    create(store, STYLE, directory)
+    aimage = read_aimage(store, STYLE).aimage
+    assert [layer.name for layer in aimage.layers] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert aimage.properties["license"] == "mit"
+    assert aimage.properties["adapter"] == {
+        "type": "lora",
+        "rank": 8,
+        "alpha": 16,
+        "targets": ["model.layers.0.self_attn.q_proj"],
+        "base": "org/llm",
+    }
+
+
+def test_an_adapter_points_to_its_base(adapter, model):
+    store = MemoryStore()
+    base = create(store, Reference.parse("base"), model.directory).descriptor
+    stored = adapter(pair(f"diffusion_model.{TO_Q}"), base=Reference.parse("base"), store=store)
+    assert stored.manifest.subject.digest == base.digest
+    assert stored.manifest.subject.size == base.size
+    assert stored.aimage.subject == stored.manifest.subject
+
+
+def test_an_adapter_and_its_base_in_every_dialect(adapter, model, tmp_path):
+    for dialect in ("clowder", "ollama", "container"):
+        store = MemoryStore()
+        base = create(store, Reference.parse("base"), model.directory).descriptor
+        path = tmp_path / "style.safetensors"
+        path.write_bytes(safetensors(pair(TO_Q)))
+        create(store, STYLE, path, base=Reference.parse("base"), dialect=dialect)
+        assert read_aimage(store, STYLE).aimage.subject.digest == base.digest
+
+
+def test_a_base_that_is_not_there(adapter):
+    with pytest.raises(NotFoundError, match="base"):
+        adapter(pair(TO_Q), base=Reference.parse("base"))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        pair("diffusion_model.blocks.7.attn1.to_k"),  # of a network that has no such layer
+        pair(TO_Q, rows=8),  # of one that is wider
+        pair(TO_Q, columns=6),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
+    store = MemoryStore()
+    create(store, Reference.parse("base"), model.directory)
+    with pytest.raises(FormatError, match="for another model than base"):
+        adapter(tensors, base=Reference.parse("base"), store=store)
+    with pytest.raises(NotFoundError):
+        store.resolve(STYLE)
+
+
+def test_a_model_and_its_adapters(tmp_path, model):
+    paths = []
+    for name in ("one", "two"):
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(safetensors(pair(TO_Q), seed=name, trigger_word=name))
+        paths.append((name, path))
+    store = MemoryStore()
+    form = Form(adapters=tuple(reversed(paths)))
+    create(store, Reference.parse("model"), model.directory, form=form)
+    aimage = read_aimage(store, Reference.parse("model")).aimage
+    lora = [one for one in aimage.layers if one.descriptor.media_type == mediatype.AIMAGE_LORA]
+    assert [layer.name for layer in lora] == [
+        "adapters/one/one.safetensors",
+        "adapters/two/two.safetensors",
+    ]
+    assert list(aimage.properties["adapters"]) == ["one", "two"]
+    assert aimage.properties["adapters"]["one"]["triggerWords"] == ["one"]
+    validate("aimage-config", aimage.properties)
+
+
+def test_an_adapter_of_another_model_does_not_travel_with_this_one(tmp_path, model):
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(safetensors(pair("blocks.0.to_q")))
+    with pytest.raises(FormatError, match="for another model than the model"):
+        create(MemoryStore(), STYLE, model.directory, form=Form(adapters=(("other", path),)))
+
+
+def test_two_adapters_of_one_name(tmp_path, model):
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(safetensors(pair(TO_Q)))
+    with pytest.raises(UsageError, match="two adapters are called one"):
+        create(MemoryStore(), STYLE, model.directory, form=Form(adapters=(("one", path),) * 2))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ([("layers.0.weight", "F32", (2, 2))], "holds no LoRA"),
+        (pair(TO_Q)[:1], "one half"),
+        ([*pair(TO_Q)[:1], (f"{TO_Q}.lora_B.weight", "F32", (4, 3))], "do not fit"),
+        ([(f"{TO_Q}.lora_A.weight", "F32", (4,)), *pair(TO_Q)[1:]], "do not fit"),
+    ],
+)
+def test_what_is_no_adapter(tmp_path, tensors, said):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(safetensors(tensors))
+    with pytest.raises(FormatError, match=said):
+        create(MemoryStore(), STYLE, path, form=Form(format="lora"))
+
+
+def test_a_truncated_adapter(tmp_path):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(safetensors(pair(TO_Q))[:-1])
+    with pytest.raises(FormatError, match="damaged"):
+        create(MemoryStore(), STYLE, path, form=Form(format="lora"))
+
+
+def test_a_pickled_adapter_is_never_opened(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(ModelError, match="pickled"):
+        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))
+
+
+def test_an_adapter_of_another_kind(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
+    with pytest.raises(ModelError, match="another kind: 'IA3'"):
+        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))

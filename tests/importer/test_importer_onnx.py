@@ -1,0 +1,495 @@
+"""ONNX models and the files that their tensors lie in. The onnx package is the judge."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ContentError, FormatError, ModelError
+from clowder_aimage.importer.formats.onnx import take
+from clowder_aimage.importer.formats.onnx_graph import read_model
+from clowder_aimage.oci.mediatype import AIMAGE_FILE, AIMAGE_ONNX
+from tests.importer import formats_protobuf as pb
+from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "m").mkdir()
+    return tmp_path / "m" / "model.onnx"
+
+
+def with_data(path: Path, location: str, size: int = 24, **said: Any) -> Path:
+    """A model with a tensor of 24 bytes at ``location``, of which ``size`` bytes are there."""
+    path.write_bytes(
+        pb.model(pb.graph(pb.initializer("w", (2, 3), external=pb.external(location, **said))))
+    )
+    data = path.parent / location
+    data.parent.mkdir(exist_ok=True, parents=True)
+    data.write_bytes(bytes(size))
+    return data
+
+
+def refused(path: Path, *said: str, kind: type[ContentError] = FormatError) -> Any:
+    with pytest.raises(kind) as caught:
+        take(path)
+    for word in said:
+        assert word in caught.value.message
+    return caught.value
+
+
+# -- what is read
+
+
+def test_a_model_says_what_it_is(path):
+    path.write_bytes(pb.plain_model())
+    taken = take(path)
+    assert taken.format == "onnx"
+    assert taken.facts == {"name": "main", "parameters": 9, "formatVersion": "ir 9, opset 18"}
+    (file,) = taken.files
+    assert (file.name, file.media_type) == ("model.onnx", AIMAGE_ONNX)
+    with path.open("rb") as opened:
+        assert read_model(opened, file.size).producer == "by hand"
+
+
+def test_a_model_without_operators_of_onnx_has_no_opset(path):
+    path.write_bytes(pb.number(1, 3) + pb.message(7, pb.graph()))
+    assert take(path).facts == {"name": "main", "formatVersion": "ir 3"}
+
+
+def test_external_data_go_with_the_model(path):
+    with_data(path, "weights/model.bin")
+    (path.parent / "other.bin").write_bytes(b"not the model's")
+    taken = take(path)
+    assert [file.name for file in taken.files] == ["model.onnx", "weights/model.bin"]
+    assert {file.media_type for file in taken.files} == {AIMAGE_ONNX}
+    assert taken.facts["parameters"] == 6
+
+
+def test_tensors_share_a_file(path):
+    inner = pb.graph(
+        pb.initializer("a", (2, 3), external=pb.external("./d.bin", 0, 24)),
+        pb.initializer("b", (5,), external=pb.external("d.bin", 4096, 20)),
+        pb.initializer("c", (4,), kind=pb.INT4, external=pb.external("d.bin", 4116)),
+    )
+    path.write_bytes(pb.model(inner))
+    (path.parent / "d.bin").write_bytes(bytes(4118))
+    assert [file.name for file in take(path).files] == ["d.bin", "model.onnx"]
+    (path.parent / "d.bin").write_bytes(bytes(4117))
+    refused(path, "'c' ends at byte 4118 of d.bin, which has 4117")
+
+
+ANYWHERE = {
+    "an initializer": lambda t: pb.model(pb.graph(pb.message(5, t))),
+    "a constant": lambda t: pb.model(pb.graph(pb.node("C", pb.attribute("v", pb.message(5, t))))),
+    "constants": lambda t: pb.model(pb.graph(pb.node("C", pb.attribute("v", pb.message(10, t))))),
+    "values of a sparse initializer": lambda t: pb.model(
+        pb.graph(pb.message(15, pb.message(1, t)))
+    ),
+    "indices of a sparse constant": lambda t: pb.model(
+        pb.graph(pb.node("C", pb.attribute("v", pb.message(22, pb.message(2, t)))))
+    ),
+    "sparse constants": lambda t: pb.model(
+        pb.graph(pb.node("C", pb.attribute("v", pb.message(23, pb.message(1, t)))))
+    ),
+    "a subgraph": lambda t: pb.model(
+        pb.graph(pb.node("If", pb.attribute("then", pb.message(6, pb.graph(pb.message(5, t))))))
+    ),
+    "a subgraph of a subgraph": lambda t: pb.model(
+        pb.graph(
+            pb.node(
+                "If",
+                pb.attribute(
+                    "branches",
+                    pb.message(
+                        11,
+                        pb.graph(
+                            pb.node(
+                                "Loop",
+                                pb.attribute("body", pb.message(6, pb.graph(pb.message(5, t)))),
+                            )
+                        ),
+                    ),
+                ),
+            )
+        )
+    ),
+    "a function": lambda t: pb.model(
+        pb.graph(),
+        pb.message(25, pb.message(7, pb.text(4, "C"), pb.attribute("v", pb.message(5, t)))),
+    ),
+    "a function's default": lambda t: pb.model(
+        pb.graph(), pb.message(25, pb.message(11, pb.text(1, "v"), pb.message(5, t)))
+    ),
+    "training": lambda t: pb.model(
+        pb.graph(), pb.message(20, pb.message(1, pb.graph(pb.message(5, t))))
+    ),
+    "another training": lambda t: pb.model(
+        pb.graph(), pb.message(20, pb.message(2, pb.graph(pb.message(5, t))))
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ANYWHERE)
+def test_external_data_are_found_wherever_a_tensor_can_be(path, place):
+    tensor = pb.tensor("hidden", (2,), external=pb.external("../secret"))
+    path.write_bytes(ANYWHERE[place](tensor))
+    refused(path, "'hidden'", "../secret")
+
+
+def test_parameters_are_those_of_initializers(path):
+    path.write_bytes(
+        pb.model(
+            pb.graph(
+                pb.initializer("a", (10, 10)),
+                pb.node("C", pb.attribute("v", pb.message(5, pb.tensor("c", (7,))))),
+                pb.message(
+                    15,
+                    pb.message(1, pb.tensor("s", (3,))),
+                    pb.message(2, pb.tensor("i", (3,))),
+                    pb.number(3, 1000),
+                ),
+                pb.initializer("scalar", ()),
+            )
+        )
+    )
+    assert take(path).facts["parameters"] == 100 + 3 + 1
+
+
+# -- directories
+
+
+def test_a_directory_of_models_with_what_belongs_to_them(tmp_path):
+    root = tmp_path / "m"
+    for name in ("encoder.onnx", "onnx/decoder.onnx"):
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        with_data(root / name, f"{Path(name).stem}.onnx_data")
+    for name in ("config.json", "onnx/tokenizer.json", "vocab.txt", "chat_template.jinja"):
+        (root / name).write_text("{}")
+    (root / "README.md").write_text("---\nlicense: mit\n---\n")
+    for name in ("pytorch_model.bin", ".gitattributes", "leftover.onnx_data"):
+        (root / name).write_bytes(b"x")
+    taken = take(root)
+    types = {file.name: file.media_type for file in taken.files}
+    assert list(types) == sorted(types)
+    assert types == {
+        "chat_template.jinja": AIMAGE_FILE,
+        "config.json": AIMAGE_FILE,
+        "encoder.onnx": AIMAGE_ONNX,
+        "encoder.onnx_data": AIMAGE_ONNX,
+        "onnx/decoder.onnx": AIMAGE_ONNX,
+        "onnx/decoder.onnx_data": AIMAGE_ONNX,
+        "onnx/tokenizer.json": AIMAGE_FILE,
+        "vocab.txt": AIMAGE_FILE,
+    }
+    assert taken.facts == {"parameters": 12, "formatVersion": "ir 9, opset 18"}
+    assert taken.license == "mit"
+
+
+def test_a_directory_without_one(tmp_path):
+    refused(tmp_path, "no ONNX file", kind=ModelError)
+
+
+def test_the_cache_of_hugging_face_is_followed(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "onnx"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    data = with_data(blobs / "1", "2")
+    with_data(blobs / "1", "model.onnx_data")
+    data.unlink()
+    (blobs / "model.onnx_data").rename(blobs / "2")
+    (snapshot / "model.onnx").symlink_to(blobs / "1")
+    (snapshot / "model.onnx_data").symlink_to(blobs / "2")
+    names = ["model.onnx", "model.onnx_data"]
+    assert [file.name for file in take(snapshot / "model.onnx").files] == names
+    assert [file.name for file in take(snapshot.parent).files] == [f"onnx/{n}" for n in names]
+
+
+# -- external data that are elsewhere, or not there
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        *("/etc/passwd", "../up.bin", "a/../../up.bin", "..", "a/..", ".", "C:/x", "c:x"),
+        *("..\\up.bin", "a\\b", "a\nb", "a\0b", "//server/x", "a" * 2000),
+    ],
+)
+def test_paths_that_are_not_beside_the_model_are_refused(path, location):
+    (path.parent.parent / "up.bin").write_bytes(bytes(100))
+    tensor = pb.initializer("w", (2, 3), external=pb.external(location))
+    path.write_bytes(pb.model(pb.graph(tensor)))
+    error = refused(path, "'w'", "no path beside the model")
+    assert error.hint
+
+
+def test_links_that_lead_out_are_refused(path, tmp_path):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "w.bin").write_bytes(bytes(24))
+    with_data(path, "w.bin").unlink()
+    (path.parent / "w.bin").symlink_to(secret / "w.bin")
+    refused(path, "leaves the model directory", kind=ModelError)
+    refused(path.parent, "leaves the model directory", kind=ModelError)
+    with_data(path, "d/w.bin").unlink()
+    (path.parent / "w.bin").unlink()
+    (path.parent / "d").rmdir()
+    (path.parent / "d").symlink_to(secret)
+    refused(path, "leaves the model directory", kind=ModelError)
+
+
+def test_a_link_to_a_directory_of_its_own_is_refused(path):
+    path.write_bytes(pb.plain_model())
+    (path.parent / "again").symlink_to(path.parent)
+    refused(path.parent, "link to a directory", kind=ModelError)
+
+
+def test_missing_external_data_are_named(path):
+    with_data(path, "weights.bin").unlink()
+    error = refused(path, str(path), "'w' is in weights.bin, which is not there")
+    assert "beside" in error.hint
+
+
+def test_external_data_that_are_no_file(path):
+    data = with_data(path, "weights.bin")
+    data.unlink()
+    os.mkfifo(data)
+    refused(path, "not a regular file")
+    data.unlink()
+    data.mkdir()
+    refused(path, "not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "word"),
+    [
+        ({}, 23, "ends at byte 24"),
+        ({"offset": 1}, 24, "ends at byte 25"),
+        ({"offset": 0, "length": 25}, 24, "ends at byte 25"),
+        ({"length": 23}, 24, "takes 24 bytes, and has 23"),
+        ({"offset": -1}, 24, "offset that is no number: '-1'"),
+        ({"offset": "0x0"}, 24, "no number"),
+        ({"length": "٢٤"}, 24, "no number"),
+        ({"length": "9" * 5000}, 24, "over 4096"),
+        ({"length": "9" * 31}, 24, "no number"),
+        ({"offset": 2**64}, 24, "ends at byte"),
+    ],
+)
+def test_sizes_that_lie(path, said, size, word):
+    with_data(path, "w.bin", size, **said)
+    refused(path, word)
+
+
+def test_external_data_without_a_location(path):
+    path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={"offset": "0"}))))
+    refused(path, "does not say in which")
+    path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={}))))
+    refused(path, "does not say in which")
+
+
+def test_external_data_count_even_where_a_tensor_does_not_say_external(path):
+    tensor = pb.tensor("w", (2,), raw=b"") + pb.entry("location", "../secret")
+    path.write_bytes(pb.model(pb.graph(pb.message(5, tensor))))
+    refused(path, "../secret")
+
+
+def test_what_two_readers_would_see_differently_is_refused(path):
+    twice = pb.tensor("w", (2,), external=pb.external("w.bin")) + pb.entry("location", "../x")
+    path.write_bytes(pb.model(pb.graph(pb.message(5, twice))))
+    refused(path, "say 'location' twice")
+    path.write_bytes(pb.plain_model() + pb.message(7, pb.graph()))
+    refused(path, "ModelProto has a field twice")
+    half = pb.message(5, pb.tensor("w", (2,)))
+    path.write_bytes(pb.model(pb.graph(pb.node("C", pb.attribute("v", half, half)))))
+    refused(path, "AttributeProto has a field twice")
+
+
+# -- what is no ONNX file
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "no ONNX model"),
+        (b"<!DOCTYPE html>", "wire type"),
+        (b"GGUF" + bytes(100), "at byte"),
+        (pb.number(1, 9), "no graph"),
+        (pb.message(7, pb.graph()), "no IR version"),
+        (pb.model(pb.graph(), ir=0), "no IR version"),
+        (pb.model(pb.graph(), ir=-1), "no IR version"),
+        (pb.number(7, 1) + pb.number(1, 9), "wire type 0"),
+        (pb.model(pb.graph(pb.initializer("w", (-1,), raw=b""))), "such dimensions"),
+        (pb.model(pb.graph(pb.initializer("w", (1,) * 65, packed=True))), "over 64 numbers"),
+        (pb.model(pb.graph(pb.initializer("w", (1,) * 65))), "such dimensions"),
+        (pb.model(pb.graph(pb.initializer("w", (2**40, 2**40), raw=b""))), "more elements"),
+        (pb.model(pb.graph(pb.initializer("w", (2, 3), raw=bytes(23)))), "takes 24 bytes"),
+        (pb.model(pb.graph(pb.message(2, b"\xff"))), "not UTF-8"),
+        (b"\x08" + b"\xff" * 20, "does not end"),
+        (b"\x0f", "wire type 7"),
+        (b"\x0b\x0c", "wire type 3"),
+        (b"\x00\x00", "no field has the number 0"),
+    ],
+)
+def test_other_files_are_told_from_it(path, raw, said):
+    path.write_bytes(raw)
+    refused(path, str(path), said)
+
+
+def test_a_pointer_is_no_model(path):
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(path, "Git LFS", kind=ModelError)
+    with_data(path, "w.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(path, "w.bin is a Git LFS pointer", kind=ModelError)
+
+
+def test_graphs_may_not_nest_without_end(path):
+    inner = pb.graph()
+    for _ in range(1000):
+        inner = pb.graph(pb.node("If", pb.attribute("then", pb.message(6, inner))))
+    path.write_bytes(pb.model(inner))
+    refused(path, "nested over 100 deep")
+
+
+def test_a_flood_of_fields_ends_soon(path, monkeypatch):
+    monkeypatch.setattr("clowder_aimage.importer.formats.protobuf.MAX_FIELDS", 1000)
+    path.write_bytes(pb.model(pb.graph(b"\x48\x00" * 1000)))
+    refused(path, "over 1000 fields")
+
+
+def test_lies_cost_no_memory(path):
+    lie = pb.varint(2 << 3 | 2) + pb.varint(2**31 - 100)  # a name of the graph, of two gigabytes
+    with path.open("wb") as file:
+        file.write(pb.number(1, 9) + pb.varint(7 << 3 | 2) + pb.varint(2**31 - 90) + lie)
+        file.truncate(2**31)
+    assert memory_of(take, path) < 1 << 20
+
+
+# -- any bytes at all
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(path):
+    raw = pb.model(pb.graph(pb.initializer("w", (2, 3)), pb.initializer("b", (30,))))
+    whole = len(raw) - len(b"".join(pb.message(8, *p) for p in OPSETS))
+    took, refused = survives(take, path, cuts(raw))
+    assert refused >= whole - 1
+    assert took <= 3  # where a field of the model itself ends
+
+
+OPSETS = [(pb.text(1, "com.microsoft"), pb.number(2, 99)), (pb.number(2, 18),)]
+
+
+def test_damaged_files_are_refused_in_words(path):
+    with_data(path, "w.bin")
+    took, refused = survives(take, path, mutants(path.read_bytes(), 2500))
+    assert took > 100
+    assert refused > 500
+    took, refused = survives(take, path, mutants(pb.plain_model(), 1500))
+    assert took > 100
+    assert refused > 300
+
+
+# -- the reference implementation
+
+
+def reference(path: Path) -> Any:
+    onnx = pytest.importorskip("onnx")
+    return onnx.load(path, load_external_data=False)
+
+
+def test_the_onnx_package_reads_the_same_of_our_files(path):
+    with_data(path, "w.bin", offset=0, length=24)
+    theirs = reference(path)
+    assert (theirs.ir_version, theirs.graph.name) == (9, "main")
+    (tensor,) = theirs.graph.initializer
+    assert (tensor.name, list(tensor.dims), tensor.data_location) == ("w", [2, 3], 1)
+    assert {pair.key: pair.value for pair in tensor.external_data} == {
+        "location": "w.bin",
+        "offset": "0",
+        "length": "24",
+    }
+    for place, make in ANYWHERE.items():
+        path.write_bytes(make(pb.tensor("hidden", (2,), external=pb.external("x"))))
+        assert b"hidden" in reference(path).SerializeToString(), place
+
+
+def test_the_onnx_package_writes_what_we_read(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    np = pytest.importorskip("numpy")
+    rng = np.random.default_rng(3)
+    weights = {f"w{n}": rng.standard_normal((n + 1, 300)).astype(np.float32) for n in range(4)}
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("Identity", ["w0"], ["y"])],
+            "real",
+            [],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 300])],
+            [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()],
+        ),
+        ir_version=10,
+        opset_imports=[onnx.helper.make_opsetid("", 21)],
+    )
+    plain, outside = tmp_path / "plain.onnx", tmp_path / "outside.onnx"
+    onnx.save(made, plain)
+    onnx.save(
+        made,
+        outside,
+        save_as_external_data=True,
+        all_tensors_to_one_file=True,
+        location="outside.onnx_data",
+    )
+    for path, names in ((plain, ["plain.onnx"]), (outside, ["outside.onnx", "outside.onnx_data"])):
+        onnx.checker.check_model(path)
+        taken = take(path)
+        assert [file.name for file in taken.files] == names
+        assert taken.facts == {
+            "name": "real",
+            "parameters": sum(value.size for value in weights.values()),
+            "formatVersion": "ir 10, opset 21",
+        }
+
+
+def test_data_types_are_as_large_as_the_onnx_package_says():
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("numpy")
+    from clowder_aimage.importer.formats.onnx_graph import _BITS
+
+    named = {number: name for name, number in onnx.TensorProto.DataType.items()}
+    for number, bits in _BITS.items():
+        if number in named:
+            small = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+            size = onnx.helper.tensor_dtype_to_np_dtype(number).itemsize * 8
+            assert bits == small.get(named[number], size), named[number]
+
+
+def test_every_place_that_the_onnx_package_knows_a_tensor_in_is_visited():
+    pytest.importorskip("onnx")
+    from onnx import onnx_ml_pb2
+
+    from clowder_aimage.importer.formats.onnx_graph import _INNER
+
+    messages = onnx_ml_pb2.DESCRIPTOR.message_types_by_name
+    leads = {"TensorProto"}
+    while True:  # messages that hold messages that hold tensors
+        more = {
+            name
+            for name, message in messages.items()
+            if any(one.message_type and one.message_type.name in leads for one in message.fields)
+        }
+        if more <= leads:
+            break
+        leads |= more
+    there = {
+        (name, one.number, one.message_type.name)
+        for name in leads
+        for one in messages[name].fields
+        if one.message_type and one.message_type.name in leads
+    }
+    ours = {
+        (outer.value, number, inner.value)
+        for outer, fields in _INNER.items()
+        for number, inner in fields.items()
+    }
+    assert ours == there

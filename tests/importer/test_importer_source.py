@@ -1,0 +1,334 @@
+"""Transformers directories, compressed files, other layers, the cache of Hugging Face, ollama."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+
+import pytest
+
+from clowder_aimage.content import MemoryStore
+from clowder_aimage.create import create
+from clowder_aimage.errors import (
+    FormatError,
+    ModelError,
+    NotFoundError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.importer import Recipe
+from clowder_aimage.importer.neighbour import adopt
+from clowder_aimage.importer.source import Extra, Form, parse_adapter, snapshot
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.oci import Reference, mediatype
+from clowder_aimage.schema import validate
+from tests.importer.conftest import data_of, safetensors
+
+NAME = Reference.parse("llm")
+TENSORS = [
+    ("lm_head.weight", "BF16", (6, 4)),
+    ("model.embed_tokens.weight", "BF16", (6, 4)),
+    ("model.layers.0.mlp.up_proj.weight", "BF16", (64, 64)),
+    ("model.norm.weight", "F32", (4,)),
+]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A Transformers directory."""
+    directory = tmp_path / "llm"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "generation_config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n# a model\n")
+    (directory / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    (directory / "model.safetensors").write_bytes(safetensors(TENSORS, "llm", format="pt"))
+    return directory
+
+
+def packed(directory, store=None, **options):
+    store = store or MemoryStore()
+    create(store, NAME, directory, **options)
+    return read_aimage(store, NAME)
+
+
+# -- Transformers
+
+
+def test_each_tensor_is_a_layer_at_the_top(directory):
+    aimage = packed(directory).aimage
+    files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
+    assert {layer.name for layer in aimage.layers} == files | {tensor[0] for tensor in TENSORS}
+    layer = aimage.layer("model.norm.weight")
+    assert (layer.is_tensor, layer.dtype, layer.shape) == (True, "F32", (4,))
+    assert aimage.properties == {
+        "schemaVersion": 1,
+        "parameters": sum(n * m for _, _, (n, *rest) in TENSORS for m in [rest[0] if rest else 1]),
+        "dtype": "BF16",
+        "format": "transformers",
+        "architecture": "LlamaForCausalLM",
+        "context": 2048,
+        "size": sum(layer.descriptor.size for layer in aimage.layers),
+        "components": {},
+        "license": "apache-2.0",
+    }
+    validate("aimage-config", aimage.properties)
+
+
+def test_its_weights_are_read_without_a_component(directory, tmp_path):
+    store = ImageLayout(tmp_path / "store")
+    aimage = packed(directory, store).aimage
+    weights = ModelWeights.open(store, aimage)
+    assert sorted(weights.keys()) == [tensor[0] for tensor in TENSORS]
+    expected = data_of(TENSORS[3], "llm")
+    assert weights.numpy("model.norm.weight").tobytes() == expected
+
+
+def test_a_type_alone_quantizes_the_whole_model(directory):
+    values = b"".join(bytes([0, 0x3C]) * (len(data_of(tensor, "")) // 2) for tensor in TENSORS)
+    head = safetensors(TENSORS)[: -len(values)]
+    (directory / "model.safetensors").write_bytes(head + values)
+    aimage = packed(directory, recipe=Recipe.parse(quantize="int8")).aimage
+    assert aimage.layer("model.layers.0.mlp.up_proj.weight").dtype == "int8"
+    assert aimage.layer("lm_head.weight").dtype == "BF16"
+    assert aimage.properties["quantization"] == "int8"
+    validate("aimage-config", aimage.properties)
+
+
+def test_there_is_no_text_encoder_to_quantize(directory):
+    with pytest.raises(UsageError, match="no text_encoder"):
+        packed(directory, recipe=Recipe.parse(quantize="text_encoder=int8"))
+
+
+def test_whole_files_stay_as_they_are(directory):
+    store = MemoryStore()
+    aimage = packed(directory, store, form=Form(whole_files=True)).aimage
+    layer = aimage.layer("model.safetensors")
+    assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
+    with store.open(layer.descriptor) as file:
+        assert file.read() == (directory / "model.safetensors").read_bytes()
+    assert aimage.layer("config.json").descriptor.media_type == mediatype.AIMAGE_FILE
+    assert aimage.properties["parameters"] == 4 + 64 * 64 + 2 * 6 * 4
+    validate("aimage-config", aimage.properties)
+
+
+def test_shards_keep_their_index(directory):
+    (directory / "model.safetensors").unlink()
+    halves = {"model-00001-of-00002.safetensors": TENSORS[:2]}
+    halves["model-00002-of-00002.safetensors"] = TENSORS[2:]
+    for name, tensors in halves.items():
+        (directory / name).write_bytes(safetensors(tensors))
+    where = {tensor[0]: name for name, tensors in halves.items() for tensor in tensors}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    names = {layer.name for layer in packed(directory, form=Form(whole_files=True)).aimage.layers}
+    assert {index.name, *halves} <= names
+    assert index.name not in {layer.name for layer in packed(directory).aimage.layers}
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    for form in (Form(), Form(whole_files=True)):
+        with pytest.raises(ModelError, match="shards that are missing: model-00002"):
+            packed(directory, form=form)
+
+
+def test_pickled_weights_beside_it_are_refused(directory):
+    (directory / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(ModelError, match="pickled"):
+        packed(directory)
+
+
+def test_a_config_of_nothing(directory):
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(FormatError, match="neither architectures nor model_type"):
+        packed(directory, form=Form(format="transformers"))
+
+
+# -- compression
+
+
+@pytest.mark.parametrize("compression", ["gzip", "zstd"])
+def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
+    store = MemoryStore()
+    form = Form(whole_files=True, compression=compression)
+    aimage = packed(directory, store, form=form).aimage
+    raw = (directory / "model.safetensors").read_bytes()
+    layer = aimage.layer("model.safetensors")
+    assert layer.descriptor.media_type == f"{mediatype.AIMAGE_TRANSFORMERS}+{compression}"
+    assert layer.content.media_type == mediatype.AIMAGE_TRANSFORMERS
+    assert (layer.content.digest.encoded, layer.content.size) == (
+        hashlib.sha256(raw).hexdigest(),
+        len(raw),
+    )
+    with store.open(layer.descriptor) as file:
+        data = file.read()
+    if compression == "gzip":
+        assert gzip.decompress(data) == raw
+        assert data[4:8] == b"\0\0\0\0"  # no time
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        assert zstandard.ZstdDecompressor().decompress(data) == raw
+    validate("aimage-config", aimage.properties)
+
+
+@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
+def test_every_dialect_says_what_a_layer_unpacks_to(directory, dialect):
+    form = Form(whole_files=True, compression="gzip")
+    found = packed(directory, form=form, dialect=dialect).aimage
+    expected = packed(directory, form=form).aimage
+    assert found == expected
+    assert all(layer.content is not None for layer in found.layers)
+
+
+def test_the_same_digest_twice(directory, tmp_path):
+    form = Form(whole_files=True, compression="gzip")
+    one, two = (packed(directory, form=form).descriptor for _ in range(2))
+    assert one == two
+
+
+def test_tensors_are_not_compressed(directory):
+    with pytest.raises(UsageError, match="tensors are not compressed"):
+        packed(directory, form=Form(compression="gzip"))
+
+
+def test_whole_files_are_for_transformers(model):
+    with pytest.raises(UsageError, match="--whole-files is for Transformers directories"):
+        create(MemoryStore(), NAME, model.directory, form=Form(whole_files=True))
+
+
+# -- other layers
+
+
+def test_a_layer_of_any_type_is_carried(directory, tmp_path):
+    path = tmp_path / "ep.bin"
+    path.write_bytes(b"an execution provider")
+    extra = Extra.parse(f"application/vnd.example.ep.layer.v1={path}")
+    store = MemoryStore()
+    aimage = packed(directory, store, form=Form(extras=(extra,))).aimage
+    layer = aimage.layer("ep.bin")
+    assert layer.descriptor.media_type == "application/vnd.example.ep.layer.v1"
+    with store.open(layer.descriptor) as file:
+        assert file.read() == path.read_bytes()
+
+
+@pytest.mark.parametrize("text", ["ep.bin", "=ep.bin", "text=ep.bin", "a/b c=ep.bin", "a/b="])
+def test_what_is_no_layer(text):
+    with pytest.raises(UsageError, match="not a layer"):
+        Extra.parse(text)
+
+
+def test_names_of_adapters():
+    name, path = parse_adapter("./loras/style.safetensors")
+    assert (name, str(path)) == ("style", "loras/style.safetensors")
+    assert parse_adapter("mine=./x")[0] == "mine"
+    for bad in ("../x=./a", "=./a", "a b=./x", ""):
+        with pytest.raises(UsageError, match="not a name for an adapter"):
+            parse_adapter(bad)
+
+
+# -- a Hugging Face cache
+
+
+def test_a_directory_of_the_cache_is_its_main_snapshot(tmp_path, directory):
+    cache = tmp_path / "models--org--llm"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    commit = cache / "snapshots" / ("a" * 40)
+    commit.mkdir(parents=True)
+    (cache / "snapshots" / ("b" * 40)).mkdir()
+    for number, path in enumerate(sorted(directory.iterdir())):
+        blob = cache / "blobs" / f"{number:040}"
+        blob.write_bytes(path.read_bytes())
+        (commit / path.name).symlink_to(f"../../blobs/{blob.name}")
+    with pytest.raises(UsageError, match="2 snapshots"):
+        snapshot(cache)
+    (cache / "refs" / "main").write_text("a" * 40)
+    assert packed(cache).descriptor == packed(directory).descriptor
+
+
+def test_a_cache_of_one_snapshot_needs_no_main_ref(tmp_path):
+    cache = tmp_path / "models--org--llm"
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    assert snapshot(cache) == cache / "snapshots" / "abc"
+
+
+# -- ollama's store
+
+
+@pytest.fixture
+def ollama(tmp_path):
+    """A store as ollama has it, with one model."""
+    models = tmp_path / "models"
+    (models / "blobs").mkdir(parents=True)
+
+    def blob(data):
+        digest = hashlib.sha256(data).hexdigest()
+        (models / "blobs" / f"sha256-{digest}").write_bytes(data)
+        return {"digest": f"sha256:{digest}", "size": len(data)}
+
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": mediatype.DOCKER_MANIFEST,
+        "config": {"mediaType": mediatype.DOCKER_CONFIG, **blob(b'{"model_format":"gguf"}')},
+        "layers": [
+            {"mediaType": "application/vnd.ollama.image.model", **blob(b"GGUF" + bytes(100))},
+            {"mediaType": "application/vnd.ollama.image.license", **blob(b"MIT License")},
+        ],
+    }
+    path = models / "manifests" / "registry.ollama.ai" / "library" / "small" / "1b"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(manifest))
+    return models
+
+
+def test_a_model_of_ollama_is_linked(ollama, tmp_path):
+    store = ImageLayout(tmp_path / "store")
+    found = adopt(store, Reference.parse("small"), ollama, "small:1b")
+    assert (found.linked, found.copied, found.there) == (3, 0, 0)
+    raw = (ollama / "manifests/registry.ollama.ai/library/small/1b").read_bytes()
+    assert found.descriptor.digest.encoded == hashlib.sha256(raw).hexdigest()
+    for path in (ollama / "blobs").iterdir():
+        ours = tmp_path / "store" / "blobs" / "sha256" / path.name.removeprefix("sha256-")
+        assert ours.stat().st_ino == path.stat().st_ino
+    assert store.resolve(Reference.parse("small")).digest == found.descriptor.digest
+    assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
+
+
+def test_what_cannot_be_linked_is_copied(ollama, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = ImageLayout(tmp_path / "store")
+    assert adopt(store, Reference.parse("small"), ollama, "small:1b").copied == 3
+
+
+def test_a_damaged_blob_of_ollama_is_refused(ollama, tmp_path):
+    largest = max((ollama / "blobs").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(b"GGUF" + bytes(99) + b"!")
+    store = ImageLayout(tmp_path / "store")
+    with pytest.raises(VerificationError):
+        adopt(store, Reference.parse("small"), ollama, "small:1b")
+    with pytest.raises(NotFoundError):
+        store.resolve(Reference.parse("small"))
+
+
+@pytest.mark.parametrize("name", ["large", "small", "../small:1b", "user/small:1b", "small:../1b"])
+def test_a_model_that_ollama_does_not_have(ollama, tmp_path, name):
+    with pytest.raises(NotFoundError) as caught:
+        adopt(ImageLayout(tmp_path / "store"), NAME, ollama, name)
+    assert "small:1b" in caught.value.hint
+
+
+def test_a_directory_that_is_no_store_of_ollama(tmp_path):
+    with pytest.raises(NotFoundError, match="no store of ollama"):
+        adopt(ImageLayout(tmp_path / "store"), NAME, tmp_path, "small")

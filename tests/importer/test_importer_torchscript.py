@@ -1,0 +1,282 @@
+"""TorchScript archives: told from pickled checkpoints by the directory of the zip. torch judges."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ContentError, FormatError, ModelError
+from clowder_aimage.importer.formats.torchscript import take
+from clowder_aimage.importer.formats.zip_directory import read_directory, read_member
+from clowder_aimage.oci.mediatype import AIMAGE_TORCHSCRIPT
+from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
+
+MEMBERS = {
+    "m/data/0": bytes(48),
+    "m/data.pkl": b"\x80\x02}.",
+    "m/code/__torch__.py": b"class M(Module):\n  pass\n" * 9,
+    "m/constants.pkl": b"\x80\x02).",
+    "m/version": b"3\n",
+    "m/byteorder": b"little",
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.pt"
+
+
+def archive(members: dict[str, bytes], *, comment: bytes = b"") -> bytes:
+    """As torch writes it: programs are compressed, the rest is not."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.comment = comment
+        for name, data in members.items():
+            kind = zipfile.ZIP_DEFLATED if "/code/" in name else zipfile.ZIP_STORED
+            made.writestr(zipfile.ZipInfo(name), data, kind)
+    return file.getvalue()
+
+
+def without(*names: str) -> dict[str, bytes]:
+    return {name: data for name, data in MEMBERS.items() if name not in names}
+
+
+def refused(
+    path: Path, raw: bytes, *said: str, kind: type[ContentError] = FormatError
+) -> ContentError:
+    path.write_bytes(raw)
+    with pytest.raises(kind) as caught:
+        take(path)
+    for word in (str(path), *said):
+        assert word in caught.value.message
+    return caught.value
+
+
+# -- what is read
+
+
+@pytest.mark.parametrize("comment", [b"", b"said", bytes(60_000)])
+def test_an_archive_says_that_it_runs_code(path, comment):
+    path.write_bytes(archive(MEMBERS, comment=comment))
+    taken = take(path)
+    assert taken.format == "torchscript"
+    assert taken.facts == {"pickled": True, "formatVersion": "3"}
+    (file,) = taken.files
+    assert (file.name, file.media_type) == ("model.pt", AIMAGE_TORCHSCRIPT)
+
+
+def test_the_version_in_the_data_counts_first(path):
+    path.write_bytes(archive(MEMBERS | {"m/.data/version": b"10"}))
+    assert take(path).facts["formatVersion"] == "10"
+
+
+def test_nothing_is_unpickled(path, monkeypatch):
+    monkeypatch.setattr(pickle, "loads", None)
+    monkeypatch.setattr(pickle, "load", None)
+    monkeypatch.setattr(pickle, "Unpickler", None)
+    evil = b"\x80\x02cos\nsystem\nX\x07\x00\x00\x00exit 99\x85R."
+    path.write_bytes(archive(MEMBERS | {"m/data.pkl": evil, "m/constants.pkl": evil}))
+    assert take(path).facts["pickled"] is True
+
+
+def test_an_archive_of_64_bits_is_read(path):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        for name, data in MEMBERS.items():
+            with file.open(name, "w", force_zip64=True) as member:
+                member.write(data)
+    path.write_bytes(made.getvalue())
+    assert take(path).facts["formatVersion"] == "3"
+
+
+def test_a_directory_of_64_bits_is_read(path, monkeypatch):
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    raw = archive(MEMBERS)
+    assert b"PK\x06\x06" in raw
+    path.write_bytes(raw)
+    assert take(path).facts["formatVersion"] == "3"
+
+
+# -- what is no TorchScript
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_is_said_to_be_one(path, protocol):
+    error = refused(path, pickle.dumps({}, protocol), "pickled", "any code", kind=ModelError)
+    assert "safetensors" in error.hint
+
+
+def test_a_checkpoint_is_said_to_be_pickled(path):
+    members = without("m/code/__torch__.py", "m/constants.pkl")
+    refused(path, archive(members), "pickled checkpoint", kind=ModelError)
+
+
+def test_other_archives_are_refused(path):
+    refused(path, archive({"word/document.xml": b"x"}), "no program of TorchScript")
+    refused(path, archive({}), "no zip archive")
+    refused(path, b"GGUF" + bytes(100), "no zip archive")
+    refused(path, b"", "truncated")
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "constants.pkl", "version"])
+def test_members_that_must_be_there(path, name):
+    word = "does not say its version" if name == "version" else f"has no {name}"
+    refused(path, archive(without(f"m/{name}")), word)
+
+
+def test_members_in_two_directories(path):
+    refused(path, archive(MEMBERS | {"n/x": b""}), "not in one directory")
+
+
+@pytest.mark.parametrize("version", [b"", b"x", b"-1", b"9" * 65])
+def test_a_version_that_is_none(path, version):
+    refused(path, archive(MEMBERS | {"m/version": version}), "version")
+
+
+def test_a_directory_and_a_missing_file(tmp_path, path):
+    with pytest.raises(ModelError, match="is a directory"):
+        take(tmp_path)
+    with pytest.raises(ModelError, match="does not exist"):
+        take(path)
+
+
+# -- archives that lie
+
+
+def at(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
+    """The archive with ``value`` that far behind the last ``magic``."""
+    place = raw.rindex(magic) + offset
+    return raw[:place] + value + raw[place + len(value) :]
+
+
+ENTRY, END = b"PK\x01\x02", b"PK\x05\x06"
+FULL = b"\xff\xff\xff\x7f"
+
+
+@pytest.mark.parametrize(
+    ("magic", "offset", "value", "said"),
+    [
+        (END, 8, b"\xff\x7f\xff\x7f", "as it says"),  # members
+        (END, 8, b"\x05\x00\x05\x00", "goes on after its last member"),
+        (END, 8, b"\x05\x00", "several parts"),
+        (END, 12, FULL, "in a directory of"),
+        (END, 12, b"\x00\x01\x00\x00", "as it says"),  # shorter than its members
+        (END, 16, FULL, "as it says"),  # offset of the directory
+        (END, 16, b"\x01\x00\x00\x00", "as it says"),
+        (END, 20, b"\x01\x00", "does not end where"),  # length of the comment
+        (ENTRY, 8, b"\x01\x00", "encrypted"),
+        (ENTRY, 10, b"\x0c\x00", "unusual"),  # bzip2
+        (ENTRY, 20, FULL, "says two sizes"),  # packed size of a stored member
+        (ENTRY, 24, b"\x07\x00\x00\x00", "says two sizes"),
+        (ENTRY, 42, FULL, "behind the members"),  # offset of the local header
+        (ENTRY, 42, b"\x00\x00\x00\x00", "begins inside another"),
+        (ENTRY, 28, b"\xff\xff", "no member"),  # length of the name
+        (ENTRY, 20, b"\xff" * 4, "does not say its size"),
+    ],
+)
+def test_directories_that_lie(path, magic, offset, value, said):
+    refused(path, at(archive(MEMBERS), magic, offset, value), said)
+
+
+def test_names_that_lead_elsewhere(path):
+    for name in ("/m/x", "m/../x", "m//x", "./m", "m\\x", "m/code/.."):
+        refused(path, archive(MEMBERS | {name: b"x"}), "cannot be called that")
+
+
+def test_a_name_twice(path):
+    raw = archive(without("m/byteorder") | {"m/versioN": b"3"})
+    refused(path, raw.replace(b"m/versioN", b"m/version"), "or there are two")
+
+
+def test_a_bomb_of_members_that_overlap(path):
+    """One compressed stream that a directory names many times (David Fifield, "A better zip bomb",
+    USENIX WOOT 2019)."""
+    raw = archive(MEMBERS)
+    found = [i for i in range(len(raw)) if raw.startswith(ENTRY, i)]
+    first = raw[found[2] + 42 : found[2] + 46]
+    refused(path, raw[: found[3] + 42] + first + raw[found[3] + 46 :], "begins inside another")
+
+
+def test_a_directory_out_of_reason_is_not_loaded(path):
+    raw = archive(MEMBERS)
+    with path.open("wb") as file:
+        file.write(raw)
+        file.truncate(2**31)
+        file.seek(0, 2)
+        file.write(b"PK\x05\x06" + bytes(4) + b"\xfe\xff\xfe\xff" + b"\0\0\0\x7f" + bytes(6))
+    assert memory_of(take, path) < 1 << 20
+
+
+def test_a_member_is_not_read_where_it_is_not(path):
+    raw = archive(MEMBERS)
+    path.write_bytes(raw)
+    with path.open("rb") as file:
+        entries = {entry.name: entry for entry in read_directory(file, len(raw))}
+        assert read_member(file, entries["m/version"], 64) == b"3\n"
+        with pytest.raises(FormatError, match="longer than 1 bytes"):
+            read_member(file, entries["m/version"], 1)
+        with pytest.raises(FormatError, match="is compressed"):
+            read_member(file, entries["m/code/__torch__.py"], 10_000)
+
+
+# -- any bytes at all
+
+
+def test_a_truncated_archive_is_refused_wherever_it_ends(path):
+    took, refused = survives(take, path, cuts(archive(MEMBERS)))
+    assert (took, refused > 400) == (0, True)
+
+
+def test_damaged_archives_are_refused_in_words(path):
+    took, refused = survives(take, path, mutants(archive(MEMBERS), 2500))
+    assert took > 100
+    assert refused > 1000
+
+
+def test_the_standard_library_sees_the_same_members(path):
+    """Whatever is taken, Python's own reader finds the same in it."""
+    for raw in mutants(archive(MEMBERS), 1500):
+        try:
+            ours = read_directory(io.BytesIO(raw), len(raw))
+        except FormatError:
+            continue
+        try:
+            with zipfile.ZipFile(io.BytesIO(raw)) as archived:
+                found = archived.filelist
+        except NotImplementedError:  # it says that it needs a newer reader
+            continue
+        theirs = [(one.filename, one.file_size, one.header_offset) for one in found]
+        assert [(one.name, one.size, one.offset) for one in ours] == theirs
+
+
+# -- torch
+
+
+def saved(path: Path, how: str) -> Any:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = torch.nn.Linear(3, 4)
+        if how == "script":
+            torch.jit.save(torch.jit.script(layer), path)
+        elif how == "checkpoint":
+            torch.save(layer.state_dict(), path)
+        else:
+            torch.save(layer.state_dict(), path, _use_new_zipfile_serialization=False)
+
+
+def test_what_torch_jit_saves_is_taken(path):
+    saved(path, "script")
+    assert take(path).facts["formatVersion"].isdigit()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "legacy"])
+def test_what_torch_saves_is_refused(path, how):
+    saved(path, how)
+    refused(path, path.read_bytes(), "pickled checkpoint", kind=ModelError)

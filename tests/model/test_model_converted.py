@@ -1,0 +1,92 @@
+"""What can be read can be converted: every layout of blobs, with components and without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_blobs import FolderStore
+from quantized_blobs import COMPONENT, KINDS, LAYOUTS, MATRICES, VECTORS, judge, made
+
+from clowder_aimage.content import bytes_body, file_body
+from clowder_aimage.convert import convert
+from clowder_aimage.dialect import DIALECTS, AImage
+from clowder_aimage.errors import UsageError
+from clowder_aimage.importer import Recipe
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.oci import Reference
+from clowder_aimage.tensor import Quantization
+
+OLD, NEW = Reference.parse("old"), Reference.parse("new")
+CONFIG = {"schemaVersion": 1, "components": {}}
+Keep = Callable[[FolderStore, AImage], ImageLayout]
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> FolderStore:
+    root = tmp_path / "blobs"
+    root.mkdir()
+    return FolderStore(root)
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Keep:
+    """The AImage in a layout, called OLD."""
+
+    def make(blobs: FolderStore, aimage: AImage) -> ImageLayout:
+        store = ImageLayout(tmp_path / "store")
+        for layer in aimage.layers:
+            store.push(layer.descriptor, file_body(blobs.path(layer.descriptor)))
+        whole = AImage(json.dumps(CONFIG).encode(), aimage.layers)
+        manifest, config = DIALECTS["clowder"].write(whole)
+        store.push(manifest.config, bytes_body(config))
+        store.push(manifest.descriptor, bytes_body(manifest.raw), OLD)
+        return store
+
+    return make
+
+
+def read(store: ImageLayout, component: str) -> tuple[AImage, ModelWeights]:
+    aimage = read_aimage(store, NEW).aimage
+    return aimage, ModelWeights.open(store, aimage, component)
+
+
+@pytest.mark.parametrize("component", [COMPONENT, ""])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout(
+    blobs: FolderStore, keep: Keep, kind: str, layout: str, component: str
+) -> None:
+    """Floats are cast; codes and scales stay what they stand for."""
+    if layout == "component's name" and not component:
+        return  # there is no such name
+    size = 32 if kind == "int4" else None
+    store = keep(blobs, made(blobs, kind, layout, size, component).aimage())
+    packed = convert(store, OLD, NEW, Recipe.parse(dtype="f16"))
+    aimage, weights = read(store, component)
+    for name, array in MATRICES.items():
+        assert weights.quantization(name) == Quantization.parse(kind, size)
+        np.testing.assert_array_equal(weights.numpy(name), judge(array, kind, size))
+    for name, array in VECTORS.items():
+        assert weights.numpy(name).dtype == np.float16
+        np.testing.assert_array_equal(weights.numpy(name), array.astype(np.float16))
+    weights.load()
+    config = aimage.properties
+    facts = {"type": kind, "group_size": Quantization.parse(kind, size).group_size}
+    assert packed.report.quantized[component].items() >= facts.items()
+    if component:
+        assert config["components"][component]["quantization"].items() >= facts.items()
+    else:
+        assert (config["quantization"], config["components"]) == (kind, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_is_quantized_twice(blobs: FolderStore, keep: Keep, layout: str) -> None:
+    store = keep(blobs, made(blobs, "int8", layout, None, "transformer").aimage())
+    with pytest.raises(UsageError, match="quantized already"):
+        convert(store, OLD, NEW, Recipe.parse(quantize="int4"))
