@@ -173,7 +173,7 @@ def parse_content(media_type: str, digest: object, size: object) -> Descriptor |
     if digest is None and size is None:
         return None
     plain, compression = mediatype.split_compression(media_type)
-    number = size if type(size) is int else str(size) if isinstance(size, str) else ""
-    if not compression or not isinstance(digest, str) or not (str(number).isascii() and str(number).isdecimal()):
+    text = str(size) if type(size) in (int, str) else ""
+    if not (compression and isinstance(digest, str) and text.isascii() and text.isdecimal()):
         raise FormatError(f"a layer of {media_type[:100]} cannot unpack to {digest!r:.100}")
-    return Descriptor(plain, Digest.parse(digest), int(number))
+    return Descriptor(plain, Digest.parse(digest), int(text))
