@@ -58,8 +58,9 @@ def create(
     looked at before the plan, and ``on_surveyed`` of each tensor's.
 
     Raises:
-        ModelError: it is not a model that can be packed; nothing was written then, unless a file
-            changed in the middle.
+        ModelError: it is not a model that can be packed, and nothing was written then; or a file
+            changed, or values cannot be quantized, which is seen in the middle: blobs that were
+            stored stay without a name, for gc.
         UsageError: the form or the recipe does not fit the model, or needs what is not installed.
         FormatError: it is damaged, or quantized in a way that is not known, or an adapter is for
             another model, or the provenance is not what the config's schema allows; nothing was

@@ -69,6 +69,14 @@ def fetch(
     return stored
 
 
+def find(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
+    """The AImage, if it is in the store as a whole; ``lease`` keeps it. Raises NotFoundError."""
+    stored = _complete(store, reference, lease)
+    inflate(store, stored)
+    store.use(stored.descriptor)
+    return stored
+
+
 def _pull(
     reference: Reference,
     store: ContentStore,
@@ -132,3 +140,21 @@ def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
     }
     known = {key: value for key, value in defaults.items() if key in MODEL_DEFAULTS}
     return Request(prompt, **known | {k: v for k, v in wishes.items() if v is not None})
+
+
+def describe_picture(reference: Reference, model: Model, request: Request) -> dict[str, Any]:
+    """All that is needed to render the pictures of a request again, but for each one's own seed."""
+    return {
+        "reference": str(reference),
+        "digest": str(model.stored.descriptor.digest),
+        "prompt": request.prompt,
+        "negative": request.negative,
+        "width": request.width,
+        "height": request.height,
+        "steps": request.steps,
+        "seed": request.seed,
+        "guidance": request.guidance,
+        "shift": request.shift,
+        "dtype": model.dtype,
+        "backend": model.backend,
+    }

@@ -89,7 +89,7 @@ def run(
         note(f"seed {request.seed}")
     if not chosen.quiet:
         note(f"computing on {model.backend}")
-    facts = describe(reference, model, request)
+    facts = generate.describe_picture(reference, model, request)
     written = []
     for picture in render(events, request, quiet=chosen.quiet):
         path = _path(output, reference, picture.seed, picture.picture, count)
@@ -126,24 +126,6 @@ def render(events: Iterable[Step | Image], request: Request, *, quiet: bool) -> 
                 yield event
             else:
                 progress.advance(1)
-
-
-def describe(reference: Reference, model: Any, request: Request) -> dict[str, Any]:
-    """All that is needed to render the picture again."""
-    return {
-        "reference": str(reference),
-        "digest": str(model.stored.descriptor.digest),
-        "prompt": request.prompt,
-        "negative": request.negative,
-        "width": request.width,
-        "height": request.height,
-        "steps": request.steps,
-        "seed": request.seed,
-        "guidance": request.guidance,
-        "shift": request.shift,
-        "dtype": model.dtype,
-        "backend": model.backend,
-    }
 
 
 def _save(picture: Image, path: Path, facts: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ The facts stand as JSON in an international text chunk named ``aimage`` (PNG spe
 from __future__ import annotations
 
 import errno
+import io
 import json
 import secrets
 from collections.abc import Mapping
@@ -20,6 +21,35 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreError, UsageError
 
 KEY = "aimage"
+FORMATS = ("png", "jpeg", "webp")
+
+
+def encode_picture(
+    pixels: npt.NDArray[np.uint8],
+    facts: Mapping[str, Any] | None,
+    format: str = "png",
+    quality: int | None = None,
+) -> bytes:
+    """``pixels`` (height, width, 3) as the bytes of a file of FORMATS.
+
+    A PNG remembers ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
+    """
+    options: dict[str, Any] = {}
+    if format == "png":
+        options["pnginfo"] = _chunks(facts) if facts is not None else None
+    elif quality is not None:
+        options["quality"] = quality
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=format.upper(), **options)
+    return buffer.getvalue()
+
+
+def _chunks(facts: Mapping[str, Any]) -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
+    info.add_itxt("Description", str(facts.get("prompt", "")))
+    info.add_text("Software", "aimage")
+    return info
 
 
 def save_picture(pixels: npt.NDArray[np.uint8], path: Path, facts: Mapping[str, Any]) -> None:
@@ -28,14 +58,10 @@ def save_picture(pixels: npt.NDArray[np.uint8], path: Path, facts: Mapping[str, 
     Raises:
         StoreError: the file cannot be written.
     """
-    info = PngImagePlugin.PngInfo()
-    info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
-    info.add_itxt("Description", str(facts.get("prompt", "")))
-    info.add_text("Software", "aimage")
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
-            Image.fromarray(pixels).save(file, format="PNG", pnginfo=info)
+            file.write(encode_picture(pixels, facts))
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

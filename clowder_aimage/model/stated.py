@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from clowder_aimage.model.fields import Fields
-from clowder_aimage.tensor.stated import KEYS, Stated, unknown_key
-
-__all__ = ["Stated", "accept_quantization"]
+from clowder_aimage.tensor.stated import KEYS, unknown_key
 
 
 def accept_quantization(fields: Fields) -> None:

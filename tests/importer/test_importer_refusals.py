@@ -27,15 +27,18 @@ def refused(model, *said):
 
 
 def test_no_directory(model, tmp_path):
-    for path in (tmp_path / "absent", model.directory / "model_index.json"):
-        error = refused(type(model)(path, model.store), path, "is not a directory")
-        assert error.hint
+    path = tmp_path / "absent"
+    error = refused(type(model)(path, model.store), path, "there is no")
+    assert error.hint
+    path = model.directory / "model_index.json"
+    error = refused(type(model)(path, model.store), path, "is in no format")
+    assert error.hint
 
 
 def test_no_model_index(model):
     (model.directory / "model_index.json").unlink()
     error = refused(model, "model_index.json", model.directory)
-    assert "transformer/" in error.hint
+    assert "in full" in error.hint
 
 
 @pytest.mark.parametrize(

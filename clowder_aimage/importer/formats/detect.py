@@ -165,6 +165,11 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
 
 def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
     """Why a directory is in no format, as far as its names tell."""
+    if (root / "transformer").is_dir() and (root / "vae").is_dir():
+        return ModelError(
+            f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",
+            hint="download the model again, in full",
+        )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
             return ModelError(
