@@ -14,6 +14,7 @@ from clowder_aimage.importer.layer import layer_name
 from clowder_aimage.importer.stored import plan_conversion, read_stored, weights_of
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
+from clowder_aimage.layout.absence import absence, remedy
 from clowder_aimage.layout.aimage import inflate, read_aimage
 from clowder_aimage.model import blas
 from clowder_aimage.model.fields import parse_object
@@ -54,6 +55,11 @@ def convert(
     with store.lease(store.resolve(reference).digest) as lease:
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+        if missing := absence(store, stored):
+            raise NotFoundError(
+                f"{reference} is not complete: the store lacks {missing.words}",
+                hint=remedy(store, reference, stored.descriptor),
+            )
         inflate(store, stored)
         layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.importer import (
     Packed,
     Plan,
@@ -21,6 +21,7 @@ from clowder_aimage.importer.fit import Shapes, check_fit
 from clowder_aimage.importer.formats import lora
 from clowder_aimage.importer.inventory import Inventory
 from clowder_aimage.importer.layer import layer_name
+from clowder_aimage.importer.shards import is_safetensors
 from clowder_aimage.importer.source import Form, take
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
@@ -97,6 +98,8 @@ def _subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
     """The manifest of the model that an adapter belongs to, if it fits there."""
+    if "adapter" not in inventory.facts:
+        raise UsageError("--base is about an adapter, and this is none")
     found = store.resolve(base)
     lease.add(found.digest)
     subject = Descriptor(found.media_type, found.digest, found.size)
@@ -107,9 +110,7 @@ def _subject(
     except FormatError:  # another kind of artifact, which the adapter's maker knows
         read_manifest(store, found)
         return subject
-    _check(
-        inventory, {one.name: one.shape for one in aimage.layers if one.shape}, str(base)
-    )
+    _check(inventory, {one.name: one.shape for one in aimage.layers if one.shape}, str(base))
     return subject
 
 
@@ -127,5 +128,5 @@ def _check(inventory: Inventory, shapes: Shapes, base: str) -> None:
     if not shapes:  # whole files: what is in them is their runtime's to know
         return
     for file in inventory.files:
-        if file.media_type == mediatype.AIMAGE_LORA and file.path.suffix == ".safetensors":
+        if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
             check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage import schema as schemas
-from clowder_aimage.dialect import Clowder
+from clowder_aimage.dialect import Dialect, detect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import (
@@ -232,10 +232,19 @@ def _reader(schema: str, raw: bytes, media_type: str) -> Iterator[schemas.Violat
         return
     try:
         document = parse_document(raw, media_type)
-        if schema == AIMAGE_MANIFEST and isinstance(document, Manifest):
-            Clowder().read(document, b"")  # which names the layers without the config
+        if isinstance(document, Manifest) and (dialect := _named(document)):
+            dialect.read(document, b"")  # which names the layers without the config
     except FormatError as error:
         yield schemas.Violation((), error.message)
+
+
+def _named(manifest: Manifest) -> Dialect | None:
+    """The dialect of a manifest whose layers are named without its config."""
+    try:
+        dialect = detect(manifest)
+    except FormatError:
+        return None
+    return dialect if dialect.name in ("clowder", "custom", "ollama", "modelpack") else None
 
 
 def _placed(text: str, found: list[schemas.Violation], *, has_lines: bool) -> list[Violation]:

@@ -9,12 +9,12 @@ from typing import Any
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.event import ignore
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.absence import absence, remedy
 from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Image, Pipeline, Request, Step
+from clowder_aimage.model.pipeline import Made, Pipeline, Request
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import pull, stored_name
 from clowder_aimage.registry import Connection
@@ -38,8 +38,8 @@ class Model:
         """What computes: the device, and on a CPU the BLAS."""
         return describe()
 
-    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
-        """Steps and pictures as they come; closing the generator cancels."""
+    def generate(self, request: Request) -> Generator[Made, None, None]:
+        """Steps, previews and pictures as they come; closing the generator cancels."""
         return self.pipeline.generate(request)
 
 
@@ -57,6 +57,7 @@ def fetch(
         NotFoundError: it is not in the store, or only a part of it is, and its name has no
             registry host or it is not there either; and whatever ``pull`` raises.
     """
+    _check_kind(store, reference)
     try:
         stored = _complete(store, reference, lease)
     except NotFoundError as incomplete:
@@ -67,6 +68,19 @@ def fetch(
     inflate(store, stored)
     store.use(stored.descriptor)
     return stored
+
+
+def _check_kind(store: ContentStore, reference: Reference) -> None:
+    """Refuse what is no pipeline before the rest of it is fetched. Raises ModelError."""
+    try:
+        config = read_aimage(store, reference).aimage.properties
+    except NotFoundError:
+        return
+    if kind := config.get("format"):
+        raise ModelError(
+            f"{reference} is of the format {str(kind)[:60]!r}, which is not run here",
+            hint=f"for a program that runs it: aimage export {reference} DIR",
+        )
 
 
 def find(store: ContentStore, reference: Reference, lease: Lease) -> Stored:

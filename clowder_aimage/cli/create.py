@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from clowder_aimage.cli.option import common_options, jobs_option, settings
 from clowder_aimage.cli.output import note, number, plain, plural, result, size
@@ -176,6 +177,7 @@ def create(
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
     if ollama is not None:
+        _check_alone("--from-ollama", ("name", "path", "ollama"))
         _from_ollama(reference, ollama, path)
         return
     form = Form(
@@ -206,6 +208,18 @@ def create(
     if not chosen.quiet:
         note(text(value, made, recipe))
     result(value, str(made.descriptor.digest), as_json=chosen.as_json)
+
+
+def _check_alone(option: str, others: tuple[str, ...]) -> None:
+    """Refuse options of this verb that would do nothing beside ``option``."""
+    context = click.get_current_context()
+    own = {one.name: one.opts[0] for one in create.params if one.name in context.params}
+    given = ParameterSource.COMMANDLINE
+    for name, spelt in own.items():
+        if name and name not in others and context.get_parameter_source(name) == given:
+            raise UsageError(f"{spelt} means nothing with {option}: the model stays as it is")
+    if context.get_parameter_source("path") != given:
+        raise UsageError(f"{option} needs the name of a model there, such as llama3.2:1b")
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:

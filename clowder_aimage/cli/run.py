@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.option import common_options, connection, connection_options, settings
+from clowder_aimage.cli.option import (
+    Settings,
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
 from clowder_aimage.cli.output import note, result
 from clowder_aimage.cli.progress import Progress
-from clowder_aimage.errors import StoreError, UsageError
+from clowder_aimage.cli.remote import Picture, has_worker, pictures, refuse_options, worker
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.model.pipeline import Image, Request, Step
+    from clowder_aimage.registry import Connection
 
 # An option's value is None when it was not given: then the AImage decides.
 
@@ -68,37 +79,90 @@ def run(
 ) -> None:
     """Make a picture of PROMPT with the AImage REF; print the path of the PNG file.
 
-    REF is pulled first if the store lacks it.
+    REF is pulled first if the store lacks it. Where AIMAGE_HOST names a worker, that makes the
+    picture, with what its own store has.
     """
-    generate = needs_mlx()
     chosen, reference = settings(), Reference.parse(ref)
     if wishes["negative"] is not None and not wishes["guidance"]:
         raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
     _check_output(output)
-    reach = connection(plain_http, insecure, ca_file)
-    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        lease = click.get_current_context().with_resource(chosen.layout.lease())
-        stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
-    drawn = wishes["seed"] is None
-    if drawn:
-        wishes["seed"] = secrets.randbits(32)
-    request = generate.make_request(stored.aimage, prompt, n=count, **wishes)
-    model = generate.load(chosen.layout, stored, dtype=dtype)
+    job = _Job(reference, prompt, wishes, count, chosen)
+    if has_worker():
+        refuse_options(
+            "leave it out, or unset AIMAGE_HOST to make the picture in this process",
+            but=(*wishes, "count", "output", "show"),
+        )
+        made = _by_worker(job)
+    else:
+        made = _here(job, dtype, lambda: connection(plain_http, insecure, ca_file))
+    written, facts = [], dict[str, Any]()
+    with contextlib.closing(made):
+        for picture in made:
+            path = _path(output, reference, picture.seed, picture.index, count)
+            _write(path, picture.data)
+            facts = facts or {**picture.facts}
+            written.append({"path": str(path), "seed": picture.seed})
+            if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
+                click.launch(str(path))
+    value = facts | {"pictures": written}
+    result(value, "\n".join(str(item["path"]) for item in written), as_json=chosen.as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the command line asks for."""
+
+    reference: Reference
+    prompt: str
+    wishes: dict[str, Any]
+    count: int
+    chosen: Settings
+
+    def draw_seed(self) -> bool:
+        """Decide on a seed where none is given; says whether it was so."""
+        drawn = self.wishes["seed"] is None
+        if drawn:
+            self.wishes["seed"] = secrets.randbits(32)
+        return drawn
+
+
+def _here(
+    job: _Job, dtype: str | None, reach: Callable[[], Connection]
+) -> Generator[Picture, None, None]:
+    """The pictures, made in this process."""
+    generate = needs_mlx()
+    from clowder_aimage.model.picture import encode_picture
+
+    layout, quiet = job.chosen.layout, job.chosen.quiet
+    with Progress("pulling", job.reference, quiet=quiet) as progress:
+        lease = click.get_current_context().with_resource(layout.lease())
+        stored = generate.fetch(layout, job.reference, reach(), lease, on_event=progress.on_event)
+    drawn = job.draw_seed()
+    request = generate.make_request(stored.aimage, job.prompt, n=job.count, **job.wishes)
+    model = generate.load(layout, stored, dtype=dtype)
     events = model.generate(request)
     if drawn:
         note(f"seed {request.seed}")
-    if not chosen.quiet:
+    if not quiet:
         note(f"computing on {model.backend}")
-    facts = generate.describe_picture(reference, model, request)
-    written = []
-    for picture in render(events, request, quiet=chosen.quiet):
-        path = _path(output, reference, picture.seed, picture.picture, count)
-        _save(picture, path, facts | {"seed": picture.seed})
-        written.append({"path": str(path), "seed": picture.seed})
-        if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
-            click.launch(str(path))
-    value = facts | {"pictures": written}
-    result(value, "\n".join(str(item["path"]) for item in written), as_json=chosen.as_json)
+    facts = generate.describe_picture(job.reference, model, request)
+    for picture in render(events, request, quiet=quiet):
+        own = facts | {"seed": picture.seed}
+        yield Picture(encode_picture(picture.pixels, own), picture.seed, picture.picture, own)
+
+
+def _by_worker(job: _Job) -> Generator[Picture, None, None]:
+    """The pictures, made by the worker that the environment names."""
+    if job.count < 1:
+        raise UsageError(f"n must be a whole number from 1, not {job.count}")
+    client = worker()
+    if job.draw_seed():
+        note(f"seed {job.wishes['seed']}")
+    if not job.chosen.quiet:
+        note(f"the worker at {client.place} computes")
+    yield from pictures(
+        client, job.reference, job.prompt, job.wishes, job.count, quiet=job.chosen.quiet
+    )
 
 
 def needs_mlx() -> Any:
@@ -128,10 +192,23 @@ def render(events: Iterable[Step | Image], request: Request, *, quiet: bool) -> 
                 progress.advance(1)
 
 
-def _save(picture: Image, path: Path, facts: dict[str, Any]) -> None:
-    from clowder_aimage.model.picture import save_picture
-
-    save_picture(picture.pixels, path, facts)
+def _write(path: Path, data: bytes) -> None:
+    """Write a picture; it is there whole, or not at all. Raises NoSpaceError, StoreError."""
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(
+                f"no space left for the picture {path}", hint="free some space, or use -o"
+            ) from None
+        raise StoreError(
+            f"cannot write the picture {path}: {error.strerror or error}",
+            hint="name another place with -o",
+        ) from None
 
 
 def _check_output(output: Path | None) -> None:

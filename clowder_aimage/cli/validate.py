@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,15 @@ def validate(what: str, schema: str) -> int:
 
 
 def _report(what: str, schema: str) -> Report:
+    try:
+        return _checked(what, schema)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {error.filename or what}: {error.strerror or error}"
+        ) from None
+
+
+def _checked(what: str, schema: str) -> Report:
     from clowder_aimage.oci import Reference
     from clowder_aimage.validate import (
         is_layout,
@@ -54,7 +64,11 @@ def _report(what: str, schema: str) -> Report:
     path = Path(what)
     if what == "-":
         return validate_stream(sys.stdin.buffer, "stdin", schema)
-    if path.exists() and not path.is_dir():
+    try:
+        is_there = path.exists() and not path.is_dir()
+    except OSError as error:  # too long for a path, or in a directory that may not be entered
+        is_there = error.errno != errno.ENAMETOOLONG
+    if is_there:
         return validate_file(path, schema)
     if schema:
         raise UsageError("--schema says what a file is", hint=f"{what} is no file")

@@ -10,6 +10,8 @@ from typing import Any
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
 
+_WHOLE = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -36,6 +38,11 @@ class Layer:
     @property
     def is_tensor(self) -> bool:
         return self.descriptor.media_type == mediatype.AIMAGE_SAFETENSORS
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is a whole file of tensors, as other tools pack them."""
+        return self.name.endswith(".safetensors") and self.descriptor.media_type in _WHOLE
 
 
 @dataclass(frozen=True, slots=True)

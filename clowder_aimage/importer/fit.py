@@ -10,6 +10,7 @@ from clowder_aimage.importer.formats.lora import Pair
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the model's tensors, by name
 _APART = re.compile(r"[._]+")
+_STACKED = "attention_qkv"
 # kohya's and ComfyUI's words for the network
 _NETWORKS = (
     "lora_unet_",
@@ -28,7 +29,7 @@ def check_fit(what: str, pairs: Sequence[Pair], shapes: Shapes, base: str) -> No
     stacked query, key and value has no tensor of its own in a diffusers model: its thirds are it.
 
     Raises:
-        FormatError: none of the pairs has a tensor there, or one does not fit its tensor.
+        FormatError: a pair has no tensor there, or does not fit its tensor.
     """
     known: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -36,23 +37,32 @@ def check_fit(what: str, pairs: Sequence[Pair], shapes: Shapes, base: str) -> No
             stem = name.removesuffix(".weight")
             known.setdefault(_plain(stem), []).append(shape)
             known.setdefault(_plain(stem.partition("/")[2] or stem), []).append(shape)
-    found = 0
     for pair in pairs:
-        wanted = known.get(_plain(pair.target)) or known.get(_plain(f"{pair.target}.0"))
-        if wanted is None:
-            found += _plain(pair.target).endswith("attention_qkv")
-            continue
+        wanted = _find(pair.target, known)
+        if not wanted:
+            raise FormatError(
+                f"{what} is for another model than {base}, which has no {pair.target[:200]}"
+            )
         if not any(shape[0] == pair.rows and shape[1] == pair.columns for shape in wanted):
             raise FormatError(
                 f"{what} is for another model than {base}: at {pair.target[:200]} it changes "
                 f"{pair.rows} rows of {pair.columns}, and the model has {list(wanted[0])}"
             )
-        found += 1
-    if not found:
-        raise FormatError(
-            f"{what} is for another model than {base}, which has no {pairs[0].target[:200]}, nor "
-            "any other layer that the adapter changes"
-        )
+
+
+def _find(target: str, known: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """The shapes that a target may have in the model; those of its thirds, stacked."""
+    name = _plain(target)
+    if found := known.get(name) or known.get(f"{name}_0"):
+        return found
+    if not name.endswith(_STACKED):
+        return []
+    stem = name.removesuffix("qkv")
+    thirds = [known.get(f"{stem}to_{letter}") for letter in "qkv"]
+    if not all(thirds):
+        return []
+    rows = sum(third[0][0] for third in thirds if third)
+    return [(rows, *third[0][1:]) for third in thirds[:1] if third]
 
 
 def _plain(name: str) -> str:

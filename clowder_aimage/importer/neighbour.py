@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.content import ContentStore, bytes_body
-from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.errors import FormatError, NotFoundError, StoreError
 from clowder_aimage.layout.adopt import adopt as adopt_file
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, Reference
 
@@ -52,6 +52,23 @@ def adopt(
         FormatError, VerificationError: its manifest is none, or a blob is damaged.
         StoreError, NoSpaceError: it cannot be kept; what was taken in full stays.
     """
+    try:
+        return _adopt(store, reference, directory, name, on_plan, on_done)
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {error.filename or directory}: {error.strerror or error}",
+            hint="ollama's store often belongs to a user of its own",
+        ) from None
+
+
+def _adopt(
+    store: ContentStore,
+    reference: Reference,
+    directory: Path,
+    name: str,
+    on_plan: Callable[[int], None],
+    on_done: Callable[[int], None],
+) -> Adopted:
     path = find_manifest(directory, name)
     if path.stat().st_size > MAX_MANIFEST_SIZE:
         raise FormatError(f"{path} is too large for a manifest")

@@ -21,7 +21,7 @@ from clowder_aimage.importer.describe import (
 from clowder_aimage.importer.inventory import Component, Inventory
 from clowder_aimage.importer.layer import PlannedLayer, file_layer, tensor_layers
 from clowder_aimage.importer.recipe import Recipe
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
@@ -74,7 +74,10 @@ def make_plan(
         UsageError: the recipe does not fit the model.
     """
     decided = decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
-    layers = [file_layer(file, compression) for file in inventory.files]
+    layers = [
+        file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
+        for file in inventory.files
+    ]
     for component in inventory.components:
         layers += [file_layer(file) for file in component.files]
         layers += tensor_layers(component.name, decided[component.name])

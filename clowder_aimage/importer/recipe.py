@@ -70,6 +70,10 @@ class Recipe:
     def check_components(self, names: Iterable[str]) -> None:
         """Raises UsageError where one that is to be quantized is not among ``names``."""
         there = {name or BARE for name in names}
+        if self.changes and not there:
+            raise UsageError(
+                "--dtype and --quantize are about tensors, and this is packed as whole files"
+            )
         for name in self.quantize:
             if name not in there:
                 raise UsageError(f"there is no {name} with weights to quantize")

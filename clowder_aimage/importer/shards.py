@@ -72,6 +72,12 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as one; whoever reads it finds out the rest."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
 def read_file(path: Path) -> Header:
     """The header of a safetensors file. Raises FormatError."""
     try:

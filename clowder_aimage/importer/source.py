@@ -14,6 +14,7 @@ from clowder_aimage.importer.compress import check_compression
 from clowder_aimage.importer.formats import lora, transformers
 from clowder_aimage.importer.formats.taken import Taken, source_file
 from clowder_aimage.importer.inventory import Inventory, SourceFile, take_inventory
+from clowder_aimage.oci import mediatype
 
 DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
@@ -34,6 +35,11 @@ class Extra:
     def parse(cls, text: str) -> Extra:
         """From ``TYPE=FILE``. Raises UsageError."""
         media_type, equals, path = text.partition("=")
+        if mediatype.is_ours(media_type):
+            raise UsageError(
+                f"{media_type[:100]} is for what --format and --adapter pack",
+                hint="--layer is for other media types",
+            )
         if not equals or not path or not _MEDIA_TYPE.fullmatch(media_type):
             raise UsageError(
                 f"not a layer: {text[:100]!r}",
@@ -155,6 +161,7 @@ def snapshot(path: Path) -> Path:
     Raises:
         UsageError: it holds several snapshots, and none is the main one.
     """
+    path = path.absolute() if path.name in ("", "..") else path
     snapshots = path / "snapshots"
     if not path.name.startswith("models--") or not snapshots.is_dir():
         return path

@@ -147,7 +147,13 @@ def plan_conversion(
     }
     planned = [_plan(stored, by_weight) for stored in layers]
     config = _config(aimage.properties, decided, planned)
-    plan = Plan(tuple(planned), encode(config), aimage.algorithm, report(decided, config))
+    plan = Plan(
+        tuple(planned),
+        encode(config),
+        aimage.algorithm,
+        report(decided, config),
+        aimage.subject,
+    )
     check(plan, dialect)
     return plan
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verify import verify
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout.ingest import blob_path
+from clowder_aimage.layout.ingest import blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
 
@@ -53,12 +53,14 @@ def _link(root: Path, path: Path, content: Descriptor) -> bool:
     new = place.with_name(f".{secrets.token_hex(8)}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.link(path, new, follow_symlinks=True)
+        os.link(path.resolve(), new)  # of a link, what it leads to
     except OSError as error:
         if error.errno in _NO_LINK:
             return False
         raise
     try:
+        if not is_file(os.fspath(new)):
+            return False
         with new.open("rb") as file:
             os.fsync(file.fileno())  # the other program may not have waited for the disk
         new.replace(place)

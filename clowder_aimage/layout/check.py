@@ -25,7 +25,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.lock import open_plain
-from clowder_aimage.oci import Descriptor, Digest, Index, mediatype, parse_document
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
 _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
@@ -58,6 +58,7 @@ class _Wanted:
 
     content: Descriptor
     names: set[str] = field(default_factory=set)
+    may_lack: bool = True  # a layer, which an AImage that is here in part may lack
 
 
 class Check:
@@ -120,7 +121,7 @@ class Check:
         is_document = descriptor.media_type in _DOCUMENTS
         if depth and is_document and not os.path.lexists(self._layout.place(descriptor)):
             return  # a variant that was not fetched
-        self._want(name, descriptor)
+        self._want(name, descriptor, may_lack=False)
         if not is_document:
             return
         try:
@@ -136,12 +137,14 @@ class Check:
             if below:
                 self._document(name, child, depth + 1)
             else:
-                self._want(name, child)
+                config = document.config if isinstance(document, Manifest) else None
+                self._want(name, child, may_lack=child is not config)
 
-    def _want(self, name: str, content: Descriptor) -> None:
+    def _want(self, name: str, content: Descriptor, *, may_lack: bool) -> None:
         self._lease.add(content.digest)
         known = self._wanted.setdefault(content.digest, _Wanted(content))
         known.names.add(name)
+        known.may_lack = known.may_lack and may_lack
         if known.content.size != content.size:
             message = f"it is said to have {known.content.size} bytes, and {content.size}"
             self._problem("document", content.digest, message, [name])
@@ -168,8 +171,8 @@ class Check:
             encoded, size = self._hash(Path(self._layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
-            if wanted.names <= self._partial:  # or it was loose, and is collected now
-                return
+            if not wanted.names or (wanted.may_lack and wanted.names <= self._partial):
+                return  # of an AImage that is here in part; or it was loose, and is collected now
             message = f"{content.digest} is not there ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
         except ContentError as error:
@@ -187,7 +190,9 @@ class Check:
         hasher, size = content.digest.hasher(), 0
         buffer = new_buffer()
         with open(open_plain(path), "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_mode & 0o222:
+            status = os.fstat(file.fileno())
+            # one that has other names is another program's, too, whose mode is its own affair
+            if status.st_mode & 0o222 and status.st_nlink == 1:
                 with self._lock:
                     self._report.writable.append(path)
             while count := file.readinto(buffer):

@@ -39,6 +39,7 @@ JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
 _Span = tuple[int, int]
+_TRIES = 8  # to open a file that others may be about to publish or give up
 
 
 class FileIngest:
@@ -92,6 +93,7 @@ class FileIngest:
 
     def _open(self) -> int:
         """The file's descriptor, locked; the lock goes with the process, however that ends."""
+        tried = 0
         while True:
             try:
                 fd = open_shared(self._path)
@@ -99,6 +101,9 @@ class FileIngest:
                 make_directory(self._root, PRIVATE, "ingest")
                 continue
             except PermissionError:  # it was about to be published when its process was killed
+                tried += 1
+                if tried > _TRIES:
+                    raise  # there is no such file: none can be made here
                 self._reopen()
                 continue
             is_alone = False

@@ -107,6 +107,7 @@ class Catalogue:
             for group in (prefix, *(f"{prefix}.{word}" for word in _EXPERTS)):
                 if group in self._layers and self._layers[group].dtype is None:
                     yield group
+        yield from (shard for shard, layer in self._layers.items() if layer.is_shard)
 
     def _tensors(self, layer_name: str) -> dict[str, Tensor]:
         """What a layer's blob holds, from the header or from memory."""
@@ -124,6 +125,10 @@ class Catalogue:
             yield layer_name, self._joined(layer_name, blob, parts)
             return
         found = read_tensors(self._completed(blob.header, layer_name))
+        if blob.layer.is_shard:
+            for name, tensor in found.items():
+                yield name, blob.tensor(name, tensor)
+            return
         try:
             inside = find_tensor(found, layer_name, self._component)
         except FormatError:

@@ -27,7 +27,7 @@ FORMATS = ("png", "jpeg", "webp")
 def encode_picture(
     pixels: npt.NDArray[np.uint8],
     facts: Mapping[str, Any] | None,
-    format: str = "png",
+    kind: str = "png",
     quality: int | None = None,
 ) -> bytes:
     """``pixels`` (height, width, 3) as the bytes of a file of FORMATS.
@@ -35,12 +35,12 @@ def encode_picture(
     A PNG remembers ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
     """
     options: dict[str, Any] = {}
-    if format == "png":
+    if kind == "png":
         options["pnginfo"] = _chunks(facts) if facts is not None else None
     elif quality is not None:
         options["quality"] = quality
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=format.upper(), **options)
+    Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
 
 

@@ -15,6 +15,7 @@ from clowder_aimage.errors import UsageError
 MAX_STEPS = 1000
 MAX_PICTURES = 1024
 MAX_SEED = (1 << 64) - 1
+MAX_PREVIEWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Request:
     width, height: pixels. steps: denoising steps. seed: of the first picture; the next one takes
     the next seed. guidance: 0 switches classifier-free guidance off; w adds w times the
     difference between prompt and ``negative`` (the empty text, if None). shift: replaces the
-    model's own shift of the noise schedule. n: how many pictures.
+    model's own shift of the noise schedule. n: how many pictures. previews: of each, on the way.
     """
 
     prompt: str
@@ -36,6 +37,12 @@ class Request:
     guidance: float = 0.0
     shift: float | None = None
     n: int = 1
+    previews: int = 0
+
+    def previews_after(self) -> frozenset[int]:
+        """The steps that a preview follows: spread evenly, never the last one."""
+        after = (round((k + 1) * self.steps / (self.previews + 1)) for k in range(self.previews))
+        return frozenset(step for step in after if 0 < step < self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,16 @@ class Step:
     index: int
     total: int
     picture: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preview:
+    """What picture ``picture`` is about to be: smaller RGB ``pixels`` (height, width, 3), uint8.
+    ``number`` counts from 0."""
+
+    pixels: npt.NDArray[np.uint8]
+    number: int
+    picture: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,13 +86,16 @@ class Image:
 class Pipeline(Protocol):
     """A loaded model. It lives on the thread that loaded it."""
 
-    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
-        """Steps and pictures, as they come; closing the generator cancels.
+    def generate(self, request: Request) -> Generator[Made, None, None]:
+        """Steps, previews and pictures, as they come; closing the generator cancels.
 
         Raises:
             UsageError: at once, for a request that this model cannot serve.
         """
         ...
+
+
+Made = Step | Preview | Image
 
 
 def check_request(request: Request, *, multiple: int, max_width: int, max_height: int) -> None:
@@ -94,6 +114,10 @@ def check_request(request: Request, *, multiple: int, max_width: int, max_height
             raise UsageError(f"{name} can be {limit} pixels at most with this model, not {side}")
     _check_count("steps", request.steps, MAX_STEPS)
     _check_count("n", request.n, MAX_PICTURES)
+    if not _is_int(request.previews) or not 0 <= request.previews <= MAX_PREVIEWS:
+        raise UsageError(
+            f"previews must be a whole number from 0 to {MAX_PREVIEWS}, not {request.previews!r}"
+        )
     if not _is_int(request.seed) or not 0 <= request.seed <= MAX_SEED - (request.n - 1):
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
     if not _is_number(request.guidance) or request.guidance < 0:

@@ -62,7 +62,8 @@ class ModelWeights:
     def open(cls, store: ContentStore, aimage: AImage, component: str = "") -> ModelWeights:
         """Find the tensors of ``component`` and read its ``config.json``; no weight is read.
 
-        Language models have no components: their files stand at the top, which is "".
+        Language models have no components: their files stand at the top, which is "". Whole files
+        of tensors, in which other tools pack models, are read as well.
 
         Raises:
             ModelError: when the component has no configuration or no tensors.
@@ -72,7 +73,7 @@ class ModelWeights:
         layers = {
             layer.name.removeprefix(prefix): layer
             for layer in aimage.component(component)
-            if layer.is_tensor
+            if layer.is_tensor or layer.is_shard
         }
         if not layers:
             raise ModelError(f"the model has no tensors for {component or 'itself'}")

@@ -57,6 +57,11 @@ CREATED = "org.opencontainers.image.created"
 LICENSES = "org.opencontainers.image.licenses"
 
 
+def is_ours(media_type: str) -> bool:
+    """Whether a media type is Clowder's own."""
+    return media_type.startswith("application/vnd.clowder.aimage.")
+
+
 def split_compression(media_type: str) -> tuple[str, str]:
     """A media type without ``+gzip`` or ``+zstd``, and which of them it had, or nothing."""
     base, plus, suffix = media_type.rpartition("+")

@@ -13,6 +13,7 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from clowder_aimage.registry import Connection, Repository
 from clowder_aimage.tensor import encode_header
@@ -431,3 +432,21 @@ def test_a_repair_fetches_what_was_damaged_and_not_the_rest(aimage, pushed, prox
     here("pull", name)
     assert "partial" not in here("show", name, "--json").value
     here("verify")
+
+
+def test_a_part_still_needs_its_manifest_and_its_config(aimage, tiny, repository):
+    here, there = aimage(), aimage("there")
+    name = f"{repository}:v1"
+    here("create", name, tiny)
+    here("push", name)
+    digest = there("pull", name, "--component", "vae").line
+    store = ImageLayout(there.store)
+    manifest = read_aimage(store, Reference.parse(name)).manifest
+    for lost in (manifest.config.digest, manifest.digest):
+        path = there.store / "blobs" / "sha256" / lost.encoded
+        path.unlink()
+        done = there("verify", name, code=5)
+        assert str(lost) in done.out + done.err
+        there("verify", name, "--repair")
+        assert path.exists()
+    assert str(manifest.digest) == digest

@@ -207,7 +207,7 @@ def test_a_split_model_is_taken_whole_from_any_part(parts, number):
 def test_missing_parts_are_named(parts):
     parts[0].unlink()
     parts[2].unlink()
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(FormatError) as caught:
         take(parts[1])
     assert f"{parts[0].name}, {parts[2].name}" in caught.value.message
 

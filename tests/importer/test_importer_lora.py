@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 
 from clowder_aimage.content import MemoryStore
+from clowder_aimage.convert import convert
 from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.importer import Recipe
+from clowder_aimage.importer.fit import check_fit
+from clowder_aimage.importer.formats.lora import pairs_of
 from clowder_aimage.importer.source import Form
 from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
-from clowder_aimage.tensor import encode_header
+from clowder_aimage.tensor import Header, TensorInfo, encode_header
 from tests.importer.conftest import safetensors
 
 STYLE = Reference.parse("style")
@@ -253,4 +258,74 @@ def test_an_adapter_of_another_kind(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(ModelError, match="another kind: 'IA3'"):
+        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))
+
+
+def test_an_embedding_is_a_table_as_peft_saves_it(adapter):
+    """PEFT's lora_embedding_A is [rank, words], its B [width, rank]; the matrix [words, width]."""
+    stem = "base_model.model.model.embed_tokens"
+    tensors = [
+        (f"{stem}.lora_embedding_A", "F32", (4, 128)),
+        (f"{stem}.lora_embedding_B", "F32", (64, 4)),
+    ]
+    assert adapter(tensors).aimage.properties["adapter"]["rank"] == 4
+    shapes = {"model.embed_tokens.weight": (128, 64)}
+    (found,) = read_pairs_of(tensors)
+    assert (found.rows, found.columns) == (128, 64)
+    check_fit("it", [found], shapes, "base")
+
+
+def read_pairs_of(tensors):
+    header = Header({name: TensorInfo(d, s, 0, 0) for name, d, s in tensors}, {}, 0)
+    return pairs_of(Path("adapter"), header)
+
+
+def test_a_stacked_query_key_and_value_fits_its_thirds():
+    tensors = pair("diffusion_model.layers.0.attention.qkv", rows=12)
+    shapes = {f"transformer/layers.0.attention.to_{letter}.weight": (4, 4) for letter in "qkv"}
+    check_fit("it", read_pairs_of(tensors), shapes, "base")
+    with pytest.raises(FormatError, match="12 rows of 4"):
+        check_fit("it", read_pairs_of(tensors), _wider(shapes), "base")
+    with pytest.raises(FormatError, match="has no"):
+        check_fit("it", read_pairs_of(tensors), {"transformer/other.weight": (4, 4)}, "base")
+
+
+def _wider(shapes):
+    return dict.fromkeys(shapes, (8, 4))
+
+
+def test_one_layer_that_the_base_lacks_is_enough(adapter, model):
+    store = MemoryStore()
+    create(store, Reference.parse("base"), model.directory)
+    tensors = [*pair(f"diffusion_model.{TO_Q}"), *pair("diffusion_model.layers.9.attention.to_q")]
+    with pytest.raises(FormatError, match=r"which has no layers\.9"):
+        adapter(tensors, base=Reference.parse("base"), store=store)
+
+
+def test_what_the_file_is_called_makes_no_difference(adapter, model):
+    store = MemoryStore()
+    create(store, Reference.parse("base"), model.directory)
+    with pytest.raises(FormatError, match="for another model"):
+        adapter(pair("x.y"), name="x.lora", base=Reference.parse("base"), store=store)
+
+
+def test_a_base_is_about_adapters(model, tmp_path):
+    store = MemoryStore()
+    create(store, Reference.parse("base"), model.directory)
+    with pytest.raises(UsageError, match="--base is about an adapter"):
+        create(store, STYLE, model.directory, base=Reference.parse("base"))
+
+
+def test_convert_keeps_to_tensors(adapter, model):
+    store = MemoryStore()
+    create(store, Reference.parse("base"), model.directory)
+    adapter(pair(TO_Q), base=Reference.parse("base"), store=store)
+    with pytest.raises(UsageError, match="whole files"):
+        convert(store, STYLE, Reference.parse("new"), Recipe.parse("f16"))
+
+
+def test_an_alpha_that_is_no_number(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": NaN}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
+    with pytest.raises(FormatError, match="lora_alpha is nan"):
         create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))

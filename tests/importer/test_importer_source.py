@@ -332,3 +332,53 @@ def test_a_model_that_ollama_does_not_have(ollama, tmp_path, name):
 def test_a_directory_that_is_no_store_of_ollama(tmp_path):
     with pytest.raises(NotFoundError, match="no store of ollama"):
         adopt(ImageLayout(tmp_path / "store"), NAME, tmp_path, "small")
+
+
+def test_a_link_in_ollamas_store_is_followed_before_it_is_linked(ollama, tmp_path):
+    for path in list((ollama / "blobs").iterdir()):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    store = ImageLayout(tmp_path / "store")
+    adopt(store, Reference.parse("small"), ollama, "small:1b")
+    found = list((tmp_path / "store" / "blobs" / "sha256").iterdir())
+    assert len(found) == 4
+    assert not any(path.is_symlink() for path in found)
+
+
+def test_other_options_mean_nothing_beside_ollamas(aimage, ollama):
+    done = aimage()(
+        "create", "x", "small:1b", "--from-ollama", ollama, "--quantize", "int8", code=2
+    )
+    assert "--quantize means nothing with --from-ollama" in done.err
+    assert (
+        "needs the name of a model" in aimage()("create", "x", "--from-ollama", ollama, code=2).err
+    )
+
+
+def test_what_lies_in_directories_of_its_own_is_not_left_out_silently(directory):
+    (directory / "2_Dense").mkdir()
+    (directory / "2_Dense" / "model.safetensors").write_bytes(safetensors(TENSORS))
+    with pytest.raises(ModelError, match="would be left out"):
+        packed(directory)
+
+
+def test_what_a_training_left_is_no_part_of_the_model(directory):
+    (directory / "training_args.bin").write_bytes(b"pickled")
+    names = {layer.name for layer in packed(directory).aimage.layers}
+    assert "training_args.bin" not in names
+
+
+def test_types_and_tensors(directory):
+    with pytest.raises(UsageError, match="whole files"):
+        packed(directory, form=Form(whole_files=True), recipe=Recipe.parse("bf16"))
+    with pytest.raises(UsageError, match="is for what --format"):
+        Extra.parse(f"{mediatype.AIMAGE_SAFETENSORS}=x")
+
+
+def test_other_layers_are_not_compressed(directory, tmp_path):
+    path = tmp_path / "ep.bin"
+    path.write_bytes(b"an execution provider")
+    extra = Extra.parse(f"application/vnd.example.ep.v1={path}")
+    form = Form(whole_files=True, compression="gzip", extras=(extra,))
+    layer = packed(directory, form=form).aimage.layer("ep.bin")
+    assert layer.descriptor.media_type == "application/vnd.example.ep.v1"

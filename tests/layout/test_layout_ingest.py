@@ -283,3 +283,20 @@ def test_the_order_in_which_things_become_durable(layout, monkeypatch):
         ("rename", index_inode),
         ("fsync", root.stat().st_ino),
     ]
+
+
+def test_a_store_that_cannot_be_written_is_said_to_be(tmp_path, monkeypatch):
+    """It must not be tried for ever."""
+    from clowder_aimage.layout import ingest
+
+    calls = []
+
+    def refuse(path):
+        calls.append(path)
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(ingest, "open_shared", refuse)
+    layout = ImageLayout(tmp_path / "store")
+    with pytest.raises(StoreError, match="Permission denied"):
+        layout.ingest("key")
+    assert 1 < len(calls) < 20

@@ -79,3 +79,38 @@ def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> N
     expected = judge(weights("transformer")[name], kind, dtype=mx.float32)
     np.testing.assert_array_equal(found.numpy(name), expected)
     assert found.quantization("layers.0.attention_norm1.weight") is None
+
+
+def test_whole_files_of_tensors_are_read_as_well(tmp_path):
+    """As ModelPack and others pack a directory of diffusers: the same picture."""
+    from clowder_aimage.content import bytes_body
+    from clowder_aimage.create import create
+    from clowder_aimage.dialect import DIALECTS, AImage, Layer
+    from clowder_aimage.generate import find, load, make_request
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.model.pipeline import Image
+    from clowder_aimage.oci import Descriptor, Reference, mediatype
+    from tests.conftest import TINY
+
+    store = ImageLayout(tmp_path / "store")
+    made = create(store, Reference.parse("tensors"), TINY).aimage
+    layers = []
+    for path in sorted(TINY.rglob("*")):
+        if not path.is_file() or path.suffix == ".md":
+            continue
+        data = path.read_bytes()
+        descriptor = Descriptor.of(mediatype.AIMAGE_FILE, data)
+        store.push(descriptor, bytes_body(data))
+        layers.append(Layer(descriptor, path.relative_to(TINY).as_posix()))
+    manifest, config = DIALECTS["modelpack"].write(AImage(made.config, tuple(layers)))
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("files"))
+    pictures = []
+    for name in ("tensors", "files"):
+        with store.lease() as lease:
+            stored = find(store, Reference.parse(name), lease)
+            model = load(store, stored)
+            request = make_request(stored.aimage, "a dog", steps=1, seed=3)
+            (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]
+            pictures.append(picture.pixels.tobytes())
+    assert pictures[0] == pictures[1]

@@ -17,8 +17,8 @@ from clowder_aimage.model import blas
 from clowder_aimage.model.activation import silu
 from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx
 from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import MAX_SEED, Image, Request, Step, to_pixels
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.pipeline import MAX_SEED, Image, Preview, Request, Step, to_pixels
+from clowder_aimage.model.zimage.pipeline import CAPTIONS, ZImagePipeline
 
 Model = tuple[FolderStore, AImage]
 SMALL = Request("a fox", 32, 32, 2)
@@ -46,6 +46,7 @@ SMALL = Request("a fox", 32, 32, 2)
         ({"guidance": "3"}, "guidance must be"),
         ({"shift": True}, "shift must be"),
         ({"negative": "\ud800"}, "negative holds characters"),
+        ({"previews": 17}, "previews must be a whole number from 0 to 16"),
     ],
 )
 def test_requests_that_are_refused_at_once(
@@ -233,3 +234,55 @@ def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert blas.preload() in (None, "mkl", "openblas")  # broken files are passed over
     monkeypatch.setattr(sys, "platform", "darwin")
     assert blas.preload() is None
+
+
+def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline) -> None:
+    request = dataclasses.replace(SMALL, steps=4, previews=2, n=2)
+    events = list(pipeline.generate(request))
+    previews = [event for event in events if isinstance(event, Preview)]
+    assert [(one.picture, one.number) for one in previews] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {one.pixels.shape for one in previews} == {(16, 16, 3)}
+    plain = dataclasses.replace(request, previews=0)
+    without = [event for event in pipeline.generate(plain) if isinstance(event, Image)]
+    images = [event for event in events if isinstance(event, Image)]
+    assert [a.pixels.tobytes() for a in images] == [b.pixels.tobytes() for b in without]
+
+
+def test_a_preview_is_where_the_straight_way_ends(pipeline: ZImagePipeline) -> None:
+    """If all steps went the same way, the first one would have shown the picture."""
+    schedule = pipeline.schedule(SMALL)
+    noise = mx.array(pipeline.noise(SMALL, 0))
+    end = mx.ones_like(noise) * 0.1
+    first, second = (float(sigma) for sigma in schedule.sigmas[:2])
+    before, after = (end + sigma * (noise - end) for sigma in (first, second))
+    shown = pipeline.preview(before, after, schedule, 0)
+    whole = pipeline.decode(end).astype(np.float64)
+    mean = whole.reshape(16, 2, 16, 2, 3).mean(axis=(1, 3))
+    assert np.abs(shown - mean).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "previews", "after"),
+    [(8, 3, {2, 4, 6}), (8, 1, {4}), (2, 3, {1}), (1, 3, set()), (8, 0, set())],
+)
+def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) -> None:
+    request = dataclasses.replace(SMALL, steps=steps, previews=previews)
+    assert request.previews_after() == after
+
+
+def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    encode = ZImagePipeline.encode
+
+    def counted(self: ZImagePipeline, prompt: str) -> mx.array:
+        texts.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(ZImagePipeline, "encode", counted)
+    for prompt in ("a fox twice", "a fox twice", "a hare once", "a fox twice"):
+        list(pipeline.generate(dataclasses.replace(SMALL, prompt=prompt)))
+    assert texts == ["a fox twice", "a hare once"]
+    for number in range(CAPTIONS):
+        pipeline.caption(f"another {number}")
+    pipeline.caption("a fox twice")
+    assert texts.count("a fox twice") == 2

@@ -184,7 +184,8 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
     """All parts of a split model; ``path`` is one of them.
 
     Raises:
-        ModelError: some are missing, or the number is not one of the total.
+        FormatError: some are missing.
+        ModelError: the number is not one of the total.
     """
     total = int(match["total"])
     if not 1 <= int(match["number"]) <= total:
@@ -193,7 +194,7 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
     paths = [path.parent / name for name in names]
     if missing := [part.name for part in paths if not part.exists()]:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ModelError(
+        raise FormatError(
             f"{path} is one of {total} parts, of which these are missing: "
             f"{', '.join(missing[:_SHOWN])}{more}",
             hint="download the model again, in full",

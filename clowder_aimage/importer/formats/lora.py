@@ -15,7 +15,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,6 @@ _ALPHA = ".alpha"
 _PREFIX = re.compile(r"(?:base_model\.model\.|diffusion_model\.|model\.diffusion_model\.)")
 _LARGEST = 16 * 1024 * 1024  # bytes of adapter_config.json
 _WORDS = 200  # that are kept of ss_tag_frequency
-
-
-def looks_like(names: Iterator[str] | Mapping[str, Any]) -> bool:
-    """Whether tensors of these names are a low-rank adapter."""
-    return any(_DOWN.fullmatch(name) for name in names)
 
 
 def take(path: Path) -> Taken:
@@ -131,19 +126,22 @@ def pairs_of(path: Path, header: Header) -> list[Pair]:
     found = []
     for stem, name in sorted(down.items()):
         first, second = header.tensors[name].shape, header.tensors[up[stem]].shape
-        if "lora_embedding" in name:  # whose halves stand the other way round
-            first, second = first[::-1], second[::-1]
         if len(first) < 2 or len(second) < 2 or first[0] != second[1] or not first[0]:
             raise FormatError(
                 f"{path}: the halves of {stem[:200]} do not fit: {list(first)} and {list(second)}"
             )
-        found.append(Pair(_PREFIX.sub("", stem), first[0], second[0], first[1]))
+        rows, columns = second[0], first[1]
+        if "lora_embedding" in name:  # whose matrix is a table: as many rows as words
+            rows, columns = columns, rows
+        found.append(Pair(_PREFIX.sub("", stem), first[0], rows, columns))
     return found
 
 
 def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int | None:
     stated = config.get("lora_alpha")
     if isinstance(stated, int | float) and not isinstance(stated, bool):
+        if not math.isfinite(stated):
+            raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha is {stated}")
         return stated
     found = {_scalar(tensor) for tensor in tensors_of(path, header) if tensor.name.endswith(_ALPHA)}
     if len(found) != 1:

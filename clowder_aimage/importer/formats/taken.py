@@ -93,7 +93,8 @@ def home(root: Path) -> Path:
     """The directory that files of ``root`` may not lie outside of: itself, or the snapshot in a
     Hugging Face cache that it is part of (huggingface_hub, "Understand caching")."""
     for directory in root.absolute().parents:
-        if directory.parent.name == "snapshots":
+        cache = directory.parent.parent
+        if directory.parent.name == "snapshots" and (cache / "blobs").is_dir():
             return directory
     return root
 

@@ -31,7 +31,8 @@ from clowder_aimage.oci import mediatype
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _FILES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
-_NOT = ("README.md", "training_args.bin", "trainer_state.json", "all_results.json")
+_TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+_NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -99,7 +100,18 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
         )
     if not (directory / "config.json").exists():
         raise FormatError(f"there is no config.json in {directory}: not a Transformers directory")
-    paths = list_directory(home(directory), directory, PICKLED)
+    top = home(directory)
+    paths = [path for path in list_directory(top, directory, ()) if path.name not in _NOT]
+    if pickled := [path for path in paths if path.suffix.lower() in PICKLED]:
+        raise ModelError(
+            f"{pickled[0]} is pickled: loading it could run any code, so it is not packed",
+            hint="convert the weights to safetensors and remove the pickled file",
+        )
+    if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
+        raise ModelError(
+            f"{weighted[0]} lies in a directory of its own, and would be left out",
+            hint="models of several parts, but those of diffusers, cannot be packed; the parts can",
+        )
     config = read_object(directory, "config.json")
     if not _class(config):
         raise FormatError(f"{directory / 'config.json'} says neither architectures nor model_type")

@@ -8,7 +8,7 @@ networks compute in.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +19,15 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.file import read_object
-from clowder_aimage.model.pipeline import Image, Request, Step, check_request, to_pixels
+from clowder_aimage.model.pipeline import (
+    Image,
+    Made,
+    Preview,
+    Request,
+    Step,
+    check_request,
+    to_pixels,
+)
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import (
     PATCH,
@@ -35,6 +43,7 @@ from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae
 
 Network = TypeVar("Network", TextEncoder, Transformer, Vae)
+CAPTIONS = 32  # texts that are remembered, the last used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +66,7 @@ class ZImagePipeline:
     scheduler: Scheduler
     dtype: mx.Dtype
     skipped: tuple[str, ...] = ()
+    _captions: dict[str, Caption] = field(default_factory=dict)
 
     @classmethod
     def load(
@@ -108,8 +118,8 @@ class ZImagePipeline:
             max_height=rows * self.multiple,
         )
 
-    def generate(self, request: Request) -> Generator[Step | Image, None, None]:
-        """Steps and pictures, as they come; closing the generator cancels.
+    def generate(self, request: Request) -> Generator[Made, None, None]:
+        """Steps, previews and pictures, as they come; closing the generator cancels.
 
         Raises:
             UsageError: at once, for a request that this model cannot serve.
@@ -118,17 +128,33 @@ class ZImagePipeline:
         self.check(request)
         return self._generate(request, self.schedule(request))
 
-    def _generate(
-        self, request: Request, schedule: Schedule
-    ) -> Generator[Step | Image, None, None]:
+    def _generate(self, request: Request, schedule: Schedule) -> Generator[Made, None, None]:
         guide = self.guide(request)
+        wanted = sorted(request.previews_after())
         for picture in range(request.n):
             seed = request.seed + picture
             latents = mx.array(self.noise(request, seed))
             for index, state in enumerate(self.denoise(latents, schedule, guide), 1):
-                latents = state
+                before, latents = latents, state
                 yield Step(index, request.steps, picture)
+                if index in wanted:
+                    small = self.preview(before, latents, schedule, index - 1)
+                    yield Preview(small, wanted.index(index), picture)
             yield Image(self.decode(latents), seed, picture)
+
+    def preview(
+        self, before: mx.array, after: mx.array, schedule: Schedule, step: int
+    ) -> npt.NDArray[np.uint8]:
+        """The picture at half its size, as step ``step`` (from 0) sees it: the latents that the
+        straight way from ``before`` through ``after`` ends at, decoded."""
+        sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
+        end = float(schedule.sigmas[-1])
+        seen = before + (after - before) * ((sigma - end) / (sigma - lower))
+        pixels = self.decode(seen)  # smaller latents would be faster, and may mean other colours
+        height, width, colours = pixels.shape
+        quarters = pixels.reshape(height // 2, 2, width // 2, 2, colours)
+        mean: npt.NDArray[np.uint8] = quarters.mean(axis=(1, 3)).round().astype(np.uint8)
+        return mean
 
     def schedule(self, request: Request) -> Schedule:
         """The noise levels for the request's steps, size and shift. Raises UsageError."""
@@ -137,11 +163,20 @@ class ZImagePipeline:
 
     def guide(self, request: Request) -> Guide:
         """The request's texts, encoded and refined. Raises as ``encode`` does."""
-        positive = self.transformer.caption(self.encode(request.prompt))
+        positive = self.caption(request.prompt)
         if not request.guidance:
             return Guide(positive)
-        negative = self.transformer.caption(self.encode(request.negative or ""))
-        return Guide(positive, negative, request.guidance)
+        return Guide(positive, self.caption(request.negative or ""), request.guidance)
+
+    def caption(self, text: str) -> Caption:
+        """A text, encoded and refined; the last ones are remembered. Raises as ``encode`` does."""
+        known = self._captions.pop(text, None)
+        if known is None:
+            known = self.transformer.caption(self.encode(text))
+            while len(self._captions) >= CAPTIONS:
+                del self._captions[next(iter(self._captions))]
+        self._captions[text] = known
+        return known
 
     def denoise(self, latents: mx.array, schedule: Schedule, guide: Guide) -> Iterator[mx.array]:
         """The latents after every Euler step, in float32 and evaluated."""

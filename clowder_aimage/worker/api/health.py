@@ -1,0 +1,156 @@
+"""Whether the worker lives and may be asked, what it counts, and what happens in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+
+from aiohttp import web
+
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Reference
+from clowder_aimage.worker.error import RETRY_AFTER, ApiError
+from clowder_aimage.worker.metric import CONTENT_TYPE
+from clowder_aimage.worker.news import Item
+from clowder_aimage.worker.route import INFER, OPEN, Route
+from clowder_aimage.worker.service import Service
+
+WANTED = web.AppKey("wanted", tuple)
+CLOSING = web.AppKey("closing", asyncio.Event)
+ALIVE = 15.0  # seconds of silence after which a stream says that it lives
+
+
+def routes(service: Service) -> list[Route]:
+    """Health, metrics and events."""
+    health = Health(service)
+    return [
+        Route("GET", "/healthz", health.alive, OPEN),
+        Route("GET", "/readyz", health.ready, OPEN),
+        Route("GET", "/metrics", health.metrics, INFER),
+        Route("GET", "/v1/events", health.events, INFER),
+    ]
+
+
+class Health:
+    """The routes, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def alive(self, _: web.Request) -> web.Response:
+        """That the loop turns; nothing else is asked."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests should be sent here. Who shows no token hears no names of models."""
+        wanted = request.app.get(WANTED, ())
+        reasons = await asyncio.to_thread(reasons_against, self._service.store, wanted)
+        if self._service.engine.is_draining:
+            reasons.insert(0, {"reason": "draining"})
+        if request.get("scope") is None:
+            reasons = [{"reason": each["reason"]} for each in reasons]
+        body = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
+        return web.json_response(body, status=503 if reasons else 200, headers=headers)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Everything that is counted, for Prometheus."""
+        text = self._service.metrics.text()
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """What happens, as server-sent events (HTML, 9.2); ``Last-Event-ID`` goes on after it."""
+        mark = f"{self._service.started:.3f}-"  # numbers begin anew with each worker
+        last = request.headers.get("Last-Event-ID", "")
+        after = last.removeprefix(mark) if last.startswith(mark) else "0"
+        if not after.isascii() or not after.isdigit() or len(after) > 15:
+            raise ApiError(400, "Last-Event-ID is no id of an event", param="Last-Event-ID")
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        if request.method == "HEAD":
+            return answer
+        await answer.write(b"retry: 2000\n\n")
+        items = self._service.news.listen(int(after))
+        async with contextlib.aclosing(_until(items, request.app.get(CLOSING))) as heard:
+            async for item in heard:
+                await answer.write(b": alive\n\n" if item is None else _frame(mark, item))
+        return answer
+
+
+async def _until(
+    items: AsyncGenerator[Item, None], closing: asyncio.Event | None
+) -> AsyncGenerator[Item | None, None]:
+    """The items until the worker ends; None where there was silence for a while."""
+    end = asyncio.ensure_future((closing or asyncio.Event()).wait())
+    coming: asyncio.Task[Item] | None = None
+    try:
+        while not end.done():
+            coming = coming or asyncio.ensure_future(_next(items))
+            await asyncio.wait({coming, end}, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                item, coming = coming.result(), None
+                yield item
+            elif not end.done():
+                yield None
+    finally:
+        for task in filter(None, (end, coming)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await items.aclose()
+
+
+async def _next(items: AsyncGenerator[Item, None]) -> Item:
+    return await anext(items)
+
+
+def _frame(mark: str, item: Item) -> bytes:
+    data = json.dumps({"at": item.at, **item.facts})
+    return f"id: {mark}{item.id}\nevent: {item.kind}\ndata: {data}\n\n".encode()
+
+
+def reasons_against(store: ImageLayout, wanted: Sequence[str]) -> list[dict[str, str]]:
+    """Why requests should go elsewhere: the store, or a model that is to be here and is not."""
+    found = []
+    if not _is_writable(store):
+        found.append({"reason": "store not writable"})
+    for name in dict.fromkeys((*wanted, *_pinned(store))):
+        try:
+            is_here = _is_complete(store, Reference.parse(name))
+        except AImageError:
+            is_here = False
+        if not is_here:
+            found.append({"reason": "model missing", "model": name})
+    return found
+
+
+def _is_writable(store: ImageLayout) -> bool:
+    """Whether a byte can be written where the store is, or will be. No file is left."""
+    place = store.root / ".aimage"
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
+
+
+def _is_complete(store: ImageLayout, reference: Reference) -> bool:
+    try:
+        stored = read_aimage(store, reference)
+    except NotFoundError:
+        return False
+    return all(store.exists(blob) for blob in stored.manifest.children)
+
+
+def _pinned(store: ImageLayout) -> list[str]:
+    return sorted(name for name, _ in store.pins.items())

@@ -1,0 +1,105 @@
+"""The models of a store, as OpenAI's interface lists them: those that make pictures, and aliases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.worker.error import ApiError
+from clowder_aimage.worker.service import Service
+
+FAMILY = "z-image"
+_PARTS = {"text_encoder", "transformer", "vae"}
+_MOST = 4096  # manifests remembered
+
+
+def is_runnable(aimage: AImage) -> bool:
+    """Whether it is of the family that makes pictures here. Another tool's AImage may not say; then
+    its components do."""
+    properties = aimage.properties
+    if "family" in properties:
+        return bool(properties["family"] == FAMILY)
+    return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
+
+
+def unknown_model(name: str) -> ApiError:
+    """That a client asked for a model that is not here."""
+    message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+class Models:
+    """The list, read from the store each time it is asked for; what a manifest says is kept."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: dict[Digest, dict[str, Any] | None] = {}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every model that can be run, by name; then the aliases of such."""
+        found = {}
+        for name, descriptor in self._service.store.tags():
+            try:
+                reference = Reference.parse(name)
+            except UsageError:
+                continue  # another tool's name, by which nobody could ask for it
+            facts = self._facts(reference, descriptor.digest)
+            if facts is not None:
+                found[str(reference)] = facts
+        listed = [_model(name, found[name]) for name in sorted(found)]
+        return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
+
+    def one(self, name: str) -> dict[str, Any]:
+        """The model that a client means by ``name``. Raises ApiError."""
+        try:
+            reference = self._service.reference(name)
+            descriptor = self._service.store.resolve(reference)
+        except (UsageError, NotFoundError):
+            raise unknown_model(name) from None
+        facts = self._facts(reference, descriptor.digest)
+        if facts is None:
+            raise unknown_model(name)
+        return _model(name, facts)
+
+    def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for alias in sorted(self._service.aliases):
+            try:
+                name = str(self._service.reference(alias))
+            except UsageError:
+                continue
+            if name in found and alias not in found:
+                yield alias, found[name]
+
+    def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
+        """What is said of a model; None where it cannot be run, or not even be read."""
+        if digest not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            try:
+                self._known[digest] = self._read(reference)
+            except NotFoundError:
+                return None  # it may be here later
+            except AImageError:
+                self._known[digest] = None
+        facts = self._known[digest]
+        return facts and {**facts, "owned_by": reference.registry or "local"}
+
+    def _read(self, reference: Reference) -> dict[str, Any] | None:
+        stored = read_aimage(self._service.store, reference)
+        if not is_runnable(stored.aimage):
+            return None
+        created = stored.aimage.properties.get("created")
+        if isinstance(created, str):
+            return {"created": int(datetime.fromisoformat(created).timestamp())}
+        path = self._service.store.path(stored.descriptor)
+        return {"created": int(os.stat(path).st_mtime)}  # noqa: PTH116 - one call
+
+
+def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", **facts}

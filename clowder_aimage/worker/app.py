@@ -1,0 +1,202 @@
+"""The application: every route, and what every request passes on its way to one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+
+import structlog
+from aiohttp import ClientError, web
+from aiohttp.typedefs import Handler, Middleware
+
+from clowder_aimage.errors import AImageError
+from clowder_aimage.worker import error as fault
+from clowder_aimage.worker.access import LOOPBACK_HOSTS, check_host, check_scope
+from clowder_aimage.worker.error import ApiError
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.route import BODY, Route
+from clowder_aimage.worker.service import Service
+
+INTERFACES = ("health", "openai", "ollama", "content")
+LARGEST_BODY = 16 * BODY
+BODY_TIME = 30.0  # seconds that a request's body may take to come
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_log = structlog.get_logger("aimage.worker")
+
+
+def build_app(
+    service: Service,
+    *,
+    hosts: frozenset[str] | None = LOOPBACK_HOSTS,
+    tokens: Mapping[str, str] | None = None,
+) -> web.Application:
+    """The application, to be run by ``serve``.
+
+    ``hosts`` are the names that a request's Host header may carry; None stands for any. ``tokens``
+    are what callers must know, each with its scope; where there are none, whoever comes is admin.
+    """
+    scopes: dict[web.AbstractRoute, str] = {}
+    bodies: dict[web.AbstractRoute, int] = {}
+    app = web.Application(
+        middlewares=[
+            _account(service.metrics),
+            _answer_errors,
+            check_host(hosts),
+            check_scope(tokens or {}, scopes),
+            _read_body(bodies),
+        ],
+        client_max_size=LARGEST_BODY,
+    )
+    app.on_response_prepare.append(_common_headers)
+    for route in _with_head(all_routes(service)):
+        added = app.router.add_route(route.method, route.path, route.handler)
+        scopes[added], bodies[added] = route.scope, route.body
+    return app
+
+
+def all_routes(service: Service) -> list[Route]:
+    """Every route that the worker has."""
+    found: list[Route] = []
+    for name in INTERFACES:
+        try:
+            module = importlib.import_module(f"clowder_aimage.worker.api.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"clowder_aimage.worker.api.{name}":
+                raise
+            continue
+        found += module.routes(service)
+    return found
+
+
+def _with_head(routes: Iterable[Route]) -> list[Route]:
+    """The routes, and HEAD for each GET (RFC 9110, 9.3.2)."""
+    every = list(routes)
+    known = {(route.method, route.path) for route in every}
+    heads = [
+        Route("HEAD", route.path, route.handler, route.scope)
+        for route in every
+        if route.method == "GET" and ("HEAD", route.path) not in known
+    ]
+    return every + heads
+
+
+def _account(metrics: Metrics) -> Middleware:
+    """Give each request an id; count it, and write one line on it, without what it asked for."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.headers.get("X-Request-Id", "")
+        request["id"] = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
+        begun, status = time.perf_counter(), 499  # nginx's word for a client that left
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            route = resource.canonical if resource is not None else "unknown"
+            metrics.requests.labels(route, str(status)).inc()
+            facts = {"model": str(request["model"])} if "model" in request else {}
+            _log.info(
+                "request",
+                method=request.method if resource is not None else "-",
+                route=route,
+                status=status,
+                seconds=round(time.perf_counter() - begun, 4),
+                id=request["id"],
+                **facts,
+            )
+
+    return middleware
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a route raises into an answer, unless one has begun: then the connection
+    breaks, which is the only thing left that a client notices."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception as error:
+        found = _meant(request, error)
+        if request.get("answered"):
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the answer broke off") from None
+        return fault.response(request, found)
+
+
+def _meant(request: web.Request, error: Exception) -> ApiError:
+    """The error that an exception is for the client."""
+    if isinstance(error, AImageError):
+        found = fault.api_error(error)
+        if found.status >= 500:
+            _log.warning("failed", id=request["id"], status=found.status, reason=error.message)
+        return found
+    if isinstance(error, web.HTTPException):
+        return _of_framework(error)
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
+        return ApiError(400, "the request's body is no JSON", code="invalid_json")
+    if isinstance(error, ClientError):  # aiohttp's word for a body that is not valid HTTP
+        return ApiError(400, "the request's body broke off", code="invalid_body")
+    _log.error("a route failed", id=request["id"], exc_info=_place(error))
+    return ApiError(500, "the worker failed; its log says at what", code="internal_error")
+
+
+def _place(error: Exception) -> Exception:
+    """The error with its traceback and its type, without its text: that may hold a prompt."""
+    return RuntimeError(type(error).__name__).with_traceback(error.__traceback__)
+
+
+def _of_framework(error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"this is asked with {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return _too_large()
+    if error.status == 404:
+        return ApiError(404, "there is nothing at this address", code="unknown_url")
+    return ApiError(error.status, error.reason, code="invalid_request")
+
+
+def _read_body(bodies: Mapping[web.AbstractRoute, int]) -> Middleware:
+    """Read the body before the route begins: neither large ones nor slow ones get any further."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        largest = bodies.get(request.match_info.route, BODY)
+        if (request.content_length or 0) > largest:
+            raise _too_large()
+        try:
+            async with asyncio.timeout(BODY_TIME):
+                size = len(await request.read())
+        except TimeoutError:
+            raise ApiError(408, "the request's body did not come", code="timeout") from None
+        if size > largest:
+            raise _too_large()
+        return await handler(request)
+
+    return middleware
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, "the request's body is too large", code="too_large", headers={"Connection": "close"}
+    )
+
+
+async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """What every answer says; a browser must not guess at content, and keeps none of it."""
+    request["answered"] = True
+    response.headers.setdefault("X-Content-Type-Options", "nosniff")
+    response.headers.setdefault("Cache-Control", "no-store")
+    if "id" in request:
+        response.headers["X-Request-Id"] = request["id"]

@@ -1,0 +1,50 @@
+"""What happens in a worker, told to whoever listens; the last of it is kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Number ``id`` of what happened: ``kind`` (pull, load, generate, evict, ...), and facts."""
+
+    id: int
+    kind: str
+    facts: dict[str, Any]
+    at: float = field(default_factory=time.time)
+
+
+class News:
+    """A log in memory. Prompts are never in it."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque(maxlen=KEPT)
+        self._next = 1
+        self._changed = asyncio.Condition()
+
+    async def tell(self, kind: str, **facts: Any) -> None:
+        """Add an item."""
+        async with self._changed:
+            self._items.append(Item(self._next, kind, facts))
+            self._next += 1
+            self._changed.notify_all()
+
+    async def listen(self, after: int = 0) -> AsyncGenerator[Item, None]:
+        """The items after number ``after`` that are still known, then new ones as they come."""
+        while True:
+            async with self._changed:
+                found = [item for item in self._items if item.id > after]
+                if not found:
+                    await self._changed.wait()
+                    continue
+            for item in found:
+                after = item.id
+                yield item

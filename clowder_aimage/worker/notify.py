@@ -1,0 +1,43 @@
+"""What systemd is told, and what it gives: sd_notify(3) and sd_listen_fds(3)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+
+FIRST = 3  # SD_LISTEN_FDS_START
+
+
+def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Say ``state`` (READY=1, STOPPING=1, WATCHDOG=1) to whoever started us; or to nobody."""
+    address = environment.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+        to.connect(address)
+        to.sendall(state.encode())
+
+
+def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Seconds after which we are to say that we are alive; None where nobody asks."""
+    try:
+        period = int(environment["WATCHDOG_USEC"]) / 1_000_000
+        is_ours = int(environment.get("WATCHDOG_PID", os.getpid())) == os.getpid()
+    except (KeyError, ValueError):
+        return None
+    return period / 2 if is_ours and period > 0 else None
+
+
+def given(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
+    """The listening sockets that we were started with."""
+    try:
+        if int(environment["LISTEN_PID"]) != os.getpid():
+            return []
+        count = int(environment["LISTEN_FDS"])
+    except (KeyError, ValueError):
+        return []
+    return [socket.socket(fileno=number) for number in range(FIRST, FIRST + count)]

@@ -1,0 +1,35 @@
+"""One route of the worker: what is asked, who answers, and who may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+OPEN, INFER, ADMIN = "open", "infer", "admin"
+SCOPES = (OPEN, INFER, ADMIN)
+BODY = 1 << 20  # bytes: a prompt and its wishes need a thousandth of it
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``scope``: "open" for anyone (health, version), "infer" for who may generate and list,
+    "admin" for who may pull, push, delete, copy, stop.
+
+    ``request["scope"]`` is what the caller may do, where one is known: "admin" or "infer".
+    ``request["id"]`` is the request's id. A route may set ``request["model"]`` for the log. The
+    body has been read, up to ``body`` bytes, when the route begins.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    scope: str
+    body: int = BODY
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"{self.scope!r} is no scope")

@@ -1,0 +1,318 @@
+"""The engine with real model processes: turns, limits, cancelling, crashes, and who goes when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx")
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
+from clowder_aimage.generate import find, load, make_request
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.model.picture import load_picture
+from clowder_aimage.model.pipeline import Image
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.engine import (
+    BusyError,
+    DeadlineError,
+    Engine,
+    Job,
+    Limits,
+    StoppedError,
+)
+from clowder_aimage.worker.event import Loading, Picture, Preview, Progress, Queued
+from clowder_aimage.worker.metric import Metrics
+from tests.conftest import TINY
+
+NAME = Reference.parse("tiny")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    store = Stores([tmp_path_factory.mktemp("engine") / "store"])
+    create(store, NAME, TINY)
+    create(store, Reference.parse("other"), TINY, provenance=_provenance())
+    return store
+
+
+def _provenance():
+    from clowder_aimage.importer import Provenance
+
+    return Provenance(source="elsewhere")  # another digest
+
+
+def job(name="tiny", steps=2, seed=1, **options):
+    wishes = options.pop("wishes", {}) | {"steps": steps, "seed": seed}
+    return Job(Reference.parse(name), "a dog", wishes, **options)
+
+
+async def served(engine, one):
+    async with contextlib.aclosing(engine.generate(one)) as events:
+        return [event async for event in events]
+
+
+def played(store, play, **limits):
+    """Run ``play(engine)`` on an engine of its own, and close that."""
+
+    async def run():
+        engine = Engine(store, Connection(), Limits(**limits), Metrics())
+        try:
+            async with asyncio.timeout(100):
+                return await play(engine)
+        finally:
+            await engine.close(5)
+            assert not engine.loaded()
+
+    return asyncio.run(run())
+
+
+def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
+    async def play(engine):
+        first = await served(engine, job(seed=7))
+        second = await served(engine, job(seed=7))
+        return first, second
+
+    first, second = played(store, play)
+    assert [type(event) for event in first] == [Queued, Loading, Progress, Progress, Picture]
+    assert [type(event) for event in second] == [Queued, Progress, Progress, Picture]
+    assert first[-1].data == second[-1].data
+    path = tmp_path / "picture.png"
+    path.write_bytes(first[-1].data)
+    pixels, facts = load_picture(path)
+    assert facts["seed"] == 7
+    with store.lease() as lease:
+        model = load(store, find(store, NAME, lease))
+        request = make_request(model.stored.aimage, "a dog", steps=2, seed=7)
+        (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
+    assert image.pixels.tobytes() == pixels.tobytes()
+
+
+def test_previews_and_other_encodings(store):
+    async def play(engine):
+        encoding = {"kind": "jpeg", "quality": 80}
+        return await served(engine, job(steps=4, previews=2, encoding=encoding))
+
+    events = played(store, play)
+    previews = [event for event in events if isinstance(event, Preview)]
+    assert [one.number for one in previews] == [0, 1]
+    assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, events[-1]))
+
+
+def test_past_the_queue_requests_are_refused_at_once(store):
+    async def play(engine):
+        async def one(seed):
+            try:
+                await served(engine, job(seed=seed))
+            except BusyError as error:
+                return error.retry_after
+            return "served"
+
+        found = await asyncio.gather(*(one(seed) for seed in range(20)))
+        after = await one(99)
+        return found, after, engine.waiting
+
+    found, after, waiting = played(store, play, queue=4)
+    assert found.count("served") == 5  # one at work, and four that wait
+    assert all(retry >= 1 for retry in found if retry != "served")
+    assert (after, waiting) == ("served", 0)
+
+
+def test_who_leaves_frees_the_engine_within_a_step(store):
+    async def play(engine):
+        async with contextlib.aclosing(engine.generate(job(steps=1000))) as events:
+            seen = 0
+            async for event in events:
+                seen += isinstance(event, Progress)
+                if seen == 3:
+                    break
+        steps = _count(engine, "aimage_generation_step_seconds_count")
+        again = await served(engine, job())
+        return steps, again, _count(engine, "aimage_generation_cancelled_total")
+
+    steps, again, cancelled = played(store, play)
+    assert steps == 3
+    assert isinstance(again[-1], Picture)
+    assert cancelled == 1
+
+
+def test_who_leaves_the_queue_makes_room(store):
+    async def play(engine):
+        running = engine.generate(job(steps=300))
+        await anext(running)
+        while not isinstance(await anext(running), Progress):
+            pass
+        waiting = asyncio.create_task(served(engine, job()))
+        while engine.waiting == 0:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        left = engine.waiting
+        await running.aclose()
+        return left
+
+    assert played(store, play, queue=1) == 0
+
+
+def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(store):
+    async def play(engine):
+        events = engine.generate(job(steps=1000))
+        async for event in events:
+            if isinstance(event, Progress):
+                break
+        os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
+        with pytest.raises(ModelError, match="killed by signal 9"):
+            async for _ in events:
+                pass
+        return await served(engine, job())
+
+    assert isinstance(played(store, play)[-1], Picture)
+
+
+def test_a_process_that_was_killed_while_idle_is_started_again(store):
+    async def play(engine):
+        await served(engine, job())
+        runner = engine.loaded()[0].runner
+        os.kill(runner.pid, signal.SIGKILL)
+        while runner.is_alive:
+            await asyncio.sleep(0.01)
+        return await served(engine, job())
+
+    assert [type(event) for event in played(store, play)][1] is Loading
+
+
+def test_keep_alive(store):
+    async def play(engine):
+        await served(engine, job(keep_alive=0))
+        gone = len(engine.loaded())
+        await served(engine, job(keep_alive=0.05))
+        await engine.expire()
+        there = len(engine.loaded())
+        await asyncio.sleep(0.06)
+        await engine.expire()
+        return gone, there, len(engine.loaded())
+
+    assert played(store, play) in ((0, 1, 0), (0, 0, 0))  # slow machines take longer than 0.05 s
+
+
+def test_for_ever_is_for_ever(store):
+    async def play(engine):
+        await served(engine, job(keep_alive=float("inf")))
+        await engine.expire()
+        (model,) = engine.loaded()
+        return model.until
+
+    assert played(store, play, keep_alive=0.0) is None
+
+
+def test_the_model_that_was_idle_for_longest_makes_room(store):
+    async def play(engine):
+        await served(engine, job("tiny"))
+        pid = engine.loaded()[0].runner.pid
+        await served(engine, job("other"))
+        return pid, [str(model.reference) for model in engine.loaded()]
+
+    pid, names = played(store, play, models=1)
+    assert names == ["other:latest"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)  # all of its memory is free
+
+
+def test_two_models_may_stay(store):
+    async def play(engine):
+        await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
+        return sorted(str(model.reference) for model in engine.loaded())
+
+    assert played(store, play, models=2) == ["other:latest", "tiny:latest"]
+
+
+def test_stop_ends_what_runs(store):
+    async def play(engine):
+        events = engine.generate(job(steps=1000))
+        async for event in events:
+            if isinstance(event, Progress):
+                break
+        assert await engine.stop(NAME)
+        with pytest.raises(StoppedError, match="was stopped"):
+            async for _ in events:
+                pass
+        return len(engine.loaded()), await engine.stop(NAME)
+
+    assert played(store, play) == (0, False)
+
+
+def test_a_deadline(store):
+    async def play(engine):
+        with pytest.raises(DeadlineError, match="longer than 0.3 seconds"):
+            await served(engine, job(steps=1000, wishes={"width": 256, "height": 256}))
+        return await served(engine, job(steps=1))
+
+    assert isinstance(played(store, play, deadline=0.3)[-1], Picture)
+
+
+def test_a_bad_request_is_refused_and_the_model_stays(store):
+    async def play(engine):
+        with pytest.raises(UsageError, match="multiple of 16"):
+            await served(engine, job(wishes={"width": 33}))
+        return len(engine.loaded())
+
+    assert played(store, play) == 1
+
+
+@pytest.mark.parametrize("name", ["absent", "localhost:1/absent"])
+def test_a_model_that_is_not_here(store, name):
+    async def play(engine):
+        with pytest.raises(NotFoundError, match="there is no model"):
+            await served(engine, job(name, pull="never"))
+
+    played(store, play)
+
+
+def test_a_model_is_pulled_first_and_its_progress_is_heard(store, registry, repository, tmp_path):
+    from clowder_aimage.push import push
+    from clowder_aimage.worker.event import Pulling
+
+    there = Reference.parse(f"{repository}:v1")
+    store.tag(store.resolve(NAME), there)
+    push(store, there, Connection())
+    fresh = Stores([tmp_path / "fresh"])
+
+    async def play(engine):
+        return await served(engine, job(str(there)))
+
+    events = played(fresh, play)
+    pulling = [event for event in events if isinstance(event, Pulling)]
+    assert pulling[-1].done == pulling[-1].total > 0
+    assert isinstance(events[-1], Picture)
+
+
+def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
+    async def play(engine):
+        running = asyncio.create_task(served(engine, job(steps=50)))
+        while not engine.loaded():
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(engine.close(60))
+        await asyncio.sleep(0)
+        with pytest.raises(StoppedError):
+            await served(engine, job())
+        await closing
+        return await running
+
+    assert isinstance(played(store, play)[-1], Picture)
+
+
+def _count(engine, name):
+    for line in engine.metrics.text().decode().splitlines():
+        if line.startswith(name):
+            return int(float(line.rpartition(" ")[2]))
+    raise AssertionError(name)
