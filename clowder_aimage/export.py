@@ -11,14 +11,16 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.exporter import (
     SHARD,
+    Blobs,
     Plan,
     Way,
+    is_ours,
     plan_export,
     whole_directory,
     write_files,
 )
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
+from clowder_aimage.layout.aimage import Stored, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 
 
@@ -63,12 +65,12 @@ def export(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         _check_whole(store, reference, stored)
-        inflate(store, stored)
+        blobs = Blobs(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
-            plan = plan_export(store, stored.aimage, shard=shard)
+            plan = plan_export(blobs, stored.aimage, shard=shard, is_ours=is_ours(stored))
             on_plan(plan)
             written = write_files(
-                plan, store, root, path=directory, links=links, on_written=on_written
+                plan, blobs, root, path=directory, links=links, on_written=on_written
             )
     store.use(stored.descriptor)
     return Exported(

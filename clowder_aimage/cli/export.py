@@ -10,6 +10,7 @@ import click
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import note, plural, result, size
 from clowder_aimage.cli.progress import Progress
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Write an AImage as the directory it was made from.")
 @click.argument("ref")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("place", metavar="DIR")
 @click.option(
     "--links",
     is_flag=True,
     help="Let whole files share their bytes with the store, where the file system can.",
 )
 @common_options
-def export(ref: str, directory: Path, links: bool) -> None:
+def export(ref: str, place: str, links: bool) -> None:
     """Write the AImage REF, which is in the store, as the directory DIR; print its path.
 
     DIR must not exist, or be empty; it is there whole or not at all. Tensors are gathered into the
@@ -36,6 +37,9 @@ def export(ref: str, directory: Path, links: bool) -> None:
 
     chosen = settings()
     reference = Reference.parse(ref)
+    if not place:
+        raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
+    directory = Path(place)
     with Progress("exporting", reference, quiet=chosen.quiet) as progress:
         exported = export_aimage(
             chosen.layout,

@@ -8,6 +8,14 @@ import click
 
 from clowder_aimage.cli.option import common_options, settings
 from clowder_aimage.cli.output import result, size, table
+from clowder_aimage.cli.remote import (
+    digest_of,
+    family_of,
+    models,
+    refuse_options,
+    remote_option,
+    worker,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.absence import is_partial
 from clowder_aimage.layout.listing import summary
@@ -15,9 +23,16 @@ from clowder_aimage.oci import Descriptor
 
 
 @click.command(short_help="List the AImages in the store.")
+@remote_option
 @common_options
-def ls() -> None:
-    """List the names in the store, what they name, and how large that is."""
+def ls(remote: bool) -> None:
+    """List the names in the store, what they name, and how large that is.
+
+    With --remote they are those in a worker's store.
+    """
+    if remote:
+        _list_remotely()
+        return
     chosen = settings()
     rows = sorted(
         (_row(chosen.layout, name, descriptor) for name, descriptor in chosen.layout.tags()),
@@ -27,6 +42,26 @@ def ls() -> None:
         (row["reference"], row["digest"][7:19], _size(row), _kind(row)) for row in rows
     ]
     result(rows, table(cells), as_json=chosen.as_json)
+
+
+def _list_remotely() -> None:
+    """List what a worker has in its store."""
+    refuse_options("leave out --remote to list a store of this machine")
+    rows = [
+        {
+            "reference": model["name"],
+            "digest": digest_of(model),
+            "size": model["size"],
+            "family": family_of(model),
+        }
+        for model in models(worker(), "/api/tags")
+    ]
+    rows.sort(key=lambda row: str(row["reference"]))
+    cells = [("NAME", "DIGEST", "SIZE", "FAMILY")] + [
+        (row["reference"], row["digest"][7:19], size(row["size"]), row["family"] or "?")
+        for row in rows
+    ]
+    result(rows, table(cells), as_json=settings().as_json)
 
 
 def _row(layout: ImageLayout, name: str, descriptor: Descriptor) -> dict[str, Any]:

@@ -44,6 +44,10 @@ VERBS = {
     "login": ("login", "Keep credentials for a registry."),
     "logout": ("login", "Forget the credentials of a registry."),
     "registry": ("registry", "Be a registry."),
+    "serve": ("serve", "Make pictures for clients."),
+    "ps": ("ps", "List the models that a worker has loaded."),
+    "stop": ("stop", "Have a worker let a model go."),
+    "config": ("config", "Show the configuration."),
 }
 
 EXIT_CODES = """\b

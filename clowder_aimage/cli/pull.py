@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +21,8 @@ from clowder_aimage.cli.option import (
 )
 from clowder_aimage.cli.output import plain, plural, result, size
 from clowder_aimage.cli.progress import Progress
-from clowder_aimage.errors import UsageError
+from clowder_aimage.cli.remote import Bar, digest_of, models, refuse_options, remote_option, worker
+from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from clowder_aimage.content.choose import Wish
     from clowder_aimage.dialect.selection import Selection
     from clowder_aimage.oci import Descriptor
+    from clowder_aimage.worker.client import Client
 
 
 @click.command(short_help="Fetch an AImage from the registry in its name.")
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     help="Only layers called like this ('vae/*', '*.json'). May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be fetched, and fetch nothing.")
+@remote_option
 @limit_option
 @jobs_option
 @connection_options
@@ -62,6 +66,7 @@ def pull(
     components: tuple[str, ...],
     patterns: tuple[str, ...],
     dry_run: bool,
+    remote: bool,
     limit: int | None,
     jobs: int | None,
     plain_http: bool,
@@ -76,7 +81,12 @@ def pull(
 
     With --component or --include a part is fetched: the layers that any of them chooses, and the
     config. REF is marked as partial until a pull without them has fetched the rest.
+
+    With --remote a worker fetches REF, into its own store.
     """
+    if remote:
+        _pull_remotely(Reference.parse(ref), settings())
+        return
     from clowder_aimage.content import Rate
     from clowder_aimage.pull import plan_pull, pull_part, stored_name
     from clowder_aimage.pull import pull as pull_aimage
@@ -105,6 +115,59 @@ def pull(
     progress.say("pulled")
     again = _command(reference, platform, variant)
     _tell(stored_name(reference, root), root, missing, again, progress, chosen)
+
+
+def _pull_remotely(reference: Reference, chosen: Settings) -> None:
+    """Have a worker pull, and show how far it is."""
+    refuse_options("leave out --remote to pull into a store of this machine")
+    client = worker()
+    is_done = False
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+        sums = _Sums(Bar(progress))
+        with closing(client.lines("/api/pull", {"model": str(reference)})) as lines:
+            for line in lines:
+                is_done = line.get("status") == "success"
+                sums.add(line)
+        if not is_done:
+            raise NetworkError(f"the worker at {client.place} hung up before all was fetched")
+        if not chosen.quiet:
+            progress.note(f"pulled by the worker at {client.place}")
+    value = _pulled(client, reference)
+    result(value, value["digest"], as_json=chosen.as_json)
+
+
+class _Sums:
+    """What the lines on single blobs add up to. A line may say the ``size`` of all; else what is
+    known of grows with each blob that is begun, and is shown anew when it has grown by a tenth."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._blobs: dict[str, tuple[int, int]] = {}  # how much of how much
+        self._done = self._whole = self._shown = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        done, total, size = line.get("completed"), line.get("total"), line.get("size")
+        if type(done) is not int or type(total) is not int:
+            return
+        before = self._blobs.get(str(line.get("digest")), (0, 0))
+        self._blobs[str(line.get("digest"))] = done, total
+        self._done += done - before[0]
+        self._whole += total - before[1]
+        if type(size) is int and size >= self._whole:
+            self._shown = size
+        elif self._whole > 1.1 * self._shown:
+            self._shown = self._whole
+        self._bar.show(min(self._done, self._shown), self._shown)
+
+
+def _pulled(client: Client, reference: Reference) -> dict[str, Any]:
+    """What a worker has by a name. Raises NotFoundError."""
+    for model in models(client, "/api/tags"):
+        if model["name"] == str(reference) or digest_of(model) == str(reference.digest):
+            return {"reference": str(reference), "digest": digest_of(model), "size": model["size"]}
+    raise NotFoundError(
+        f"the worker at {client.place} has pulled {reference}, but does not list it"
+    )
 
 
 def _command(reference: Reference, platform: str | None, variant: str | None) -> str:

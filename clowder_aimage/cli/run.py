@@ -153,15 +153,23 @@ def _here(
 
 def _by_worker(job: _Job) -> Generator[Picture, None, None]:
     """The pictures, made by the worker that the environment names."""
-    if job.count < 1:
-        raise UsageError(f"n must be a whole number from 1, not {job.count}")
-    client = worker()
-    if job.draw_seed():
-        note(f"seed {job.wishes['seed']}")
-    if not job.chosen.quiet:
-        note(f"the worker at {client.place} computes")
+    client, drawn = worker(), job.draw_seed()
+    seed, quiet = job.wishes["seed"], job.chosen.quiet
+    if not 1 <= job.count <= 1024:
+        raise UsageError(f"n must be a whole number from 1 to 1024, not {job.count}")
+    if not 0 <= seed <= (1 << 64) - job.count:
+        raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {seed}")
+
+    def accepted() -> None:
+        if drawn:
+            note(f"seed {seed}")
+        if not quiet:
+            note(f"the worker at {client.place} computes")
+
     yield from pictures(
-        client, job.reference, job.prompt, job.wishes, job.count, quiet=job.chosen.quiet
+        *(client, job.reference, job.prompt, job.wishes, job.count),
+        quiet=quiet,
+        on_accepted=accepted,
     )
 
 

@@ -167,12 +167,16 @@ class Fetch:
             ingest.abort()
             self._on_event(Event("skip", content, content.size))
             return None
-        if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
-            self._on_event(Event("progress", content, -seen))
-        blob = Blob(content, ingest)
-        self._on_event(Event("start", content, content.size))
-        if content.size - blob.left:
-            self._on_event(Event("progress", content, content.size - blob.left))
+        try:
+            if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
+                self._on_event(Event("progress", content, -seen))
+            blob = Blob(content, ingest)
+            self._on_event(Event("start", content, content.size))
+            if content.size - blob.left:
+                self._on_event(Event("progress", content, content.size - blob.left))
+        except BaseException:  # whoever watches may have had enough: nobody must wait for us then
+            ingest.suspend()
+            raise
         if not blob.unclaimed:  # all of it was here: only its digest is left to check
             self._finish(blob)
             return None

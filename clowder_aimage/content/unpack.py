@@ -25,6 +25,8 @@ _ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is
 _READ = 64 * 1024  # bytes of gzip that are read at once
 _FEED = 4096  # bytes that are given to zstd at once: they can become 32,768 times as many
 _WINDOW = 1 << 27  # bytes that zstd may look back: what its own tool allows
+_DOCKER = "application/vnd.docker.image.rootfs."
+_DOTTED = (".tar.gzip", ".tar.zstd")
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
@@ -40,11 +42,11 @@ def open_plain(
     Raises:
         NotFoundError: the blob is not in the store.
         UsageError: it is compressed with zstd, and the package for that is not installed.
-        FormatError: it unpacks to more than ``limit`` bytes, where ``content`` says so.
+        FormatError: ``content`` has more than ``limit`` bytes.
         FormatError: it is not compressed in that way, or not whole, or unpacks to too much.
         VerificationError: the blob is damaged, or does not unpack to ``content``.
     """
-    compression = mediatype.split_compression(layer.media_type)[1]
+    compression = compression_of(layer.media_type)
     if content is not None and content.size > limit:
         raise too_large(layer, limit)
     decoder = _DECODERS[compression]() if compression else None
@@ -53,6 +55,14 @@ def open_plain(
         return cast(BinaryIO, source)
     plain = cast(BinaryIO, _PlainReader(source, layer, decoder, content, limit))
     return plain if content is None else cast(BinaryIO, VerifyingReader(plain, content))
+
+
+def compression_of(media_type: str) -> str:
+    """How a layer is compressed (a word of mediatype.COMPRESSIONS), or nothing. Docker's layers
+    have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2")."""
+    if media_type.startswith(_DOCKER) and media_type.endswith(_DOTTED):
+        return media_type.rpartition(".")[2]
+    return mediatype.split_compression(media_type)[1]
 
 
 def too_large(layer: Descriptor, limit: int) -> FormatError:
@@ -90,8 +100,8 @@ class _PlainReader(io.RawIOBase):
         self._source = source
         self._layer = layer
         self._decoder = decoder
+        self._content = content
         self._limit = limit if content is None else content.size
-        self._ratio = MAX_RATIO if content is None else 0  # else the size is known
         self._taken = self._given = 0
         self._rest = memoryview(b"")
 
@@ -132,10 +142,16 @@ class _PlainReader(io.RawIOBase):
 
     def _check(self) -> None:
         most = self._limit
-        if self._ratio:
-            most = min(most, max(_ROOM, self._ratio * self._taken))
-        if self._given > most:
-            raise too_large(self._layer, most)
+        if self._content is None:  # else the size is known
+            most = min(most, max(_ROOM, MAX_RATIO * self._taken))
+        if self._given <= most:
+            return
+        if self._content is not None:
+            raise VerificationError(
+                f"layer {self._layer.digest} unpacks to more than {most} bytes, which is all that "
+                f"{self._content.digest} has"
+            )
+        raise too_large(self._layer, most)
 
     def close(self) -> None:
         self._source.close()

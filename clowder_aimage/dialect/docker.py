@@ -13,7 +13,7 @@ them, but for the template and the projector, whose usual names are taken.
 from __future__ import annotations
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.name import clean_path, name_all
+from clowder_aimage.dialect.name import Taken, clean_path, name_all, numbered
 from clowder_aimage.dialect.neighbour import (
     FILEPATH,
     Part,
@@ -61,7 +61,11 @@ class Docker:
             None if path else _PARTS.get(layer.media_type)
             for path, layer in zip(paths, manifest.layers, strict=True)
         ]
-        known = [path or name for path, name in zip(paths, part_names(parts), strict=True)]
+        taken = Taken(path for path in paths if path)
+        known = [
+            path or (name and taken.add(numbered(name)))
+            for path, name in zip(paths, part_names(parts), strict=True)
+        ]
         names = name_all(manifest.layers, known)
         found = zip(manifest.layers, names, strict=True)
         layers = check_names(tuple(_read(layer, name) for layer, name in found))

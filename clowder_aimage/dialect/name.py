@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from clowder_aimage.dialect.aimage import check_name
@@ -35,14 +35,44 @@ def clean_path(path: str) -> str:
 def name_all(layers: Sequence[Descriptor], known: Sequence[str | None]) -> list[str]:
     """A name for each of ``layers``: the one in ``known``, else its title, else the word that says
     most in its media type and its position. What is made up here stands nowhere twice."""
-    taken = {name for name in known if name is not None}
-    names = []
-    for position, (layer, name) in enumerate(zip(layers, known, strict=True)):
-        if name is None:
-            name = next(one for one in _proposals(layer, position) if one not in taken)
-            taken.add(name)
-        names.append(name)
-    return names
+    taken = Taken(name for name in known if name is not None)
+    return [
+        taken.add(_proposals(layer, position)) if name is None else name
+        for position, (layer, name) in enumerate(zip(layers, known, strict=True))
+    ]
+
+
+class Taken:
+    """Names that files have: what is made up goes around them, and around the directories that
+    they lie in."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._files = set(names)
+        self._directories = {above for name in self._files for above in _above(name)}
+
+    def add(self, proposals: Iterable[str]) -> str:
+        """The first of endless ``proposals`` that is free; it is not free any more then."""
+        name = next(one for one in proposals if self._is_free(one))
+        self._files.add(name)
+        self._directories.update(_above(name))
+        return name
+
+    def _is_free(self, name: str) -> bool:
+        is_there = name in self._files or name in self._directories
+        return not is_there and self._files.isdisjoint(_above(name))
+
+
+def _above(name: str) -> Iterator[str]:
+    """The directories that a file of that name lies in."""
+    parts = name.split("/")[:-1]
+    yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def numbered(name: str) -> Iterator[str]:
+    """``model.gguf``, ``model-2.gguf``, ``model-3.gguf`` ..."""
+    yield name
+    stem, dot, suffix = name.rpartition(".")
+    yield from (f"{stem}-{n}.{suffix}" if dot else f"{name}-{n}" for n in count(2))
 
 
 def _proposals(layer: Descriptor, position: int) -> Iterator[str]:

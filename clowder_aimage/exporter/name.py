@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import unicodedata
+from pathlib import Path
 
 from clowder_aimage.errors import FormatError
+
+_PART = 255  # bytes of a name between two slashes that every file system takes (NAME_MAX)
+_PATH = 4096  # bytes of a whole path, with a zero at its end (Linux, limits.h, PATH_MAX)
 
 
 class Names:
@@ -13,6 +19,7 @@ class Names:
 
     def __init__(self, *, is_folded: bool = False) -> None:
         self._is_folded = is_folded
+        self._part, self._whole = _PART, _PATH
         self._files: dict[str, str] = {}
         self._directories: dict[str, str] = {}
 
@@ -22,7 +29,9 @@ class Names:
         return sorted(self._directories.values())
 
     def add_file(self, name: str) -> None:
-        """Raises FormatError where ``name`` is taken, or a directory, or lies below a file."""
+        """Raises FormatError where ``name`` is taken, too long, or a directory, or lies below a
+        file."""
+        self._check_length(name)
         self._add_parts(name.split("/")[:-1], name)
         key = self._key(name)
         if key in self._directories:
@@ -32,8 +41,9 @@ class Names:
         self._files[key] = name
 
     def add_directory(self, name: str) -> None:
-        """Raises FormatError where ``name``, or what it lies in, is a file, or is there already in
-        another spelling."""
+        """Raises FormatError where ``name`` is too long, or it, or what it lies in, is a file, or
+        is there already in another spelling."""
+        self._check_length(name)
         self._add_parts(name.split("/"), f"{name}/")
 
     def _add_parts(self, parts: list[str], whole: str) -> None:
@@ -58,14 +68,50 @@ class Names:
         self._is_folded = True
         self._files, self._directories = again._files, again._directories
 
+    def fit(self, root: Path) -> None:
+        """From now on names are no longer than the file system takes below ``root``, those that
+        were added, too. Raises FormatError."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not tell
+            self._part = min(self._part, _limit(root, "PC_NAME_MAX"))
+            self._whole = min(self._whole, _limit(root, "PC_PATH_MAX"))
+        self._whole -= len(os.fsencode(root)) + 2  # a slash, and a zero
+        for name in (*self._directories.values(), *self._files.values()):
+            self._check_length(name)
+
+    def _check_length(self, name: str) -> None:
+        raw = name.encode(errors="surrogateescape")
+        longest = max(map(len, raw.split(b"/")))
+        if longest > self._part:
+            raise FormatError(
+                f"{name[:200]!r} has a part of {longest} bytes, and a file's name has at most "
+                f"{self._part}"
+            )
+        if len(raw) > self._whole:
+            raise FormatError(
+                f"{name[:200]!r} has {len(raw)} bytes, and there is room for {self._whole}",
+                hint="export to a directory with a shorter path",
+            )
+
+    def is_free(self, name: str) -> bool:
+        """Whether a file may be called so on every file system; ``name`` lies at the top."""
+        return all(_fold(name) != _fold(one) for one in (*self._files, *self._directories))
+
     def is_file(self, name: str) -> bool:
         """Whether that very name is a file's."""
         return self._files.get(self._key(name)) == name
 
     def _key(self, name: str) -> str:
-        if not self._is_folded:
-            return name
-        return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+        return _fold(name) if self._is_folded else name
+
+
+def _fold(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+
+
+def _limit(root: Path, name: str) -> int:
+    """What the system says; it may say that there is none. Raises OSError, ValueError."""
+    found = os.pathconf(root, name)
+    return found if found > 0 else _PATH
 
 
 def _in_the_way(file: str, whole: str) -> FormatError:

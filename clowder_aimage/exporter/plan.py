@@ -3,7 +3,6 @@ tensors' blobs and the configurations."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,24 +12,23 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.content.unpack import open_plain
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
+from clowder_aimage.exporter.blobs import Blobs
 from clowder_aimage.exporter.configured import merged
 from clowder_aimage.exporter.form import entries, is_modelopt
+from clowder_aimage.exporter.kind import is_gathered, is_packed, is_tar
 from clowder_aimage.exporter.name import Names
 from clowder_aimage.exporter.shard import SHARD, STEMS, WeightFile, index, weight_files
+from clowder_aimage.importer.beside import CARD, card
 from clowder_aimage.importer.stored import read_stored, weights_of
 from clowder_aimage.importer.weight import Weight
 from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.tensor.stated import Stated
 
 MLX, MODELOPT = "MLX", "ModelOpt"
+_GGUFS = (mediatype.AIMAGE_GGUF, mediatype.AIMAGE_LORA)  # some are adapters
 _LARGEST = 16 * 1024 * 1024  # bytes of a configuration
-_CONFIG, _INDEX, _CARD = "config.json", "model_index.json", "README.md"
-_LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
-_CARDED = ("transformers", "lora", "onnx")  # whole files whose licence is told by a card alone
-_OURS = "application/vnd.clowder.aimage."
-_TAR, _RAW = ".tar", ".raw"
-# The file system of a container is no directory of a model: such a layer is carried as it is.
-_SYSTEMS = ("application/vnd.oci.image.layer.", "application/vnd.docker.image.rootfs.")
+_CONFIG, _INDEX = "config.json", "model_index.json"
+_CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,9 @@ class Plan:
         )
 
 
-def plan_export(store: ContentStore, aimage: AImage, *, shard: int = SHARD) -> Plan:
-    """Decide everything; files of weights have at most ``shard`` bytes of tensors.
+def plan_export(blobs: Blobs, aimage: AImage, *, shard: int = SHARD, is_ours: bool = True) -> Plan:
+    """Decide everything; files of weights have at most ``shard`` bytes of tensors. What is not
+    ``is_ours`` is a neighbour's, to which nothing is added.
 
     Raises:
         NotFoundError: a blob is not in the store.
@@ -85,15 +84,15 @@ def plan_export(store: ContentStore, aimage: AImage, *, shard: int = SHARD) -> P
             would have one name.
         ModelError: a quantized weight has no name in any maker's form.
     """
-    planner = _Planner(store, aimage, shard)
-    return planner.plan()
+    return _Planner(blobs, aimage, shard, is_ours).plan()
 
 
 class _Planner:
-    def __init__(self, store: ContentStore, aimage: AImage, shard: int) -> None:
-        self._store = store
+    def __init__(self, blobs: Blobs, aimage: AImage, shard: int, is_ours: bool) -> None:
+        self._store = blobs.source
         self._aimage = aimage
         self._shard = shard
+        self._is_ours = is_ours
         self._objects: dict[str, dict[str, Any]] = {}
         self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
         self._made: dict[str, tuple[bytes, int]] = {}
@@ -110,8 +109,6 @@ class _Planner:
                 name = _inside(component, _CONFIG)
                 self._made[name] = (config, len(config))
                 replaced.add(name)
-        if weights or self._aimage.properties.get("format") in _CARDED:
-            self._add_card()
         gathered = {layer.name for layer in self._tensors} | replaced
         files = [layer for layer in self._aimage.layers if layer.name not in gathered]
         tars = [layer for layer in files if is_tar(layer)]
@@ -120,6 +117,8 @@ class _Planner:
         names = Names()
         for name in (*self._made, *(layer.name for layer in (*whole, *packed))):
             names.add_file(name)
+        if self._is_ours and not tars and names.is_free(CARD):
+            self._add_card(names, has_weights=bool(weights))
         count = sum(map(len, weights.values()))
         return Plan(names, self._made, self._pieces, whole, packed, tars, count, self._quantized)
 
@@ -151,14 +150,21 @@ class _Planner:
             self._pieces.setdefault(self._blobs[source.path], []).append(piece)
             offset += entry.nbytes
 
-    def _add_card(self) -> None:
-        """A model card with the licence, where create found it (Hugging Face hub, "Model Cards"):
-        no other file says it. One that the AImage has stays as it is."""
-        said = self._aimage.properties.get("license")
-        is_there = any(layer.name == _CARD for layer in self._aimage.layers)
-        if isinstance(said, str) and _LICENSE.fullmatch(said) and not is_there:
-            card = f"---\nlicense: {said}\n---\n".encode()
-            self._made[_CARD] = (card, len(card))
+    def _add_card(self, names: Names, *, has_weights: bool) -> None:
+        """A model card with the licence, where create looks for it, if no other file says it."""
+        said = self._aimage.properties
+        made = card(said.get("license"))
+        is_carded = has_weights or said.get("format") in _CARDED
+        if made is not None and is_carded and not self._is_said_by_gguf(said):
+            self._made[CARD] = (made, len(made))
+            names.add_file(CARD)
+
+    def _is_said_by_gguf(self, said: Mapping[str, Any]) -> bool:
+        """Whether a GGUF file says the licence itself, where create reads it."""
+        if said.get("format") != "gguf":
+            return False
+        found = (x for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
+        return any(_says(self._store, layer.descriptor, said["license"]) for layer in found)
 
     def _stem(self, component: str) -> str:
         """What a component's library calls its weights; the library is told by the AImage config,
@@ -201,25 +207,15 @@ class _Planner:
         return value
 
 
-def is_gathered(layer: Layer) -> bool:
-    """Whether it is a tensor, or the experts of a layer: no whole file of such a type."""
-    return layer.is_tensor and not layer.name.endswith(".safetensors")
+def _says(store: ContentStore, content: Descriptor, license_: str) -> bool:
+    from clowder_aimage.importer.formats.gguf_header import read_header
 
-
-def is_tar(layer: Layer) -> bool:
-    """Whether it is an archive of a neighbour's, which stands for what is in it."""
-    plain, _ = mediatype.split_compression(layer.descriptor.media_type)
-    return plain.endswith(_TAR) and not plain.startswith(_SYSTEMS)
-
-
-def is_packed(layer: Layer) -> bool:
-    """Whether it is a file that was compressed on its way in: one of ours, a raw file of ModelPack
-    or KitOps, or one of which the manifest says what it unpacks to. What is of a type that nobody
-    knows is carried as it is."""
-    plain, compression = mediatype.split_compression(layer.descriptor.media_type)
-    if not compression or is_tar(layer):
+    try:
+        with store.path(content).open("rb") as file:
+            said = read_header(file, content.size).metadata.get("general.license")
+    except (FormatError, OSError):  # no GGUF: whoever reads the file will say so
         return False
-    return layer.content is not None or plain.startswith(_OURS) or plain.endswith(_RAW)
+    return isinstance(said, str) and said.strip() == license_
 
 
 def _inside(component: str, name: str) -> str:

@@ -27,6 +27,7 @@ from clowder_aimage.exporter.name import Names
 
 MAX_MEMBERS = 100_000
 _HEADER = 64 * 1024  # bytes of a member's header with all its extensions
+_TARGET = 1023  # bytes of what a link says that every system takes
 _PROGRAM = 0o755
 _FAULTS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
@@ -140,6 +141,8 @@ class Untar:
             or "\0" in target
         ):
             raise self._refuse(name, f"a link to {target[:200]!r}, which leads out of it")
+        if len(os.fsencode(target)) > _TARGET:
+            raise self._refuse(name, f"a link to what has over {_TARGET} bytes")
 
     def _refuse(self, name: str, what: str) -> FormatError:
         return FormatError(f"{self._layer} has {name[:200]!r}, {what}: it is not unpacked")

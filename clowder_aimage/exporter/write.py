@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from clowder_aimage.content import ContentStore, VerifyingReader
+from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.parallel import StoppedError, in_parallel
 from clowder_aimage.content.unpack import MAX_PLAIN, open_plain
 from clowder_aimage.content.verify import readinto
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
+from clowder_aimage.exporter.blobs import Blobs
 from clowder_aimage.exporter.directory import faults, is_folding
 from clowder_aimage.exporter.file import make_directories, new_file, write_all
 from clowder_aimage.exporter.link import Way, link
@@ -47,7 +48,7 @@ class Written:
 
 def write_files(
     plan: Plan,
-    store: ContentStore,
+    blobs: Blobs,
     root: Path,
     *,
     path: Path,
@@ -64,7 +65,7 @@ def write_files(
             there.
         NotFoundError, StoreError: a blob cannot be read, or a file not written.
     """
-    return _Writer(plan, store, root, path, links, on_written).run(jobs)
+    return _Writer(plan, blobs, root, path, links, on_written).run(jobs)
 
 
 class _Writer:
@@ -73,14 +74,14 @@ class _Writer:
     def __init__(
         self,
         plan: Plan,
-        store: ContentStore,
+        blobs: Blobs,
         root: Path,
         path: Path,
         links: bool,
         on_written: OnWritten,
     ) -> None:
         self._plan = plan
-        self._store = store
+        self._blobs = blobs
         self._root = root
         self._path = path
         self._on_written = on_written
@@ -93,6 +94,7 @@ class _Writer:
 
     def run(self, jobs: int) -> Written:
         with faults(self._path):
+            self._plan.names.fit(self._root)
             if is_folding(self._root):
                 self._plan.names.fold()
             room = self._check_room()
@@ -116,8 +118,8 @@ class _Writer:
         """The whole layers that lie on the same file system."""
         with faults(self._path):
             device = self._root.stat().st_dev
-            found = {layer.descriptor for layer in self._plan.whole}
-            return {one for one in found if self._store.path(one).stat().st_dev == device}
+            found = {x.descriptor for x in self._plan.whole if self._blobs.is_there(x.descriptor)}
+            return {one for one in found if self._blobs.path(one).stat().st_dev == device}
 
     def _check_room(self) -> int:
         """The bytes that may be written. Raises NoSpaceError where that is not enough."""
@@ -162,7 +164,7 @@ class _Writer:
 
     def _chunks(self, content: Descriptor, *, is_counted: bool = True) -> Iterator[memoryview]:
         """The bytes of a blob, verified once there are no more."""
-        with VerifyingReader(self._store.open(content), content) as reader:
+        with VerifyingReader(self._blobs.open(content), content) as reader:
             while True:
                 if self._stopped.is_set():
                     raise StoppedError
@@ -198,7 +200,7 @@ class _Writer:
             for _ in self._chunks(content):
                 pass
             with faults(self._path):
-                way = link(self._store.path(content), target)
+                way = link(self._blobs.path(content), target)
             if way is not None:
                 return self._count(content.size, way)
         with faults(self._path):
@@ -217,7 +219,7 @@ class _Writer:
         size = 0
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._store, layer.descriptor, layer.content, limit=limit) as source,
+            open_plain(self._blobs.source, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
             file = new_file(self._root / layer.name)
@@ -240,7 +242,7 @@ class _Writer:
     def _untar(self, layer: Layer, room: int) -> None:
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._store, layer.descriptor, layer.content, limit=limit) as source,
+            open_plain(self._blobs.source, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
             unpacked = Untar(source, f"layer {layer.name}", self._root, self._plan.names, room)

@@ -9,17 +9,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.importer.beside import ADAPTERS, CARD, is_bare, sole
 from clowder_aimage.importer.compress import check_compression
 from clowder_aimage.importer.formats import lora, transformers
-from clowder_aimage.importer.formats.taken import Taken, source_file
-from clowder_aimage.importer.inventory import Inventory, SourceFile, take_inventory
+from clowder_aimage.importer.formats.taken import Taken, home, source_file
+from clowder_aimage.importer.inventory import (
+    Inventory,
+    SourceFile,
+    read_license,
+    take_inventory,
+)
+from clowder_aimage.importer.shards import is_safetensors
+from clowder_aimage.importer.tree import check_inside
 from clowder_aimage.oci import mediatype
 
 DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
 FORMATS = (DIFFUSERS, TRANSFORMERS, *WHOLE)
-ADAPTERS = "adapters"  # where the adapters of a model lie
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
 
@@ -102,7 +109,8 @@ def _take(path: Path, form: Form) -> Inventory:
             else None,
         )
     inventory = _inventory(path, kind, whole)
-    return _with_extras(_with_adapters(inventory, form.adapters), form.extras)
+    adapters = (*form.adapters, *_travelling(path, inventory))
+    return _with_extras(_with_adapters(inventory, adapters), form.extras)
 
 
 def _detect(path: Path) -> str:
@@ -119,7 +127,21 @@ def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
     if kind == TRANSFORMERS:
         return _of(transformers.take_whole(path))
     module: Any = importlib.import_module(f"clowder_aimage.importer.formats.{kind}")
-    return _of(module.take(path))
+    if not path.is_dir():
+        return _of(module.take(path))
+    inventory = _of(module.take(_alone(path, kind)))
+    # a card that says the licence alone is what an export writes; it is no file of the model
+    files = tuple(file for file in inventory.files if file.name != CARD or not is_bare(file.path))
+    return replace(inventory, files=files, license=inventory.license or read_license(path))
+
+
+def _alone(directory: Path, kind: str) -> Path:
+    """The file that a directory stands for, if it holds a single one and its format does not look
+    into directories itself; else the directory."""
+    found = sole(directory)
+    if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
+        return directory
+    return found if kind != "lora" or is_safetensors(found) else directory
 
 
 def _of(taken: Taken) -> Inventory:
@@ -128,21 +150,71 @@ def _of(taken: Taken) -> Inventory:
 
 
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
-    """The model with adapters that travel with it."""
+    """The model with adapters that travel with it, which its format may have taken for its own."""
     described: dict[str, Any] = {}
-    files = list(inventory.files)
+    files = {file.name: file for file in inventory.files}
     for name, path in adapters:
         if name in described:
             raise UsageError(
                 f"two adapters are called {name}", hint="--adapter NAME=PATH names them"
             )
-        taken = lora.take(path)
+        taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
         described[name] = taken.facts["adapter"]
-        files += [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
+        named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
+        files |= {file.name: file for file in named}
     if not described:
         return inventory
     facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
-    return replace(inventory, files=tuple(files), facts=facts)
+    return replace(inventory, files=tuple(files.values()), facts=facts)
+
+
+def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
+    """Names and paths of the adapters in ``root/adapters``, one to a directory, as an export leaves
+    them. What there is of the model itself, which its format has taken, is none.
+
+    Raises:
+        ModelError: something else lies there, and would be left out.
+        FormatError: an adapter is damaged.
+    """
+    directory = root / ADAPTERS
+    if not root.is_dir() or not directory.is_dir():
+        return []
+    check_inside(home(root), directory)
+    model = {file.name for file in inventory.files if file.media_type != mediatype.AIMAGE_FILE}
+    paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    if not paths:
+        raise _no_adapter(directory, "it is empty")
+    found = []
+    for path in paths:
+        own = path.relative_to(root).as_posix()
+        is_taken = any(name == own or name.startswith(f"{own}/") for name in model)
+        try:
+            _check_adapter(root, path)
+            found.append((path.name, path))
+        except (ModelError, FormatError):
+            if not is_taken:
+                raise
+    return found
+
+
+def _check_adapter(root: Path, path: Path) -> None:
+    check_inside(home(root), path)
+    if not path.is_dir():
+        raise _no_adapter(path, "it is a file")
+    if not _NAME.fullmatch(path.name):
+        raise _no_adapter(path, "no adapter can have that name")
+    try:
+        lora.take(_alone(path, "lora"))
+    except ModelError as error:
+        raise _no_adapter(path, error.message) from None
+
+
+def _no_adapter(path: Path, why: str) -> ModelError:
+    return ModelError(
+        f"{path} is no adapter of the model, and would be left out: {why}",
+        hint=f"put each adapter into {ADAPTERS}/NAME/, one LoRA in safetensors with its "
+        "adapter_config.json, or move the rest elsewhere",
+    )
 
 
 def _with_extras(inventory: Inventory, extras: Sequence[Extra]) -> Inventory:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.store import Body, ContentStore
+from clowder_aimage.content.unpack import compression_of, open_plain
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Manifest, Reference
 
 MAX_CONFIG_SIZE = 64 * 1024 * 1024
-_GZIPPED = (
-    mediatype.OCI_LAYER_TAR_GZIP,
-    "application/vnd.docker.image.rootfs.diff.tar.gzip",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +45,47 @@ def read_aimage(store: ContentStore, reference: Reference) -> Stored:
     return Stored(descriptor, manifest, dialect, dialect.read(manifest, config))
 
 
-def inflate(store: ContentStore, stored: Stored) -> None:
-    """Bring back the blobs that another tool compressed on the way; the rest is left alone, and so
-    is what an AImage that is here in part lacks.
-
-    The result is verified against the diff_id, and can be no larger than the AImage says.
+def packed_layers(store: ContentStore, stored: Stored) -> list[tuple[Descriptor, Descriptor]]:
+    """The blobs that another tool compressed on the way, and what each of them stands for, where
+    that is not here; nothing of what an AImage that is here in part lacks.
 
     Raises:
         FormatError: a compression that we do not read.
-        VerificationError: it does not unpack to what it stands for.
     """
+    packed: dict[Descriptor, Descriptor] = {}  # by what they stand for: two layers may be one blob
     for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
         plain = wanted.descriptor
         if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
             continue
-        if layer.media_type not in _GZIPPED:
+        if not compression_of(layer.media_type):
             raise FormatError(
-                f"layer {layer.digest} ({layer.media_type}) is compressed in a way we do not read",
-                hint="copy the AImage again without compression, or with gzip",
+                f"layer {layer.digest} ({layer.media_type[:100]}) is compressed in a way we do not "
+                "read",
+                hint="copy the AImage again without compression, or with gzip or zstd",
             )
-        store.push(plain, _gunzip(store, layer))
+        packed[plain] = layer
+    return [(came, plain) for plain, came in packed.items()]
 
 
-def _gunzip(store: ContentStore, layer: Descriptor) -> Body:
+def inflate(store: ContentStore, stored: Stored) -> None:
+    """Bring back the blobs that another tool compressed on the way.
+
+    The result is verified against the diff_id, and can be no larger than the AImage says.
+
+    Raises:
+        FormatError: a compression that we do not read, or not what it claims to be.
+        UsageError: it is zstd, and the package for that is not installed.
+        VerificationError: it does not unpack to what it stands for, or is damaged.
+    """
+    for layer, plain in packed_layers(store, stored):
+        store.push(plain, _plain_body(store, layer, plain))
+
+
+def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
     def body(offset: int = 0, /) -> BinaryIO:
-        reader = _GunzipReader(store.open(layer), layer)
+        reader = open_plain(store, layer, plain)
         while offset and (passed := len(reader.read(min(offset, CHUNK_SIZE)))):
             offset -= passed
-        return cast(BinaryIO, reader)
+        return reader
 
     return body
-
-
-class _GunzipReader(io.RawIOBase):
-    """What a gzipped blob unpacks to."""
-
-    def __init__(self, source: BinaryIO, layer: Descriptor) -> None:
-        self._source = source
-        self._layer = layer
-        self._plain = gzip.GzipFile(fileobj=source)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        try:
-            return self._plain.readinto(buffer)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise FormatError(f"layer {self._layer.digest} is not gzip: {error}") from None
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()

@@ -6,10 +6,8 @@ The facts stand as JSON in an international text chunk named ``aimage`` (PNG spe
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from clowder_aimage.errors import NoSpaceError, NotFoundError, StoreError, UsageError
+from clowder_aimage.errors import NotFoundError, UsageError
 
 KEY = "aimage"
 FORMATS = ("png", "jpeg", "webp")
@@ -50,29 +48,6 @@ def _chunks(facts: Mapping[str, Any]) -> PngImagePlugin.PngInfo:
     info.add_itxt("Description", str(facts.get("prompt", "")))
     info.add_text("Software", "aimage")
     return info
-
-
-def save_picture(pixels: npt.NDArray[np.uint8], path: Path, facts: Mapping[str, Any]) -> None:
-    """Write ``pixels`` (height, width, 3) to ``path``; it is there whole, or not at all.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(encode_picture(pixels, facts))
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(
-                f"no space left for the picture {path}", hint="free some space, or use -o"
-            ) from None
-        raise StoreError(
-            f"cannot write the picture {path}: {error.strerror or error}",
-            hint="name another place with -o",
-        ) from None
 
 
 def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:

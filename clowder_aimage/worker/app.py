@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 import secrets
 import time
+import traceback
+import warnings
 from collections.abc import Iterable, Mapping
 
 import structlog
@@ -17,12 +18,13 @@ from aiohttp.typedefs import Handler, Middleware
 from clowder_aimage.errors import AImageError
 from clowder_aimage.worker import error as fault
 from clowder_aimage.worker.access import LOOPBACK_HOSTS, check_host, check_scope
+from clowder_aimage.worker.api import content, health, ollama, openai, openapi
+from clowder_aimage.worker.engine import StoppedError
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.metric import Metrics
 from clowder_aimage.worker.route import BODY, Route
 from clowder_aimage.worker.service import Service
 
-INTERFACES = ("health", "openai", "ollama", "content")
 LARGEST_BODY = 16 * BODY
 BODY_TIME = 30.0  # seconds that a request's body may take to come
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -41,6 +43,8 @@ def build_app(
     ``hosts`` are the names that a request's Host header may carry; None stands for any. ``tokens``
     are what callers must know, each with its scope; where there are none, whoever comes is admin.
     """
+    # A request's own notes have plain names: keys that carry a type came with aiohttp 3.14.
+    warnings.simplefilter("ignore", web.NotAppKeyWarning)
     scopes: dict[web.AbstractRoute, str] = {}
     bodies: dict[web.AbstractRoute, int] = {}
     app = web.Application(
@@ -49,6 +53,7 @@ def build_app(
             _answer_errors,
             check_host(hosts),
             check_scope(tokens or {}, scopes),
+            _refuse_at_the_end(service),
             _read_body(bodies),
         ],
         client_max_size=LARGEST_BODY,
@@ -62,16 +67,11 @@ def build_app(
 
 def all_routes(service: Service) -> list[Route]:
     """Every route that the worker has."""
-    found: list[Route] = []
-    for name in INTERFACES:
-        try:
-            module = importlib.import_module(f"clowder_aimage.worker.api.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"clowder_aimage.worker.api.{name}":
-                raise
-            continue
-        found += module.routes(service)
-    return found
+    return [
+        route
+        for interface in (health, openapi, openai, ollama, content)
+        for route in interface.routes(service)
+    ]
 
 
 def _with_head(routes: Iterable[Route]) -> list[Route]:
@@ -130,7 +130,10 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the answer broke off") from None
-        return fault.response(request, found)
+        answer = fault.response(request, found)
+        if found.status in (408, 413):
+            answer.force_close()  # the rest of the body is not waited for
+        return answer
 
 
 def _meant(request: web.Request, error: Exception) -> ApiError:
@@ -146,13 +149,14 @@ def _meant(request: web.Request, error: Exception) -> ApiError:
         return ApiError(400, "the request's body is no JSON", code="invalid_json")
     if isinstance(error, ClientError):  # aiohttp's word for a body that is not valid HTTP
         return ApiError(400, "the request's body broke off", code="invalid_body")
-    _log.error("a route failed", id=request["id"], exc_info=_place(error))
+    _log.error("a route failed", id=request["id"], kind=type(error).__name__, at=_places(error))
     return ApiError(500, "the worker failed; its log says at what", code="internal_error")
 
 
-def _place(error: Exception) -> Exception:
-    """The error with its traceback and its type, without its text: that may hold a prompt."""
-    return RuntimeError(type(error).__name__).with_traceback(error.__traceback__)
+def _places(error: Exception) -> list[str]:
+    """Where an error was raised. Its text, and what variables were, may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
 def _of_framework(error: web.HTTPException) -> ApiError:
@@ -165,6 +169,23 @@ def _of_framework(error: web.HTTPException) -> ApiError:
     if error.status == 404:
         return ApiError(404, "there is nothing at this address", code="unknown_url")
     return ApiError(error.status, error.reason, code="invalid_request")
+
+
+def _refuse_at_the_end(service: Service) -> Middleware:
+    """Begin nothing new when the worker is about to end; what only looks is answered, and told to
+    come back by a new connection, which another worker may take."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not service.engine.is_draining:
+            return await handler(request)
+        if request.method not in ("GET", "HEAD"):
+            raise StoppedError("the worker is about to end", hint="ask another one")
+        answer = await handler(request)
+        answer.force_close()
+        return answer
+
+    return middleware
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int]) -> Middleware:
@@ -188,14 +209,13 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int]) -> Middleware:
 
 
 def _too_large() -> ApiError:
-    return ApiError(
-        413, "the request's body is too large", code="too_large", headers={"Connection": "close"}
-    )
+    return ApiError(413, "the request's body is too large", code="too_large")
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """What every answer says; a browser must not guess at content, and keeps none of it."""
     request["answered"] = True
+    response.headers["Server"] = "aimage"  # whose versions are nobody's business
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     response.headers.setdefault("Cache-Control", "no-store")
     if "id" in request:

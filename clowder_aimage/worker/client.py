@@ -9,8 +9,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from clowder_aimage.errors import (
@@ -26,10 +26,12 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.worker.place import DEFAULT_HOST, Place
 
-_ANSWER = 60.0  # seconds for what a worker answers at once
+_ANSWER = 300.0  # seconds for an answer in one piece; removing a large model takes a while
+_SILENCE = 120.0  # seconds; in a stream of events a worker says every ten that it lives
 _LONGEST_LINE = 256 << 20  # bytes: ten large pictures as base64
 _LONGEST_ANSWER = 16 << 20
 _LONGEST_REFUSAL = 64 << 10
+_PIECE = 1 << 20
 
 
 class Client:
@@ -49,28 +51,28 @@ class Client:
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON that the worker answers with; None where it answers with nothing."""
-        with closing(self.place.connect()) as connection:
-            response = self._answer(connection, method, path, body, _ANSWER)
-            with self._broken_off():
-                text = response.read(_LONGEST_ANSWER + 1)
+        with self._asked(method, path, body, _ANSWER) as response, self._broken_off():
+            text = response.read(_LONGEST_ANSWER + 1)
         if len(text) > _LONGEST_ANSWER:
             raise FormatError(f"the worker at {self.place} answers without end")
         return self._parse(text) if text.strip() else None
 
-    def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Send, and yield the lines of JSON as they come (ollama's API). Closing the iterator
         hangs up, which cancels. A line with an ``error`` is raised."""
-        with closing(self.place.connect()) as connection:
-            response = self._answer(connection, "POST", path, body, None)
+        with self._asked("POST", path, body, None) as response:
             for line in self._read(response):
                 if line:
                     yield self._value(line)
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> Generator[tuple[str, dict[str, Any]], None, None]:
         """Send, and yield the server-sent events as they come: their type and the JSON in them
-        (HTML standard, 9.2.6 "Interpreting an event stream"). Else as ``lines``."""
-        with closing(self.place.connect()) as connection:
-            response = self._answer(connection, "POST", path, body, None)
+        (HTML standard, 9.2.6 "Interpreting an event stream"). Before them comes ``open`` with the
+        answer's header fields, in lower case. Else as ``lines``."""
+        with self._asked("POST", path, body, _SILENCE) as response:
+            yield "open", {name.lower(): text for name, text in response.getheaders()}
             kind, data = "message", list[bytes]()
             for line in self._read(response):
                 name, _, text = line.partition(b":")
@@ -84,15 +86,11 @@ class Client:
                 elif name == b"data":
                     data.append(text)
 
-    def _answer(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout: float | None,
-    ) -> http.client.HTTPResponse:
-        """Send a request; its answer, once it is one that says yes."""
+    @contextmanager
+    def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; the answer, once it is one that says yes. Leaving hangs up."""
         headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -100,25 +98,37 @@ class Client:
         if body is not None:
             data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        with self._broken_off():
-            connection.sock.settimeout(timeout)
-            with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered already
-                connection.request(method, path, data, headers)
-            response = connection.getresponse()
-            if not 200 <= response.status < 300:
-                raise self._refusal(response)
-        return response
+        with closing(self.place.connect()) as connection:
+            with self._broken_off():
+                connection.sock.settimeout(timeout)
+                with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered
+                    connection.request(method, path, data, headers)
+                response = connection.getresponse()
+            with closing(response):  # it may own the socket by now
+                if not 200 <= response.status < 300:
+                    raise self._refusal(response)
+                yield response
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """Lines, without their ends."""
-        while True:
-            with self._broken_off():
-                line = response.readline(_LONGEST_LINE + 1)
-            if len(line) > _LONGEST_LINE:
+        """Lines, without their ends. (``readline`` would take a broken connection for the end.)"""
+        begun = bytearray()
+        while piece := self._piece(response):
+            first, *others = piece.split(b"\n")
+            begun += first
+            if len(begun) > _LONGEST_LINE:
                 raise FormatError(f"the worker at {self.place} sends a line without end")
-            if not line:
-                return
-            yield line.rstrip(b"\r\n")
+            for other in others:
+                yield bytes(begun).removesuffix(b"\r")
+                begun = bytearray(other)
+        if begun:
+            yield bytes(begun)
+
+    def _piece(self, response: http.client.HTTPResponse) -> bytes:
+        with self._broken_off():
+            piece = response.read1(_PIECE)
+            if not piece and response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+        return piece
 
     def _broken_off(self) -> _BrokenOff:
         return _BrokenOff(self.place)
@@ -142,7 +152,8 @@ class Client:
         return value
 
     def _refusal(self, response: http.client.HTTPResponse) -> AImageError:
-        text = response.read(_LONGEST_REFUSAL)
+        with self._broken_off():
+            text = response.read(_LONGEST_REFUSAL)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -190,7 +201,9 @@ _STATUS = {  # what OpenAI's types of errors stand for in a stream, whose own st
 
 def _status(value: Mapping[str, Any]) -> int:
     """The status that an error in a stream would have had."""
-    said = value["error"]
+    said, status = value["error"], value.get("status")
+    if type(status) is int:
+        return status
     return _STATUS.get(str(said.get("type")), 500) if isinstance(said, dict) else 500
 
 

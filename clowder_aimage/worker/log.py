@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 
 CONSOLE, JSON = "console", "json"
 FORMATS = (CONSOLE, JSON)
@@ -27,6 +28,12 @@ def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
         if key.lower() in _SECRET:
             event[key] = "***"
     return event
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether it is more than a request that is no HTTP: that is answered, and may be anything."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None = None) -> None:
@@ -61,12 +68,15 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
     root = logging.getLogger()
     root.handlers[:] = [sink]
     root.setLevel(level.upper())
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     for name in ("urllib3", "asyncio", "requests"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
 def _renderers(kind: str, target: TextIO) -> list[Any]:
     if kind == JSON:
-        return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        told = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        render = structlog.processors.ExceptionRenderer(told)
+        return [render, structlog.processors.JSONRenderer()]
     plain = structlog.dev.plain_traceback
     return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)]

@@ -6,7 +6,7 @@ import http.client
 import re
 import socket
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from clowder_aimage.errors import NetworkError, UsageError
 
@@ -29,6 +29,8 @@ class Place:
     @classmethod
     def parse(cls, text: str) -> Place:
         """``http://host:port``, ``host:port``, or ``unix:///path``. Raises UsageError."""
+        if text.startswith("unix:///"):
+            return cls("unix", path=text.removeprefix("unix://"))
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port, host = parts.port, parts.hostname or ""
@@ -38,12 +40,10 @@ class Place:
             raise UsageError(
                 "the address of a worker holds no credentials", hint="put the token in AIMAGE_TOKEN"
             )
-        if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
-            return cls("unix", path=unquote(parts.path))
         is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
-        if parts.scheme not in ("http", "https") or not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
+        if not text.isprintable() or parts.scheme not in ("http", "https"):
             raise _odd(text)
-        if not is_bare or port == 0:
+        if not is_bare or port == 0 or not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
             raise _odd(text)
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else _PORT))
 

@@ -146,7 +146,8 @@ class Process:
     def _facts(self, command: frame.Message, request: Any) -> dict[str, Any]:
         from clowder_aimage.generate import describe_picture
 
-        return describe_picture(Reference.parse(command["reference"]), self._model, request)
+        name = command["reference"].partition("@")[0]  # the digest is a fact of its own
+        return describe_picture(Reference.parse(name), self._model, request)
 
     def _say(self, message: frame.Message, data: bytes = b"") -> None:
         self._target.write(frame.encode(message, data))

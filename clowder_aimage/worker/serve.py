@@ -150,9 +150,11 @@ async def _run(
     ):
         on_ready(places.names)
         notify.notify("READY=1")
+        await service.news.tell("ready")
         _log.info("ready", urls=places.names)
         await signals.first.wait()
         notify.notify("STOPPING=1")
+        await service.news.tell("drain", grace=settings.grace)
         _log.info("draining", grace=settings.grace, waiting=service.engine.waiting)
         await drain(service.engine, settings.grace, signals.second)
         app[health.CLOSING].set()
@@ -211,6 +213,7 @@ async def _listening(app: web.Application, places: Places) -> AsyncIterator[None
         access_log=None,
         handler_cancellation=True,  # a client that leaves ends its request
         shutdown_timeout=LEAVE,
+        lingering_time=LEAVE,  # for the rest of a body that was refused
         max_line_size=HEAD,
         max_field_size=HEAD,
     )

@@ -199,6 +199,7 @@ def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     place = origins.get(name, "")
-    what = f"--{name.replace('_', '-')}" if place == "command line" else camel(name)
+    option = "--" + {"aliases": "alias", "allow_hosts": "allow-host"}.get(name, name)
+    what = option.replace("_", "-") if place == "command line" else camel(name)
     where = "" if place == "command line" else f" ({place})"
     return f"{what}{where}: {first['msg'].removeprefix('Value error, ')}"

@@ -273,6 +273,48 @@ def test_pieces_and_paths_of_docker_model_runner():
     ]
 
 
+@pytest.mark.parametrize(
+    ("paths", "wanted"),
+    [
+        (("model.gguf", ""), ["model.gguf", "model-2.gguf"]),
+        (("", "model.gguf"), ["model-2.gguf", "model.gguf"]),
+        (("model.gguf", "model-2.gguf", ""), ["model.gguf", "model-2.gguf", "model-3.gguf"]),
+        (("model.gguf/part", ""), ["model.gguf/part", "model-2.gguf"]),
+        (("a/model.gguf", ""), ["a/model.gguf", "model.gguf"]),
+    ],
+    ids=str,
+)
+def test_names_that_are_made_up_go_around_paths(paths, wanted):
+    kind = "application/vnd.docker.ai.gguf.v3"
+    layers = [(kind, path) for path in paths]
+    config = "application/vnd.docker.ai.model.config.v0.2+json"
+    assert names(read(made(config, *layers))) == wanted
+
+
+def test_the_licences_of_a_model_go_around_a_directory_of_licences():
+    docker = "application/vnd.docker.ai."
+    layers = [
+        (f"{docker}license", ""),
+        (f"{docker}license", ""),
+        (f"{docker}model.file", "LICENSE/x"),
+    ]
+    found = read(made(f"{docker}model.config.v0.2+json", *layers))
+    assert len(set(names(found))) == 3
+    assert "LICENSE" not in names(found)
+    assert names(found)[2] == "LICENSE/x"
+
+
+@pytest.mark.parametrize(("title", "is_taken"), [("a", True), ("a/b/c", True), ("a/c", False)])
+def test_a_title_is_no_name_where_a_file_would_be_a_directory(title, is_taken):
+    first = Layer(Descriptor("application/vnd.x.ep", Digest.of(b"1"), 1), "a/b")
+    other = Layer(Descriptor("application/vnd.x.ep", Digest.of(b"2"), 1), "z")
+    manifest, config = DIALECTS["clowder"].write(AImage(EMPTY, (first, other)))
+    document = json.loads(manifest.raw)
+    document["layers"][1]["annotations"] = {"org.opencontainers.image.title": title}
+    found = names(read(Manifest.build(document), config))
+    assert found == ["a/b", "ep.1" if is_taken else title]
+
+
 def test_the_config_of_dockers_specification_is_read():
     config = {
         "config": {

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import os
 
 import pytest
 
-from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, VerificationError
+from clowder_aimage.export import export
 from clowder_aimage.exporter import Way, link, write
-from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from clowder_aimage.oci import mediatype
 from tests.exporter.conftest import NAME
 
 UNKNOWN = "application/vnd.example.plan.v7"
@@ -28,7 +27,12 @@ def test_layers_of_every_kind_are_the_files_that_they_were(artifact):
         "model.safetensors": mediatype.AIMAGE_TRANSFORMERS,
         "deep/er/plan": UNKNOWN,
         "ep.bin": "application/vnd.oci.image.layer.v1+gzip",
+        "ep.zst": "application/vnd.clowder.aimage.ep.layer.v1+zstd",
+        "bundle.tgz": "application/vnd.my.bundle.v1.tar+gzip",
+        "thing": "application/vnd.my.thing.tar",
+        "code.gz": "application/vnd.my.code.v1.raw+gzip",
         "rootfs": mediatype.OCI_LAYER_TAR_GZIP,
+        "system": "application/vnd.docker.image.rootfs.diff.tar.gzip",
         "plan.gz": f"{UNKNOWN}+gzip",
         "empty": mediatype.AIMAGE_FILE,
     }
@@ -75,20 +79,6 @@ def test_a_foreign_compressed_layer_is_unpacked_where_the_manifest_says_to_what(
 def test_a_neighbours_raw_file_is_unpacked(artifact, kind):
     artifact.add("code.py", gzip.compress(DATA), f"application/vnd.{kind}.raw+gzip")
     assert artifact.finish().exported() == {"code.py": DATA}
-
-
-def test_layers_that_another_tool_compressed_on_the_way(artifact):
-    """As copying a container image may: the blob is found by its diff_id."""
-    plain = artifact.add("notes.txt", DATA)
-    artifact.finish("container")
-    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
-    packed = Descriptor.of(mediatype.OCI_LAYER_TAR_GZIP, gzip.compress(DATA))
-    artifact.store.push(packed, bytes_body(gzip.compress(DATA)))
-    document["layers"] = [packed.to_json()]
-    manifest = Manifest.build(document)
-    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
-    artifact.store.path(plain.descriptor).unlink()
-    assert artifact.exported() == {"notes.txt": DATA}
 
 
 def test_content_that_is_another_than_the_manifest_says_is_refused(artifact):
@@ -139,6 +129,38 @@ def test_a_generated_file_does_not_replace_one_of_the_model(artifact):
     with pytest.raises(FormatError, match="two files are called"):
         artifact.finish().export()
     artifact.check_nothing_left()
+
+
+LONG = ["n" * 256, "d/" + "n" * 256 + "/x", "é" * 128, "deep/" * 3 + "n" * 900]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_name_that_is_longer_than_file_systems_take_is_refused(artifact, name):
+    artifact.add(name, b"")
+    with pytest.raises(FormatError, match=r"has a part of \d+ bytes, and .* at most 255") as caught:
+        artifact.finish().export()
+    assert caught.value.exit_code == 5
+    assert repr(name)[:100] in caught.value.message
+    artifact.check_nothing_left()
+
+
+def test_a_path_that_is_longer_than_the_system_takes_is_refused(artifact):
+    name = "/".join(["日" * 80] * 12)
+    artifact.add(name, b"x")
+    store = artifact.finish().store
+    home = artifact.home.joinpath(*["d" * 100] * 16)
+    home.mkdir(parents=True)
+    with pytest.raises(FormatError, match=r"has \d+ bytes, and there is room for") as caught:
+        export(store, NAME, home / "out")
+    assert caught.value.hint == "export to a directory with a shorter path"
+    assert list(home.iterdir()) == []
+
+
+def test_the_longest_name_is_a_file(artifact):
+    names = {"n" * 255, "é" * 127, "/".join(["d" * 255] * 4)}
+    for name in names:
+        artifact.add(name, b"x")
+    assert artifact.finish().exported().keys() == names
 
 
 # -- links

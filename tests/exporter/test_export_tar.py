@@ -14,9 +14,10 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.exporter import tar as untar
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.oci import Descriptor, mediatype
 from tests.content.artifact import manifest
-from tests.exporter.conftest import KIT, NAME, files_in, tar_of
+from tests.exporter.conftest import KIT, NAME, blob, files_in, tar_of
 
 PACK = "application/vnd.cncf.model.weight.v1.tar"
 
@@ -69,6 +70,102 @@ def test_a_modelkit_of_kitops(artifact):
     artifact.store.push(made.descriptor, bytes_body(made.raw), NAME)
     artifact.export()
     assert files_in(artifact.out) == {"model/w.gguf": b"weights", "README.md": b"words"}
+
+
+CARD = b"---\nlicense: mit\n---\n"
+
+
+def neighbour(artifact, dialect, licensed, *layers):
+    """An artifact of a neighbour's, with these layers: kind, path and bytes of each."""
+    rows = []
+    for kind, path, data in layers:
+        annotations = {"org.cncf.model.filepath": path} if path else {}
+        rows.append(replace(Descriptor.of(kind, data), annotations=annotations))
+        artifact.store.push(rows[-1], bytes_body(data))
+    kind, document = {
+        "kitops": (
+            "vnd.kitops.modelkit.config.v1",
+            {
+                "package": {"license": licensed},
+                "model": {"path": "model.safetensors"},
+                "docs": [{"path": "docs"}],
+            },
+        ),
+        "modelpack": ("vnd.cncf.model.config.v1", {"descriptor": {"licenses": [licensed]}}),
+        "docker": (
+            "vnd.docker.ai.model.config.v0.1",
+            {"config": {"safetensors": {"general.license": licensed}}},
+        ),
+    }[dialect]
+    raw = json.dumps(document).encode()
+    config = Descriptor.of(f"application/{kind}+json", raw)
+    artifact.store.push(config, bytes_body(raw))
+    made = manifest(config, rows)
+    artifact.store.push(made.descriptor, bytes_body(made.raw), NAME)
+    return artifact
+
+
+SAFETENSORS = blob({"x": ("U8", (1,), b"x")})
+
+
+@pytest.mark.parametrize(
+    ("dialect", "weights", "docs"),
+    [
+        ("kitops", "vnd.kitops.modelkit.model.v1.raw", "vnd.kitops.modelkit.docs.v1.tar"),
+        ("modelpack", "vnd.cncf.model.weight.v1.raw", "vnd.cncf.model.doc.v1.tar"),
+        ("docker", "vnd.docker.ai.safetensors", "vnd.docker.ai.dir.tar"),
+    ],
+)
+@pytest.mark.parametrize("card", ["README.md", "notes.md"])
+def test_neighbours_keep_their_own_card_or_none(artifact, dialect, weights, docs, card):
+    layers = [
+        (f"application/{weights}", "model.safetensors", SAFETENSORS),
+        (f"application/{docs}", "docs", tar_of((card, b"# Theirs"))),
+    ]
+    made = neighbour(artifact, dialect, "mit", *layers)
+    said = read_aimage(made.store, NAME).aimage.properties
+    assert (said["license"], said["format"]) == ("mit", "transformers")
+    assert made.exported() == {"model.safetensors": SAFETENSORS, card: b"# Theirs"}
+
+
+def test_without_a_tar_a_neighbour_gets_no_card_either(artifact):
+    layer = ("application/vnd.cncf.model.weight.v1.raw", "model.safetensors", SAFETENSORS)
+    assert neighbour(artifact, "modelpack", "mit", layer).exported().keys() == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("dialect", ["clowder", "modelpack", "container"])
+def test_what_is_ours_gets_a_card_where_the_name_is_free(artifact, dialect):
+    artifact.config |= {"format": "torchscript", "license": "mit"}
+    artifact.add("model.pt", b"weights", mediatype.AIMAGE_TORCHSCRIPT)
+    assert artifact.finish(dialect).exported() == {"model.pt": b"weights", "README.md": CARD}
+
+
+@pytest.mark.parametrize("name", ["README.md", "readme.MD", "README.md/inside"])
+def test_a_card_is_not_written_over_anything(artifact, name):
+    artifact.config |= {"format": "onnx", "license": "mit"}
+    artifact.add(name, b"mine")
+    assert artifact.finish().exported() == {name: b"mine"}
+
+
+def test_a_card_is_not_written_beside_a_tar(artifact):
+    artifact.config |= {"format": "onnx", "license": "mit"}
+    artifact.add_tar(("a", b"1"))
+    assert artifact.finish().exported() == {"a": b"1"}
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "d/" + "n" * 300])
+def test_a_member_with_a_name_that_is_too_long(artifact, name):
+    refused(artifact, (name, b"x"), said=r"has a part of \d+ bytes, and .* at most 255")
+    assert name not in (path.name for path in artifact.home.iterdir())
+
+
+@pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE])
+def test_other_members_with_names_that_are_too_long(artifact, kind):
+    refused(artifact, entry("n" * 256, kind, "x"), said="has a part of 256 bytes")
+
+
+def test_a_symbolic_link_to_what_no_system_could_name(artifact):
+    refused(artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="a link to what has")
 
 
 def test_many_members(artifact):

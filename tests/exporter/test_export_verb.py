@@ -138,6 +138,7 @@ def test_quantized(aimage, tiny):
         (["none", "out"], 3, "aimage: no none:latest in the store"),
         (["tiny"], 2, "Missing argument 'DIR'"),
         (["a b", "out"], 2, "aimage: "),
+        (["tiny", ""], 2, "aimage: DIR is empty"),
     ],
     ids=str,
 )

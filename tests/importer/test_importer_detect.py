@@ -211,13 +211,33 @@ def test_a_config_that_names_no_network(tmp_path, config):
 def test_directories_of_pickled_files(tmp_path):
     root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
     refused(root, str(root / "pytorch_model.bin"), "pickled")
-    root = write(tmp_path / "b", {"model.pt": archive(MEMBERS)})
+    root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "notes.txt": b""})
     assert "name the file itself" in refused(root, "model.pt").hint
+    root = write(tmp_path / "c", {"model.ckpt": CHECKPOINT, "README.md": b""})
+    refused(root, str(root / "model.ckpt"), "pickled")
 
 
 def test_pickled_files_in_directories_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pytorch_model.bin")  # whoever opened it would wait for ever
     refused(tmp_path, "pickled")
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("name", ["weights", "model.bin", "model.pt"])
+def test_the_only_file_of_a_directory_by_what_is_in_it(tmp_path, kind, name):
+    root = write(tmp_path, {name: FILES[kind], "README.md": b"# words", ".hidden": b""})
+    assert detect(root) == kind
+    write(root, {"adapters/style/adapter_model.safetensors": LORA})
+    assert detect(root) == kind
+    write(root, {"more": b""})
+    refused(root)
+
+
+def test_the_only_file_of_a_directory_may_not_lead_out(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(FILES["gguf"])
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "weights").symlink_to(tmp_path / "elsewhere")
+    refused(tmp_path / "m", "leaves the model directory")
 
 
 def test_an_empty_directory(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.importer.beside import sole
 from clowder_aimage.importer.formats import gguf, gguf_header, onnx, savedmodel, torchscript
 from clowder_aimage.importer.formats.onnx_graph import is_model
 from clowder_aimage.importer.formats.taken import home, is_pickled, reading, start_of, walk
@@ -137,7 +138,18 @@ def _detect_directory(root: Path) -> str:
     # exporters put the models of a repository into a directory of their own
     if any(path.suffix.lower() == onnx.ENDING for path in walk(root)):
         return onnx.FORMAT
+    if (kind := _detect_sole(root)) is not None:
+        return kind
     raise _nothing(root, paths)
+
+
+def _detect_sole(root: Path) -> str | None:
+    """The format of the only file in a directory, whatever it is called."""
+    path = sole(root)
+    try:
+        return _detect_file(path) if path is not None else None
+    except ModelError:  # what the directory lacks says more
+        return None
 
 
 def _has(names: Iterable[str], ending: str) -> bool:

@@ -132,7 +132,7 @@ def reasons_against(store: ImageLayout, wanted: Sequence[str]) -> list[dict[str,
 def _is_writable(store: ImageLayout) -> bool:
     """Whether a byte can be written where the store is, or will be. No file is left."""
     place = store.root / ".aimage"
-    while not place.is_dir() and place != place.parent:
+    while not place.exists() and place != place.parent:
         place = place.parent
     try:
         with tempfile.TemporaryFile(dir=place) as file:

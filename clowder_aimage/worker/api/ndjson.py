@@ -94,6 +94,11 @@ class Lines:
         self._request = request
         self._response: web.StreamResponse | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a line was sent."""
+        return self._response is not None
+
     async def write(self, value: Mapping[str, Any]) -> None:
         """Send a line now."""
         if self._response is None:

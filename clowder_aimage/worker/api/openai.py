@@ -15,14 +15,14 @@ from urllib.parse import quote
 from aiohttp import web
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.worker import error as fault
 from clowder_aimage.worker.api import link, sse
 from clowder_aimage.worker.api.image_request import ImageRequest, read_request, wrong
-from clowder_aimage.worker.api.openai_model import Models, is_runnable, unknown_model
+from clowder_aimage.worker.api.openai_model import Models, is_runnable, read_model, unknown_model
 from clowder_aimage.worker.api.openai_stream import (
+    Keep,
     Telling,
     choose,
     entry,
@@ -145,9 +145,11 @@ class Images:
 
     async def _read(self, reference: Reference) -> AImage | None:
         try:
-            stored = await asyncio.to_thread(read_aimage, self._service.store, reference)
+            stored = await asyncio.to_thread(read_model, self._service.store, reference)
         except NotFoundError:
             return None
+        except FormatError:
+            raise _no_pictures(reference) from None
         return stored.aimage
 
     async def _made(
@@ -165,7 +167,7 @@ class Images:
             if aimage is None:
                 raise unknown_model(str(reference))
         if not is_runnable(aimage):
-            raise wrong("model", f"{reference} makes no pictures", "model_not_supported")
+            raise _no_pictures(reference)
         wishes = wish.wishes(aimage)
         job = Job(reference, wish.prompt, wishes, wish.encoding, previews=previews, pull=pull)
         async with contextlib.aclosing(engine.generate(job)) as made:
@@ -191,22 +193,26 @@ class Images:
         except AImageError as error:
             raise _meant(error) from None
         keep = self._keeper(request, wish)
-        body = await asyncio.to_thread(lambda: json.dumps(_answer(wish, pictures, keep)))
+        body = await asyncio.to_thread(json.dumps, _answer(wish, pictures, keep))
         return web.Response(text=body, content_type="application/json", headers=headers)
 
-    def _keeper(self, request: web.Request, wish: ImageRequest) -> Any:
+    def _keeper(self, request: web.Request, wish: ImageRequest) -> Keep:
         """Keeps a picture, and says at which address of this host it is."""
         base = f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
 
         def keep(picture: Picture) -> str:
-            loop.call_soon_threadsafe(loop.call_later, link.LIFETIME + 1, self._pictures.purge)
+            loop.call_later(link.LIFETIME + 1, self._pictures.purge)
             return base + self._pictures.keep(picture.data, wish.output_format)
 
         return keep
 
 
-def _answer(wish: ImageRequest, pictures: list[Picture], keep: Any) -> dict[str, Any]:
+def _no_pictures(reference: Reference) -> ApiError:
+    return wrong("model", f"{reference} makes no pictures", "model_not_supported")
+
+
+def _answer(wish: ImageRequest, pictures: list[Picture], keep: Keep) -> dict[str, Any]:
     """What OpenAI's ``ImagesResponse`` has."""
     preset = quality(wish)
     first = pictures[0]

@@ -1,7 +1,8 @@
-"""The models of a store, as OpenAI's interface lists them: those that make pictures, and aliases."""
+"""The models of a store as OpenAI's interface lists them: those that make pictures, and aliases."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from datetime import datetime
@@ -9,8 +10,10 @@ from typing import Any
 
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import Stored, read_aimage
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.schema import validate
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.service import Service
 
@@ -26,6 +29,13 @@ def is_runnable(aimage: AImage) -> bool:
     if "family" in properties:
         return bool(properties["family"] == FAMILY)
     return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
+
+
+def read_model(store: ImageLayout, reference: Reference) -> Stored:
+    """The AImage by that name, with a config that is one. Raises NotFoundError, ContentError."""
+    stored = read_aimage(store, reference)
+    validate("aimage-config", stored.aimage.properties)
+    return stored
 
 
 def unknown_model(name: str) -> ApiError:
@@ -78,25 +88,27 @@ class Models:
 
     def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
         """What is said of a model; None where it cannot be run, or not even be read."""
-        if digest not in self._known:
-            if len(self._known) >= _MOST:
-                self._known.clear()
+        try:
+            facts = self._known[digest]
+        except KeyError:
             try:
-                self._known[digest] = self._read(reference)
+                facts = self._read(reference)
             except NotFoundError:
                 return None  # it may be here later
             except AImageError:
-                self._known[digest] = None
-        facts = self._known[digest]
+                facts = None
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[digest] = facts
         return facts and {**facts, "owned_by": reference.registry or "local"}
 
     def _read(self, reference: Reference) -> dict[str, Any] | None:
-        stored = read_aimage(self._service.store, reference)
+        stored = read_model(self._service.store, reference)
         if not is_runnable(stored.aimage):
             return None
-        created = stored.aimage.properties.get("created")
-        if isinstance(created, str):
-            return {"created": int(datetime.fromisoformat(created).timestamp())}
+        with contextlib.suppress(KeyError, ValueError, OverflowError):  # a day that is in no month
+            created = datetime.fromisoformat(stored.aimage.properties["created"])
+            return {"created": int(created.timestamp())}
         path = self._service.store.path(stored.descriptor)
         return {"created": int(os.stat(path).st_mtime)}  # noqa: PTH116 - one call
 

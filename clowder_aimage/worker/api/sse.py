@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -30,7 +31,7 @@ def frame(event: str | None, data: Any, *, number: int | None = None) -> bytes:
             raise ValueError(f"not the name of an event: {event!r}")
         head += f"event: {event}\n"
     text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
-    lines = text.splitlines() or [""]
+    lines = re.split(r"\r\n|\r|\n", text)
     return (head + "".join(f"data: {line}\n" for line in lines) + "\n").encode()
 
 
@@ -126,15 +127,15 @@ class Stream:
         """
         for whole in frames:
             for start in range(0, len(whole), _PIECE):
-                await self._write(whole[start : start + _PIECE])
+                if is_gone(self._request):
+                    raise ConnectionResetError("the client has left")
+                await self._in_time(self.response.write(whole[start : start + _PIECE]))
         self._said = self._clock()
 
-    async def _write(self, piece: bytes) -> None:
-        if is_gone(self._request):
-            raise ConnectionResetError("the client has left")
+    async def _in_time(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(STALL):
-                await self.response.write(piece)
+                await writing
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
@@ -149,5 +150,5 @@ class Stream:
 
     async def close(self) -> web.StreamResponse:
         """End the answer. Raises ConnectionResetError."""
-        await self.response.write_eof()
+        await self._in_time(self.response.write_eof())
         return self.response

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import PosixPath
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from clowder_aimage.content import Rate
+from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.event import Event, OnEvent
 from clowder_aimage.errors import (
     AccessError,
@@ -30,7 +29,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection
+from clowder_aimage.worker.api.told import Credentials, connection_with
 from clowder_aimage.worker.engine import BusyError, DeadlineError, Engine, StoppedError
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.service import Service
@@ -38,7 +37,7 @@ from clowder_aimage.worker.service import Service
 EVERY = 0.1  # seconds between two looks at a transfer
 MOST = 32  # transfers at once: each has threads and connections of its own
 PULL, PUSH = "pull", "push"
-_Work = Callable[[OnEvent], Descriptor]
+_Work = Callable[["Transfer", OnEvent], Descriptor]
 _Key = tuple[str, str, object]
 
 
@@ -50,14 +49,6 @@ class Blob:
     total: int
     completed: int = 0
     is_here: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """What a caller gave for one pull: an entry of docker's config file ("Configuration files",
-    ``auth`` or ``registrytoken``). It is in memory as long as the pull, and in no log."""
-
-    entry: tuple[str, str] = field(repr=False)
 
 
 class Transfer:
@@ -95,7 +86,7 @@ class Transfer:
 
         def run() -> None:
             try:
-                root = work(self._hear)
+                root = work(self, self._hear)
             except BaseException as error:
                 settle(self.result.set_exception, error)
             else:
@@ -103,11 +94,16 @@ class Transfer:
 
         threading.Thread(target=run, daemon=True, name=f"aimage-{self.kind}").start()
 
-    def _hear(self, event: Event) -> None:
-        """Note an event, in whatever thread it comes. Raises StoppedError: it is to give up."""
+    def go_on(self) -> None:
+        """Raise StoppedError where this is to be given up; asked in whatever thread is at it."""
         if self.is_stopped or self._is_over() or not (self.users or self.is_kept):
             self.is_stopped = True
             raise StoppedError(f"the {self.kind} of {self.reference} was given up")
+
+    def _hear(self, event: Event) -> None:
+        """Note an event, in whatever thread it comes."""
+        if self.kind == PUSH:  # a pull may stop only between bytes of a blob: see _Gate
+            self.go_on()
         with self._lock:
             self._note(event)
 
@@ -148,6 +144,26 @@ class Transfer:
         return await asyncio.shield(self.result)
 
 
+class _Gate(Rate):
+    """Bytes of a pull pass here, as fast as they may; none does once the pull is given up.
+
+    Where bytes pass, what came is kept for the next pull, and nothing is left locked.
+    """
+
+    def __init__(self, transfer: Transfer, limit: int) -> None:
+        super().__init__(limit or 1.0)
+        self._transfer, self._is_limited = transfer, limit > 0
+
+    @property
+    def burst(self) -> int:
+        return super().burst if self._is_limited else CHUNK_SIZE
+
+    def passed(self, count: int) -> None:
+        self._transfer.go_on()
+        if self._is_limited:
+            super().passed(count)
+
+
 class Transfers:
     """The transfers of one worker."""
 
@@ -180,25 +196,24 @@ class Transfers:
                 f"{reference} names no registry to pull from",
                 hint=f"name one, such as registry.example.com/team/{reference}",
             )
-        connection = _connection(service.connection, reference, credentials)
-        with self._joined(
-            service,
-            (PULL, str(reference), credentials),
-            reference,
-            lambda hear: pull(reference, service.store, connection, on_event=hear),
-        ) as transfer:
-            yield transfer
+        connection = connection_with(service.connection, reference, credentials)
+
+        def work(transfer: Transfer, hear: OnEvent) -> Descriptor:
+            gate = _Gate(transfer, connection.limit(reference.registry))
+            return pull(reference, service.store, connection, on_event=hear, rate=gate)
+
+        with self._joined(service, (PULL, str(reference), credentials), reference, work) as found:
+            yield found
 
     @contextlib.contextmanager
     def push(self, service: Service, reference: Reference) -> Iterator[Transfer]:
         """Take part in the push of ``reference``. Raises as ``pull``."""
-        with self._joined(
-            service,
-            (PUSH, str(reference), None),
-            reference,
-            lambda hear: push(service.store, reference, service.connection, on_event=hear),
-        ) as transfer:
-            yield transfer
+
+        def work(_: Transfer, hear: OnEvent) -> Descriptor:
+            return push(service.store, reference, service.connection, on_event=hear)
+
+        with self._joined(service, (PUSH, str(reference), None), reference, work) as found:
+            yield found
 
     @contextlib.contextmanager
     def _joined(
@@ -268,25 +283,3 @@ def of_registry(error: AImageError) -> AImageError:
 def _look(result: asyncio.Future[Descriptor]) -> None:
     """Have an error count as seen, although nobody may be left who waits for it."""
     result.exception()
-
-
-class _Told(PosixPath):
-    """A config file of docker's form that is in memory alone: ``auth_file`` of a connection."""
-
-    said: str
-
-    def read_text(self, *_: Any, **__: Any) -> str:
-        return self.said
-
-
-def _connection(
-    connection: Connection, reference: Reference, credentials: Credentials | None
-) -> Connection:
-    """The connection of one pull: with credentials of its own, they count before all others, for
-    the one repository."""
-    if credentials is None:
-        return connection
-    told = _Told(f"credentials-{secrets.token_hex(8)}")  # no two are equal
-    name, value = credentials.entry
-    told.said = json.dumps({"auths": {reference.name: {name: value}}})
-    return replace(connection, auth_file=told)

@@ -1,0 +1,484 @@
+"""Verbs that ask a worker, against workers that do as they are told."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from PIL import Image, PngImagePlugin
+
+from tests.cli.test_startup import HEAVY, imported
+from tests.process import Aimage, Done
+from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
+
+DIGEST = "ab" * 32
+TINY = {"name": "tiny:latest", "model": "tiny:latest", "digest": DIGEST, "size": 1_200_000}
+GENERATIONS = "/v1/images/generations"
+
+
+def png(**facts: object) -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Software", "x")
+    if facts:
+        info.add_itxt("aimage", json.dumps(facts, ensure_ascii=False))
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()
+
+
+def done(data: bytes) -> bytes:
+    pictures = [{"b64_json": base64.b64encode(data).decode()}]
+    return event("done", {"created": 1, "data": pictures})
+
+
+def step(index: int, total: int) -> bytes:
+    return event("progress", {"step": index, "total": total})
+
+
+def drawing(asked: Asked) -> Says:
+    """A worker that makes any picture in two steps."""
+    facts = {"seed": asked.value["seed"], "prompt": "Füchse"}
+    return Says([step(1, 2), step(2, 2), done(png(**facts))])
+
+
+@pytest.fixture
+def at(aimage: Callable[[], Aimage]) -> Callable[[ScriptedWorker], Aimage]:
+    """``at(worker)``: the command line, told of a worker."""
+
+    def make(worker: ScriptedWorker) -> Aimage:
+        here = aimage()
+        here.environment["AIMAGE_HOST"] = worker.host
+        return here
+
+    return make
+
+
+# -- run
+
+
+def test_run_asks_for_what_was_asked_for(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        here.environment["AIMAGE_TOKEN"] = "open-sesame"
+        options = ("--width", 32, "--height", 48, "--steps", 2, "--seed", 5, "--shift", 3)
+        wishes = ("--negative", "no", "--guidance", 1.5)
+        assert here("run", "team/x:v2", "a fox", *options, *wishes).line == "x-5.png"
+    (asked,) = worker.asked
+    assert (asked.method, asked.path) == ("POST", GENERATIONS)
+    assert asked.headers["Authorization"] == "Bearer open-sesame"
+    assert asked.value == {
+        "model": "team/x:v2",
+        "prompt": "a fox",
+        "n": 1,
+        "size": "32x48",
+        "steps": 2,
+        "seed": 5,
+        "shift": 3.0,
+        "negative_prompt": "no",
+        "guidance": 1.5,
+        "response_format": "b64_json",
+        "output_format": "png",
+        "stream": True,
+        "stream_format": "ollama",
+        "strict": True,
+    }
+
+
+def test_run_leaves_to_the_model_what_was_not_asked_for(at):
+    with ScriptedWorker(drawing).running() as worker:
+        said = at(worker)("run", "x", "a fox", "--width", 64)
+    asked = worker.asked[0].value
+    assert asked["width"] == 64
+    assert not {"size", "height", "steps", "shift", "guidance", "negative_prompt"} & asked.keys()
+    assert f"seed {asked['seed']}" in said.err.splitlines()
+    assert f"the worker at http://{worker.host} computes" in said.err.splitlines()
+
+
+def test_the_bytes_of_a_picture_are_the_workers(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        value = here("run", "x", "a fox", "--seed", 5, "--json", "-o", "y").value
+    assert (here.home / "y.png").read_bytes() == png(seed=5, prompt="Füchse")
+    assert value == {"seed": 5, "prompt": "Füchse", "pictures": [{"path": "y.png", "seed": 5}]}
+    assert not list(here.home.glob(".y*"))
+
+
+def test_several_pictures_have_rising_seeds_and_one_bar(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        said = here("run", "x", "a fox", "--seed", 5, "-n", 3, "-o", "y.png", "--json")
+    assert [asked.value["seed"] for asked in worker.asked] == [5, 6, 7]
+    names = ["y-1.png", "y-2.png", "y-3.png"]
+    assert [each["path"] for each in said.value["pictures"]] == names
+    assert all((here.home / name).is_file() for name in names)
+    plans = [json.loads(text) for text in said.err.splitlines() if '"plan"' in text]
+    assert plans == [{"event": "plan", "task": "rendering", "steps": 6}]
+
+
+def test_what_is_finished_is_kept_when_the_next_one_fails(at):
+    def script(asked: Asked) -> Says:
+        busy = says({"error": {"message": "2 requests wait"}}, 503, Retry_After="9")
+        return drawing(asked) if asked.value["seed"] == 5 else busy
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        said = here("run", "x", "a fox", "--seed", 5, "-n", 3, code=1)
+    assert "2 requests wait\n  try again in 9 seconds" in said.err
+    assert [path.name for path in here.home.glob("*.png")] == ["x-5.png"]
+    assert len(worker.asked) == 2
+
+
+def test_a_pull_before_the_picture_is_shown(at):
+    pull = [event("pull", {"completed": done, "total": 10}) for done in (0, 4, 10)]
+
+    def script(_: Asked) -> Says:
+        return Says([b": keep-alive\n\n", *pull, step(1, 1), done(png())])
+
+    with ScriptedWorker(script).running() as worker:
+        said = at(worker)("run", "localhost:1/x", "a fox", "--seed", 1, "--json")
+    plans = [json.loads(text) for text in said.err.splitlines() if '"plan"' in text]
+    reference = "localhost:1/x:latest"
+    assert plans == [
+        {"event": "plan", "task": "pulling", "reference": reference, "size": 10},
+        {"event": "plan", "task": "rendering", "steps": 1},
+    ]
+    assert said.value == {"pictures": [{"path": "x-1.png", "seed": 1}]}  # no facts came
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "text"),
+    [
+        (says({"error": {"message": "size is odd"}}, 400), 2, "size is odd"),
+        (says({"error": {"message": "who?"}}, 401), 4, "AIMAGE_TOKEN"),
+        (says({"error": {"message": "no model"}}, 404), 3, "no model"),
+        (Says([b"404 page not found"], 404), 1, "answered 404"),
+        (Says([event("error", {"error": {"message": "died", "type": "x"}})]), 1, "died"),
+        (Says([step(1, 2)]), 1, "hung up before"),
+        (Says([step(1, 2)], is_cut=True), 1, "broke off"),
+        (Says([done(b"GIF89a")]), 5, "no PNG"),
+        (Says([event("done", {"data": []})]), 5, "no PNG"),
+        (Says([event("done", {"data": [{"b64_json": "!"}]})]), 5, "no PNG"),
+        (Says([event("done", {"data": [{"b64_json": 7}]})]), 5, "no PNG"),
+        (Says([b"data: {\n\n"]), 5, "does not speak"),
+        (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
+    ],
+)
+def test_where_a_worker_fails_there_is_no_picture_and_the_code_says_why(at, answer, code, text):
+    with ScriptedWorker(lambda _: answer).running() as worker:
+        here = at(worker)
+        said = here("run", "x", "a fox", "--seed", 1, code=code)
+    assert text in said.err
+    assert said.out == ""
+    assert not list(here.home.glob("*.png"))
+    assert not list(here.home.glob(".x*"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dtype", "f32"),
+        ("--plain-http",),
+        ("--insecure",),
+        ("--store", "elsewhere"),
+        ("--width", "x"),
+        ("-n", 0),
+        ("-n", 2000),
+        ("--seed", -1),
+        ("--seed", (1 << 64) - 1, "-n", 2),
+        ("--negative", "x"),
+        ("-o", "x.jpg"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_worker_is_asked(at, options):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        said = here("run", "x", "a fox", *options, code=2)
+        if options[0] == "--store":
+            here("--store", "elsewhere", "run", "x", "a fox", code=2)
+    assert said.out == ""
+    assert not worker.asked
+
+
+def test_an_interrupt_hangs_up_and_keeps_nothing(at):
+    is_drawing = threading.Event()
+
+    def for_ever() -> Iterator[bytes]:
+        while True:
+            yield step(1, 9)
+            is_drawing.set()
+
+    with ScriptedWorker(lambda _: Says(for_ever())).running() as worker:
+        here = at(worker)
+        process = here.start("run", "x", "a fox", "--seed", 1, "-q")
+        assert is_drawing.wait(60)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert worker.left.wait(60)
+    assert (process.returncode, out) == (130, "")
+    assert "interrupted" in err
+    assert not list(here.home.glob("*.png"))
+
+
+def test_without_a_named_worker_the_process_itself_is_asked(aimage):
+    here = aimage()
+    here.environment |= {"AIMAGE_HOST": " ", "AIMAGE_TOKEN": ""}
+    assert "in the store" in here("run", "nothing", "a fox", code=3).err
+
+
+def test_a_worker_that_is_not_there(aimage):
+    here = aimage()
+    here.environment["AIMAGE_HOST"] = "127.0.0.1:1"
+    for arguments in (
+        ("run", "x", "a fox"),
+        ("ps",),
+        ("stop", "x"),
+        ("ls", "--remote"),
+        ("rm", "x", "--remote"),
+        ("pull", "localhost:1/x", "--remote"),
+    ):
+        said = here(*arguments, code=1)
+        first, second = said.err.splitlines()
+        assert first == "aimage: no worker answers at http://127.0.0.1:1: Connection refused"
+        assert "aimage serve" in second
+    assert not here.store.exists()
+
+
+@pytest.mark.parametrize("name", ["AIMAGE_HOST", "AIMAGE_TOKEN"])
+def test_variables_that_cannot_be_meant_are_refused(aimage, name):
+    here = aimage()
+    here.environment |= {"AIMAGE_HOST": "127.0.0.1:1", name: "a b"}
+    assert "aimage: " in here("ps", code=2).err
+
+
+# -- ps, stop
+
+
+def in_seconds(count: int) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=count)).isoformat()
+
+
+def test_ps(at):
+    loaded = [
+        TINY | {"device": "cpu (openblas)", "expires_at": in_seconds(90)},
+        TINY | {"name": "b:1", "details": {"device": "gpu"}, "expires_at": "2400-01-01T00:00:00Z"},
+        TINY | {"name": "c:1\x1b[2J", "digest": f"sha512:{DIGEST}", "expires_at": "soon"},
+        TINY | {"name": "d:1", "device": 3, "expires_at": in_seconds(-5)},
+    ]
+    with ScriptedWorker(lambda _: says({"models": loaded})).running() as worker:
+        here = at(worker)
+        rows = [text.split("  ") for text in here("ps").out.splitlines()]
+        rows = [[cell.strip() for cell in row if cell] for row in rows]
+        value = here("ps", "--json").value
+    assert [asked.path for asked in worker.asked] == ["/api/ps"] * 2
+    assert rows[0] == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
+    assert rows[1][:4] == ["tiny:latest", DIGEST[:12], "1.2 MB", "cpu (openblas)"]
+    assert rows[1][4] in ("in 1:30", "in 1:29", "in 1:28", "in 1:27")
+    assert rows[2][3:] == ["gpu", "for ever"]
+    assert rows[3][0] == "c:1\N{REPLACEMENT CHARACTER}[2J"
+    assert rows[3][3:] == ["?", "for ever"]
+    assert rows[4][3:] == ["?", "in 0:00"]
+    assert value[0] == {
+        "reference": "tiny:latest",
+        "digest": f"sha256:{DIGEST}",
+        "size": 1_200_000,
+        "device": "cpu (openblas)",
+        "until": loaded[0]["expires_at"],
+    }
+    assert [row["until"] for row in value[1:3]] == [None, None]
+
+
+def test_nothing_is_loaded(at):
+    with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
+        assert at(worker)("ps").out.split() == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
+        assert at(worker)("ls", "--remote", "--json").value == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[], {}, {"models": {}}, {"models": [7]}, {"models": [{"name": "x"}]}, None],
+)
+def test_a_list_that_is_none_is_refused(at, answer):
+    with ScriptedWorker(lambda _: says(answer)).running() as worker:
+        here = at(worker)
+        for arguments in (("ps",), ("ls", "--remote"), ("rm", "--remote", "x")):
+            assert "lists no models" in here(*arguments, code=5).err
+
+
+def test_stop(at):
+    with ScriptedWorker(lambda _: says({"done": True})).running() as worker:
+        here = at(worker)
+        assert here("stop", "tiny").line == "tiny:latest"
+        assert here("stop", "tiny:v1", "--json").value == {"stopped": "tiny:v1"}
+    first = worker.asked[0]
+    assert (first.method, first.path) == ("POST", "/api/generate")
+    assert first.value == {"model": "tiny:latest", "prompt": "", "stop": True, "stream": False}
+
+
+def test_stop_what_is_not_there(at):
+    with ScriptedWorker(lambda _: says({"error": "no x"}, 404)).running() as worker:
+        assert "no x" in at(worker)("stop", "x", code=3).err
+
+
+# -- ls, rm, pull
+
+
+def test_ls_of_a_worker(at):
+    found = [TINY, TINY | {"name": "a:1", "details": {"family": "z-image"}}]
+    with ScriptedWorker(lambda _: says({"models": found})).running() as worker:
+        here = at(worker)
+        rows = [text.split() for text in here("ls", "--remote").out.splitlines()]
+        value = here("ls", "--remote", "--json").value
+        assert here("ls", "--json").value == []  # its own store
+    assert worker.asked[0].path == "/api/tags"
+    assert rows == [
+        ["NAME", "DIGEST", "SIZE", "FAMILY"],
+        ["a:1", DIGEST[:12], "1.2", "MB", "z-image"],
+        ["tiny:latest", DIGEST[:12], "1.2", "MB", "?"],
+    ]
+    assert value[1] == {
+        "reference": "tiny:latest",
+        "digest": f"sha256:{DIGEST}",
+        "size": 1_200_000,
+        "family": None,
+    }
+
+
+def test_rm_at_a_worker(at):
+    models = {"models": [TINY, TINY | {"name": "a:1"}]}
+    with ScriptedWorker(
+        lambda asked: says(models) if asked.method == "GET" else Says()
+    ).running() as worker:
+        here = at(worker)
+        assert here("rm", "--remote", "tiny", "a:1").out == "tiny:latest\na:1\n"
+        deleted = [asked.value for asked in worker.asked if asked.method == "DELETE"]
+        assert deleted == [{"model": "tiny:latest"}, {"model": "a:1"}]
+        assert worker.asked[-1].path == "/api/delete"
+        assert "has no b:latest" in here("rm", "--remote", "tiny", "b", code=3).err
+        assert sum(asked.method == "DELETE" for asked in worker.asked) == 2  # not one more
+
+
+def pulling(*last: bytes) -> Says:
+    other = f"sha256:{'cd' * 32}"
+    return Says(
+        [
+            line(status="pulling manifest"),
+            line(status="pulling abab", digest=f"sha256:{DIGEST}", total=10, completed=0),
+            line(status="pulling abab", digest=f"sha256:{DIGEST}", total=10, completed=10),
+            line(status="pulling cdcd", digest=other, total=5, completed=5),
+            line(status="verifying sha256 digest"),
+            *last,
+        ]
+    )
+
+
+def test_pull_by_a_worker(at):
+    name = "localhost:5000/team/x:v1"
+    models = {"models": [TINY, TINY | {"name": name, "digest": "ef" * 32}]}
+
+    def script(asked: Asked) -> Says:
+        return says(models) if asked.method == "GET" else pulling(line(status="success"))
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        said = here("pull", "--remote", name)
+        assert said.line == f"sha256:{'ef' * 32}"
+        assert said.err.splitlines()[-1] == f"pulled by the worker at http://{worker.host}"
+        assert here("pull", "--remote", name, "-q").err == ""
+        said = here("pull", "--remote", name, "--json")
+    assert said.value == {"reference": name, "digest": f"sha256:{'ef' * 32}", "size": 1_200_000}
+    assert sizes(said) == [10, 15]
+    assert (worker.asked[0].path, worker.asked[0].value) == ("/api/pull", {"model": name})
+    assert not here.store.exists()
+
+
+def sizes(said: Done) -> list[int]:
+    """What a bar was told that there is to do."""
+    events = [json.loads(text) for text in said.err.splitlines()]
+    return [each["size"] for each in events if each["event"] == "plan"]
+
+
+@pytest.mark.parametrize("size", [{"size": 1000}, {}], ids=["known", "unknown"])
+def test_the_size_of_a_pull_by_a_worker_is_told_seldom(at, size):
+    blobs = [
+        line(digest=str(i), total=10, completed=done, **size)
+        for i in range(100)
+        for done in (5, 10)
+    ]
+
+    def script(asked: Asked) -> Says:
+        models = {"models": [TINY | {"name": "localhost:1/x:latest"}]}
+        return says(models) if asked.method == "GET" else Says([*blobs, line(status="success")])
+
+    with ScriptedWorker(script).running() as worker:
+        told = sizes(at(worker)("pull", "--remote", "localhost:1/x", "--json"))
+    if size:
+        assert told == [1000]
+    else:
+        assert len(told) < 40
+        assert told == sorted(told)
+        assert told[-1] > 900
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "text"),
+    [
+        (line(error="no such manifest", status=404), 3, "no such manifest"),
+        (line(error="log in", status=502), 1, "log in"),
+        (line(status="writing manifest"), 1, "hung up before"),
+        (line(status="pulling", digest="x", total="many", completed=None), 1, "hung up before"),
+    ],
+)
+def test_a_pull_that_fails_at_a_worker(at, last, code, text):
+    with ScriptedWorker(lambda _: pulling(last)).running() as worker:
+        said = at(worker)("pull", "--remote", "localhost:5000/x", code=code)
+    assert text in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pull", "--remote", "localhost:1/x", "--jobs", 3),
+        ("pull", "--remote", "localhost:1/x", "--dry-run"),
+        ("pull", "--remote", "localhost:1/x", "--component", "vae"),
+        ("pull", "--remote", "localhost:1/x", "--insecure"),
+        ("ls", "--remote", "--store", "s"),
+        ("rm", "--remote", "--store", "s", "x"),
+        ("ps", "--store", "s"),
+        ("stop", "x", "--store", "s"),
+        ("--store", "s", "ls", "--remote"),
+    ],
+)
+def test_options_about_this_machine_are_not_for_a_worker(at, arguments):
+    with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
+        said = at(worker)(*arguments, code=2)
+    assert "cannot be said to a worker" in said.err
+    assert not worker.asked
+
+
+# -- what it costs
+
+
+def test_a_worker_is_asked_without_anything_heavy(at, monkeypatch):
+    with ScriptedWorker(drawing).running() as worker:
+        for name, value in at(worker).env().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(at(worker).home)
+        for arguments in (("run", "x", "a fox"), ("ps",), ("ls", "--remote"), ("stop", "x")):
+            modules = imported(*arguments)
+            assert "clowder_aimage.worker.client" in modules
+            assert not {m for m in modules if m.partition(".")[0] in HEAVY}
+    assert len(worker.asked) == 4
+
+
+def test_a_local_list_does_not_load_a_client(aimage, monkeypatch):
+    monkeypatch.setenv("AIMAGE_HOST", "127.0.0.1:1")
+    modules = imported("--store", str(aimage().store), "ls")
+    assert "clowder_aimage.layout.layout" in modules
+    assert not {"http.client", "clowder_aimage.worker.client"} & modules

@@ -1,0 +1,432 @@
+"""What is in deploy/ and docker-compose.yml is valid, hardened, and says what the program knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from clowder_aimage import schema
+from clowder_aimage.cli.main import cli
+from tests.deploy.written import (
+    COMPOSE,
+    DEPLOY,
+    DOCKERFILES,
+    IGNORE,
+    PLIST,
+    PROGRAM,
+    ROOT,
+    SOCKET,
+    UNITS,
+    WORKER,
+    compose,
+    instructions,
+    last,
+    plist,
+    typed,
+    unit,
+)
+
+LARGEST_EXPOSURE = 3.0
+USER = "10001:10001"
+# launchd.plist(5): the keys that an agent of ours may have, and what they hold
+KEYS: dict[str, type] = {
+    "Label": str,
+    "ProgramArguments": list,
+    "EnvironmentVariables": dict,
+    "WorkingDirectory": str,
+    "RunAtLoad": bool,
+    "KeepAlive": dict,
+    "ThrottleInterval": int,
+    "ProcessType": str,
+    "ExitTimeOut": int,
+    "Umask": int,
+    "SoftResourceLimits": dict,
+    "StandardOutPath": str,
+    "StandardErrorPath": str,
+}
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+def tool(program: str) -> str:
+    """Where a program is: beside this Python, else on PATH.
+
+    Without it the test is skipped, or fails where AIMAGE_REQUIRE_TOOLS=1 says that all are there.
+    """
+    beside = Path(sys.executable).with_name(program)
+    found = str(beside) if beside.is_file() else shutil.which(program)
+    if found is None:
+        missing = f"{program} is not installed"
+        pytest.fail(missing) if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip(
+            missing
+        )
+    return found
+
+
+def run(*command: object) -> str:
+    """What a program says; the test fails with that if the program does."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"exit code {done.returncode}: {said}"
+    return said
+
+
+def is_pinned(image: str) -> bool:
+    """Whether an image's name has a tag with a version in it, or a digest."""
+    _, colon, tag = image.rpartition("/")[2].partition(":")
+    return "@sha256:" in image or (bool(colon) and tag[:1].isdigit())
+
+
+def seconds(text: str) -> float:
+    """A time as compose and systemd write it, as far as we do."""
+    return float(text.removesuffix("s"))
+
+
+# -- all of it
+
+
+def test_every_command_line_is_one_that_the_program_takes() -> None:
+    lines = typed()
+    assert len(lines) >= 6
+    for where, arguments in lines.items():
+        command: click.Command = cli
+        while isinstance(command, click.Group):
+            found = command.get_command(click.Context(command), arguments[0])
+            assert found is not None, f"{where}: no verb {arguments[0]}"
+            command, arguments = found, arguments[1:]
+        try:
+            command.make_context("aimage", list(arguments))
+        except click.ClickException as error:
+            pytest.fail(f"{where}: {error.format_message()}")
+
+
+def test_the_worker_takes_every_value() -> None:
+    pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+    from clowder_aimage.cli.serve import serve
+    from clowder_aimage.worker.settings import effective
+
+    for arguments in typed().values():
+        if arguments[0] != "serve":
+            continue
+        options = serve.make_context("serve", arguments[1:]).params
+        effective({**options, "aliases": ",".join(options["aliases"])}, None)  # raises UsageError
+
+
+def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
+    pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+    from clowder_aimage.worker.settings import Settings
+
+    grace = Settings().grace
+    limits = {
+        "compose": seconds(compose()["services"]["worker"]["stop_grace_period"]),
+        "systemd": seconds(unit(WORKER)["TimeoutStopSec"]),
+        "launchd": float(plist()["ExitTimeOut"]),
+    }
+    assert {k: v for k, v in limits.items() if v < grace + 10} == {}
+
+
+def test_extras_that_are_installed_exist() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in (*DOCKERFILES, DEPLOY / "README.md"):
+        asked = re.findall(r"(?:\$\{wheel\}|checkout)\[([\w,]+)\]", path.read_text())
+        assert asked, path
+        assert not set(",".join(asked).split(",")) - set(known), path
+
+
+def test_every_image_is_pinned_to_a_version() -> None:
+    used = [
+        rest.split()[0]
+        for path in DOCKERFILES
+        for word, rest in instructions(path)
+        if word == "FROM"
+    ]
+    used += [s["image"] for s in compose()["services"].values() if "build" not in s]
+    assert len(used) >= 5
+    assert [image for image in used if not is_pinned(image)] == []
+
+
+def test_no_tag_is_latest() -> None:
+    for path in (COMPOSE, *DEPLOY.rglob("*")):
+        if path.is_file() and path.suffix != ".md":
+            assert ":latest" not in path.read_text(), path
+
+
+def test_the_judge_of_pins_can_refuse() -> None:
+    assert is_pinned("python:3.13-slim")
+    assert is_pinned("registry.example:5000/a/b:2")
+    assert not is_pinned("python")
+    assert not is_pinned("python:latest")
+    assert not is_pinned("registry.example:5000/a/b")
+
+
+# -- images
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    assert run(tool("hadolint"), "--failure-threshold", "style", path) == ""
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_an_image_is_one_users_who_is_not_root(path: Path) -> None:
+    assert last(path, "USER") == USER
+    words = [word for word, _ in instructions(path)]
+    after = words[len(words) - words[::-1].index("USER") :]
+    assert not {"RUN", "COPY", "ADD"} & set(after)
+    uid, _, gid = USER.partition(":")
+    made = [rest for word, rest in instructions(path) if word == "RUN" and "useradd" in rest]
+    assert f"--uid {uid} --gid {gid}" in made[-1]
+    assert "/var/lib/aimage" in made[-1]
+    assert last(path, "VOLUME") == "/var/lib/aimage"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_an_image_has_one_port_and_says_so_everywhere(path: Path) -> None:
+    (port,) = re.findall(r"0\.0\.0\.0:(\d+)", last(path, "CMD"))
+    assert last(path, "EXPOSE") == port
+    assert re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", last(path, "HEALTHCHECK")) == [port]
+
+
+def test_both_images_run_the_same() -> None:
+    for word in ("USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"):
+        assert len({last(path, word) for path in DOCKERFILES}) == 1, word
+
+
+def copied(path: Path) -> list[str]:
+    """What a Dockerfile takes out of the context."""
+    copies = [rest.split() for word, rest in instructions(path) if word == "COPY"]
+    return [source for words in copies if "--from=build" not in words for source in words[:-1]]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_the_context_holds_what_is_copied_and_nothing_else(path: Path) -> None:
+    lines = [line for line in IGNORE.read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    assert {line[1:] for line in lines if line[0] == "!"} == set(copied(path))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_what_is_copied_makes_the_whole_wheel(path: Path, tmp_path: Path) -> None:
+    """``pip wheel`` of the context, by the build backend that pyproject.toml names."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    for source in copied(path):
+        if (ROOT / source).is_dir():
+            away = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / source, tmp_path / source, ignore=away)
+        else:
+            shutil.copy(ROOT / source, tmp_path / source)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").glob("clowder_aimage-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    modules = {str(p.relative_to(ROOT)) for p in (ROOT / "clowder_aimage").rglob("*.py")}
+    assert modules <= names
+    schemas = {f"clowder_aimage/schemas/{p.name}" for p in (ROOT / "schemas").glob("*.json")}
+    assert schemas and schemas <= names
+
+
+# -- compose
+
+
+def test_the_compose_file_keeps_to_its_schema() -> None:
+    run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None:
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text(COMPOSE.read_text().replace("read_only:", "readonly:"))
+    command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", wrong]
+    assert subprocess.run(command, capture_output=True).returncode == 1
+
+
+def test_a_plain_start_is_the_registry_alone() -> None:
+    services = compose()["services"]
+    assert [key for key, value in services.items() if not value.get("profiles")] == ["registry"]
+    assert {key for key, value in services.items() if "worker" in value.get("profiles", ())} == {
+        "init",
+        "worker",
+    }
+
+
+@pytest.mark.parametrize("service", ["registry", "init", "worker"])
+def test_a_container_may_do_little(service: str) -> None:
+    found: dict[str, Any] = compose()["services"][service]
+    assert found["read_only"] is True
+    assert found["cap_drop"] == ["ALL"]
+    assert "cap_add" not in found and "privileged" not in found and "network_mode" not in found
+    assert found["security_opt"] == ["no-new-privileges:true"]
+    for port in found.get("ports", ()):
+        assert port.startswith("127.0.0.1:"), port
+    if "build" in found:
+        assert found["user"] == USER
+    for volume in found["volumes"]:
+        source, _, access = volume.partition(":")[0], *volume.partition(":")[2].partition(":")[::2]
+        if source.startswith("."):
+            assert (ROOT / source).exists(), source
+            assert access == "ro", volume
+        else:
+            assert source in compose()["volumes"], source
+
+
+def test_the_worker_waits_for_the_token_and_the_model() -> None:
+    """By the condition that ``up --wait`` knows for what ends (docker/compose, start.go)."""
+    services = compose()["services"]
+    assert services["worker"]["depends_on"]["init"]["condition"] == "service_completed_successfully"
+    assert services["init"]["depends_on"]["registry"]["condition"] == "service_healthy"
+    (shared,) = {v.partition(":")[0] for v in services["init"]["volumes"]} & set(
+        compose()["volumes"]
+    )
+    assert f"{shared}:/run/aimage:ro" in services["worker"]["volumes"]
+
+
+def test_what_compose_builds_is_there() -> None:
+    for service in compose()["services"].values():
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]) in DOCKERFILES
+            assert service["pull_policy"] == "build"
+
+
+def test_the_configuration_of_containers_keeps_to_our_schema() -> None:
+    document = json.loads((DEPLOY / "docker" / "config.json").read_text())
+    schema.validate("config", document)
+    init = compose()["services"]["init"]["environment"]
+    host = init["MODEL"].partition("/")[0]
+    assert document["registries"][host]["plainHttp"] is True
+    assert host.partition(":")[0] in compose()["services"]
+
+
+# -- systemd
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units as they would lie in a system that has a program at their ExecStart."""
+    for path in (*UNITS, SOCKET):
+        (tmp_path / path.name).write_text(path.read_text().replace(PROGRAM, "/bin/true"))
+    return tmp_path
+
+
+def test_systemd_understands_every_line(installed: Path) -> None:
+    units = sorted(installed.iterdir())
+    said = run(tool("systemd-analyze"), "--man=no", "verify", *units)
+    assert [
+        line for line in said.splitlines() if "aimage" in line
+    ] == []  # others are the machine's
+
+
+def test_systemd_would_say_that_it_does_not_understand(installed: Path) -> None:
+    unknown = installed / "aimage.service"
+    unknown.write_text(unknown.read_text().replace("KillMode=", "KilMode="))
+    command = [tool("systemd-analyze"), "--man=no", "verify", unknown]
+    assert "KilMode" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("path", UNITS, ids=name)
+def test_a_service_is_hardly_exposed(path: Path) -> None:
+    said = run(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
+    found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
+    assert found is not None, said
+    assert float(found[1]) <= LARGEST_EXPOSURE
+
+
+def test_services_share_one_user_and_write_nowhere_else() -> None:
+    for path in UNITS:
+        found = unit(path)
+        assert found["User"] == found["Group"] == "aimage", path.name
+        assert found["ProtectSystem"] == "strict" and "ReadWritePaths" not in found
+        assert f"/var/lib/{found['StateDirectory']}" == "/var/lib/aimage"
+        assert "Environment=AIMAGE_STORE=/var/lib/aimage" in path.read_text().splitlines()
+
+
+def test_a_stop_is_told_to_the_worker_and_not_to_its_models() -> None:
+    """The worker ends its model processes itself, when pictures are done; one that was killed for
+    memory is no reason to stop the rest (systemd.kill(5), OOMPolicy= in systemd.service(5))."""
+    found = unit(WORKER)
+    assert (found["KillMode"], found["OOMPolicy"], found["Type"]) == ("mixed", "continue", "notify")
+
+
+def test_the_socket_is_for_its_group_and_this_machine() -> None:
+    found = unit(SOCKET)
+    assert (found["SocketUser"], found["SocketGroup"]) == ("aimage", "aimage")
+    assert (found["SocketMode"], found["DirectoryMode"]) == ("0660", "0750")
+    places = re.findall(r"^ListenStream=(.*)$", SOCKET.read_text(), re.MULTILINE)
+    assert places == ["/run/aimage/aimage.sock", "127.0.0.1:11434"]
+
+
+def test_users_and_directories_are_made(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give directories away")
+    users, directories = (
+        DEPLOY / "systemd" / f"aimage.{kind}.conf" for kind in ("sysusers", "tmpfiles")
+    )
+    (tmp_path / "etc").mkdir()
+    run(tool("systemd-sysusers"), f"--root={tmp_path}", users)
+    entry = re.search(
+        r"^aimage:x:(\d+):(\d+):[^:]*:([^:]*):(\S+)$",
+        (tmp_path / "etc" / "passwd").read_text(),
+        re.MULTILINE,
+    )
+    assert entry is not None
+    assert (entry[3], Path(entry[4]).name) == ("/var/lib/aimage", "nologin")
+    run(tool("systemd-tmpfiles"), f"--root={tmp_path}", "--create", directories)
+    place = (tmp_path / "run" / "aimage").stat()
+    assert (place.st_mode & 0o777, place.st_uid, place.st_gid) == (
+        0o750,
+        int(entry[1]),
+        int(entry[2]),
+    )
+
+
+# -- launchd
+
+
+def test_the_agent_has_only_keys_that_launchd_knows() -> None:
+    found = plist()
+    assert found["Label"] == PLIST.stem
+    for key, value in found.items():
+        assert type(value) is KEYS.get(key), key
+    assert {"Label", "ProgramArguments", "RunAtLoad", "KeepAlive"} <= set(found)
+    assert found["ProcessType"] in ("Background", "Standard", "Adaptive", "Interactive")
+    assert found["KeepAlive"] == {"SuccessfulExit": False}
+    assert found["Umask"] == 0o077
+
+
+def test_the_agent_listens_on_this_machine_alone() -> None:
+    arguments = plist()["ProgramArguments"]
+    assert Path(arguments[0]).is_absolute() and all(isinstance(a, str) for a in arguments)
+    assert [a for a in arguments if a.startswith("--addr")] == ["--addr=127.0.0.1:11434"]
+
+
+def test_the_command_of_the_readme_makes_the_agent(tmp_path: Path) -> None:
+    (command,) = re.findall(
+        r"^sed .*?(?=^\S|\Z)", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )[:1]
+    (tmp_path / "Library" / "LaunchAgents").mkdir(parents=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    made = (tmp_path / "Library" / "LaunchAgents" / PLIST.name).read_bytes()
+    assert b"@HOME@" not in made
+    program = shlex.quote(f"{tmp_path}/.local/share/aimage-venv/bin/aimage")
+    assert program.encode() in made

@@ -1,0 +1,240 @@
+"""There and back: ``create`` of what was exported gives the same digest, whatever the format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.export import export
+from clowder_aimage.importer import Provenance
+from clowder_aimage.importer.source import Form
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from tests.exporter.conftest import files_in
+from tests.importer import formats_protobuf as pb
+from tests.importer.conftest import safetensors
+from tests.importer.formats_gguf import LLAMA, gguf
+from tests.importer.test_importer_torchscript import MEMBERS, archive
+
+ONE, TWO = Reference.parse("one"), Reference.parse("two")
+MIT = b"---\nlicense: mit\n---\n"
+CARD = b"---\nlicense: mit\ntags: [x]\n---\n# Words\n"
+LORA = safetensors(
+    [("layers.0.to_q.lora_A.weight", "F32", (2, 4)), ("layers.0.to_q.lora_B.weight", "F32", (4, 2))]
+)
+PEFT = {
+    "adapter_config.json": b'{"peft_type": "LORA", "lora_alpha": 4}',
+    "adapter_model.safetensors": LORA,
+}
+CONFIG = b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+WEIGHTS = safetensors([("layers.0.to_q.weight", "F32", (4, 4))], format="pt")
+SAID = [pair for pair in LLAMA if pair[0] != "general.license"]
+WITHOUT = gguf(SAID)
+FILES = {
+    "model.gguf": WITHOUT,
+    "weights": WITHOUT,
+    "said.gguf": gguf(),
+    "model.pt": archive(MEMBERS),
+    "model.bin": archive(MEMBERS),
+    "model.onnx": pb.plain_model(),
+    "network": pb.plain_model(),
+    "style.safetensors": LORA,
+    "style": LORA,
+}
+SAVED = {
+    "saved_model.pb": pb.saved_model(),
+    "variables/variables.index": b"index",
+    "variables/variables.data-00000-of-00001": b"data",
+    "assets/vocab.txt": b"words",
+}
+TRANSFORMERS = {"config.json": CONFIG, "model.safetensors": WEIGHTS}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def write(root, files):
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def again(store, tmp_path, source, **options):
+    """The files of an export, once packing them has given the same digest."""
+    made = create(store, ONE, source, **options)
+    shutil.rmtree(source) if source.is_dir() else source.unlink()
+    export(store, ONE, tmp_path / "out")
+    options.pop("provenance", None)
+    form = options.pop("form", Form())
+    form = Form(form.format, form.whole_files, form.compression)
+    assert create(store, TWO, tmp_path / "out", form=form, **options).descriptor == made.descriptor
+    return files_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize("license_", ["mit", None])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file(store, tmp_path, name, license_):
+    source = write(tmp_path / "source", {name: FILES[name]}) / name
+    card = {"README.md": MIT} if license_ else {}
+    if name == "said.gguf":
+        license_ = "apache-2.0" if license_ else None  # which is what it says itself
+        card = {}
+    found = again(store, tmp_path, source, provenance=Provenance(license=license_))
+    assert found == {name: FILES[name]} | card
+
+
+@pytest.mark.parametrize("license_", ["mit", None])
+def test_a_savedmodel(store, tmp_path, license_):
+    source = write(tmp_path / "source", SAVED)
+    found = again(store, tmp_path, source, provenance=Provenance(license=license_))
+    assert found == SAVED | ({"README.md": MIT} if license_ else {})
+
+
+@pytest.mark.parametrize("card", [CARD, MIT, b"# Words\n"])
+def test_a_savedmodel_with_a_card(store, tmp_path, card):
+    source = write(tmp_path / "source", SAVED | {"README.md": card})
+    assert again(store, tmp_path, source) == SAVED | {"README.md": card}
+
+
+@pytest.mark.parametrize("compression", ["", "gzip"])
+def test_a_directory_of_whole_files(store, tmp_path, compression):
+    source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
+    form = Form(whole_files=True, compression=compression)
+    assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": MIT}
+
+
+def test_an_adapter_of_peft(store, tmp_path):
+    source = write(tmp_path / "source", PEFT | {"README.md": CARD})
+    assert again(store, tmp_path, source) == PEFT | {"README.md": MIT}
+
+
+SOURCES = {
+    "gguf": {"model.gguf": WITHOUT},
+    "odd": {"weights": WITHOUT},
+    "torchscript": {"model.pt": archive(MEMBERS)},
+    "onnx": {"model.onnx": pb.plain_model()},
+    "nested": {"onnx/model.onnx": pb.plain_model(), "config.json": CONFIG},
+    "savedmodel": SAVED,
+    "transformers": TRANSFORMERS,
+    "lora": PEFT,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_adapters_that_travel_along(store, tmp_path, kind):
+    """Of PEFT's directory, and a lone file of any name."""
+    source = write(tmp_path / "source", SOURCES[kind])
+    write(tmp_path / "style", PEFT)
+    (tmp_path / "face.bin").write_bytes(LORA)
+    form = Form(adapters=(("style", tmp_path / "style"), ("face", tmp_path / "face.bin")))
+    found = again(store, tmp_path, source, form=form)
+    adapters = {f"adapters/style/{name}": data for name, data in PEFT.items()}
+    assert found == SOURCES[kind] | adapters | {"adapters/face/face.bin": LORA}
+    facts = json.loads(store.path(_config(store)).read_bytes())
+    assert facts["adapters"].keys() == {"face", "style"}
+    assert facts["adapters"]["style"]["alpha"] == 4
+
+
+def _config(store):
+    from clowder_aimage.layout.aimage import read_aimage
+
+    return read_aimage(store, TWO).manifest.config
+
+
+def test_a_model_of_diffusers_with_an_adapter(store, tmp_path, tiny):
+    lora = [
+        ("transformer.layers.0.attention.to_q.lora_A.weight", "F32", (2, 48)),
+        ("transformer.layers.0.attention.to_q.lora_B.weight", "F32", (48, 2)),
+    ]
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    write(source, {"adapters/style/x.safetensors": safetensors(lora)})
+    found = again(store, tmp_path, source)
+    assert found["adapters/style/x.safetensors"] == safetensors(lora)
+
+
+# -- what is no adapter
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"adapters/notes.txt": b"words"}, "it is a file"),
+        ({"adapters/style.safetensors": LORA}, "lies in a directory of its own|it is a file"),
+        ({"adapters/style/notes.txt": b"words", "adapters/style/more": b""}, "it has 0"),
+        ({"adapters/style/a.safetensors": LORA, "adapters/style/b.safetensors": LORA}, "it has 2"),
+        ({"adapters/style/adapter_model.bin": b"x", "adapters/style/more": b""}, "pickled"),
+        ({"adapters/-style/a.safetensors": LORA}, "no adapter can have that name"),
+    ],
+    ids=["file", "lora", "words", "two", "pickled", "name"],
+)
+@pytest.mark.parametrize("kind", ["transformers", "gguf", "torchscript", "onnx"])
+def test_what_would_be_left_out_is_told(store, tmp_path, kind, files, said):
+    source = write(tmp_path / "source", SOURCES[kind] | files)
+    with pytest.raises(ModelError, match=said) as caught:
+        create(store, ONE, source)
+    assert caught.value.hint
+    assert list(store.tags()) == []
+
+
+def test_an_empty_directory_of_adapters(store, tmp_path):
+    source = write(tmp_path / "source", TRANSFORMERS)
+    (source / "adapters").mkdir()
+    with pytest.raises(ModelError, match="it is empty"):
+        create(store, ONE, source)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "savedmodel"])
+def test_a_damaged_adapter(store, tmp_path, kind):
+    broken = {"adapters/style/adapter_model.safetensors": LORA[:-1]}
+    source = write(tmp_path / "source", SOURCES[kind] | broken)
+    if kind == "savedmodel":  # whose every file is its own
+        assert again(store, tmp_path, source) == SAVED | broken
+        return
+    with pytest.raises(FormatError):
+        create(store, ONE, source)
+
+
+def test_models_that_lie_there_are_no_adapters(store, tmp_path):
+    files = {"model.onnx": pb.plain_model(), "adapters/small/model.onnx": pb.plain_model()}
+    source = write(tmp_path / "source", files)
+    assert again(store, tmp_path, source) == files
+    saved = SAVED | {"adapters/notes.txt": b"words"}
+    create(store, ONE, write(tmp_path / "saved", saved))
+    export(store, ONE, tmp_path / "third")
+    assert files_in(tmp_path / "third") == saved
+
+
+def test_an_adapter_that_leads_out(store, tmp_path):
+    write(tmp_path / "style", PEFT)
+    source = write(tmp_path / "source", TRANSFORMERS)
+    (source / "adapters").mkdir()
+    (source / "adapters" / "style").symlink_to(tmp_path / "style")
+    with pytest.raises(ModelError, match="leaves the model directory"):
+        create(store, ONE, source)
+
+
+def test_an_adapter_by_hand_has_no_name_that_is_there(store, tmp_path):
+    files = {f"adapters/style/{name}": data for name, data in PEFT.items()}
+    source = write(tmp_path / "source", TRANSFORMERS | files)
+    write(tmp_path / "style", PEFT)
+    with pytest.raises(UsageError, match="two adapters are called style"):
+        create(store, ONE, source, form=Form(adapters=(("style", tmp_path / "style"),)))
+
+
+def test_an_adapter_for_another_model(store, tmp_path):
+    lora = [
+        ("layers.0.to_q.lora_A.weight", "F32", (2, 9)),
+        ("layers.0.to_q.lora_B.weight", "F32", (4, 2)),
+    ]
+    files = {"adapters/style/x.safetensors": safetensors(lora)}
+    source = write(tmp_path / "source", TRANSFORMERS | files)
+    with pytest.raises(FormatError):
+        create(store, ONE, source)

@@ -1,0 +1,173 @@
+"""Layers that another tool compressed on the way, as copying a container image may."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from tests.exporter.conftest import NAME, tensors_in
+
+DATA = bytes(range(256)) * 9000
+ZEROS = bytes(100 << 20)
+CONFIG = b'{"model_type": "llama"}'
+SHAPE = ("U8", (len(DATA),), DATA)
+KINDS = {
+    mediatype.OCI_LAYER_TAR_GZIP: "gzip",
+    "application/vnd.docker.image.rootfs.diff.tar.gzip": "gzip",
+    mediatype.OCI_LAYER_TAR_ZSTD: "zstd",
+    "application/vnd.docker.image.rootfs.diff.tar.zstd": "zstd",
+}
+
+
+def pack(data: bytes, kind: str) -> bytes:
+    if KINDS[kind] == "gzip":
+        return gzip.compress(data, mtime=0)
+    return bytes(pytest.importorskip("zstandard").compress(data))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+def recompressed(artifact, kind, change=lambda data: data):
+    """What the store holds once such a tool has copied it: none of the blobs as they were."""
+    artifact.finish("container")
+    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
+    rows = []
+    for layer in artifact.layers:
+        path = artifact.store.path(layer.descriptor)
+        data = change(pack(path.read_bytes(), kind))
+        rows.append(Descriptor.of(kind, data))
+        artifact.store.push(rows[-1], bytes_body(data))
+    for path in {artifact.store.path(layer.descriptor) for layer in artifact.layers}:
+        path.unlink()
+    document["layers"] = [row.to_json() for row in rows]
+    manifest = Manifest.build(document)
+    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+    return artifact
+
+
+@pytest.fixture
+def full(artifact, kind):
+    """A tensor, two files, one of them compressed twice, and a tar."""
+    artifact.config |= {"format": "transformers"}
+    artifact.add_tensors("x", {"x": SHAPE})
+    artifact.add("config.json", CONFIG)
+    artifact.add("notes.txt", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip", DATA)
+    artifact.add_tar(("kit/a", DATA))
+    return recompressed(artifact, kind)
+
+
+def check(artifact, found):
+    assert tensors_in(artifact.out / "model.safetensors") == {"x": SHAPE}
+    del found["model.safetensors"]
+    assert found == {"config.json": CONFIG, "notes.txt": DATA, "kit/a": DATA}
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_they_are_unpacked_on_the_way_and_the_store_stays_as_it_is(full, links):
+    before = set((full.store.root / "blobs/sha256").iterdir())
+    planned, counted = [], []
+    found = full.exported(
+        links=links, on_plan=lambda plan: planned.append(plan.size), on_written=counted.append
+    )
+    check(full, found)
+    assert set((full.store.root / "blobs/sha256").iterdir()) == before
+    assert planned == [sum(counted)]
+
+
+def test_a_store_that_cannot_be_written(full, monkeypatch):
+    """To whom may only read it: root would not notice, and this may run as root."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", ".aimage")
+
+    for name in ("push", "ingest", "tag"):
+        monkeypatch.setattr(ImageLayout, name, refuse)
+    check(full, full.exported())
+
+
+def test_pull_and_run_bring_them_back(full):
+    inflate(full.store, read_aimage(full.store, NAME))
+    for layer in full.layers:
+        assert full.store.exists(layer.descriptor)
+    check(full, full.exported())
+
+
+def test_two_layers_of_one_blob(artifact, kind):
+    artifact.add("one", DATA)
+    artifact.add("two", DATA)
+    recompressed(artifact, kind)
+    assert artifact.exported() == {"one": DATA, "two": DATA}
+    inflate(artifact.store, read_aimage(artifact.store, NAME))
+    assert artifact.store.exists(artifact.layers[0].descriptor)
+
+
+def test_what_shrinks_to_nothing_comes_back(artifact, kind):
+    """The size is known: no ratio is held against it."""
+    artifact.add("zeros", ZEROS)
+    recompressed(artifact, kind)
+    inflate(artifact.store, read_aimage(artifact.store, NAME))
+    assert artifact.store.path(artifact.layers[0].descriptor).stat().st_size == len(ZEROS)
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+@pytest.mark.parametrize("cut", [0, 5, -1])
+def test_what_breaks_off_is_refused(artifact, kind, cut, is_exported):
+    artifact.add("notes.txt", DATA)
+    recompressed(artifact, kind, lambda data: data[:cut])
+    with pytest.raises(FormatError, match="breaks off"):
+        if is_exported:
+            artifact.export()
+        else:
+            inflate(artifact.store, read_aimage(artifact.store, NAME))
+    assert not artifact.store.exists(artifact.layers[0].descriptor)
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+@pytest.mark.parametrize(
+    "other", [DATA[:-1], DATA + b"x", DATA[::-1], ZEROS], ids=["shorter", "longer", "other", "bomb"]
+)
+def test_what_is_something_else_is_refused(artifact, kind, other, is_exported):
+    artifact.add("notes.txt", DATA)
+    recompressed(artifact, kind, lambda _: pack(other, kind))
+    with pytest.raises(VerificationError):
+        if is_exported:
+            artifact.export()
+        else:
+            inflate(artifact.store, read_aimage(artifact.store, NAME))
+    assert not artifact.store.exists(artifact.layers[0].descriptor)
+    artifact.check_nothing_left()
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_a_compression_that_is_not_known(artifact, is_exported):
+    artifact.add("notes.txt", DATA)
+    recompressed(artifact, mediatype.OCI_LAYER_TAR_GZIP)
+    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
+    document["layers"][0]["mediaType"] = "application/vnd.oci.image.layer.v1.tar+xz"
+    manifest = Manifest.build(document)
+    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+    with pytest.raises(FormatError, match="compressed in a way we do not read") as caught:
+        if is_exported:
+            artifact.export()
+        else:
+            inflate(artifact.store, read_aimage(artifact.store, NAME))
+    assert caught.value.hint
+
+
+def test_what_is_not_there_in_any_form(full):
+    for came in read_aimage(full.store, NAME).manifest.layers:
+        full.store.path(came).unlink()
+    with pytest.raises(NotFoundError, match="is not complete"):
+        full.export()

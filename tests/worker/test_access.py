@@ -1,0 +1,358 @@
+"""Who may ask what: every route is walked, with every kind of caller."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import re
+import signal
+import socket
+import stat
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.access import check_address, listen_unix, read_tokens
+from clowder_aimage.worker.app import all_routes, build_app
+from clowder_aimage.worker.route import ADMIN, INFER, OPEN, SCOPES, Route
+from clowder_aimage.worker.serve import make_service
+from clowder_aimage.worker.settings import Settings
+
+ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
+TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
+NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics")]
+# What may be asked without a right to change anything, although it is no GET
+HARMLESS = {("POST", "/v1/images/generations"), ("POST", "/api/generate"), ("POST", "/api/show")}
+
+
+@pytest.fixture
+def service(tmp_path):
+    return make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+
+
+def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), **headers):
+    """The answers of every route, or of ``paths``: method, path, status, headers, text."""
+    app = build_app(service, tokens=tokens, hosts=hosts)
+    table = {
+        (route.method, re.sub(r"\{[^}]*\}", "x", route.resource.canonical))
+        for route in app.router.routes()
+    }
+    found = []
+
+    async def ask():
+        async with TestClient(TestServer(app)) as client:
+            for method, path in sorted(paths or {*table, *NOT_THERE}):
+                timeout = 10
+                async with asyncio.timeout(timeout):
+                    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+                    answer = await client.request(method, path, headers=sent, allow_redirects=False)
+                    text = "" if answer.content_type == "text/event-stream" else await answer.text()
+                    found.append((method, path, answer.status, answer.headers, text))
+                    answer.close()
+
+    asyncio.run(ask())
+    assert len(found) > 6 or paths
+    return found
+
+
+def test_every_route_has_a_scope(service):
+    routes = all_routes(service)
+    assert {route.scope for route in routes} <= set(SCOPES)
+    table = [(route.method, route.path) for route in routes]
+    assert len(table) == len(set(table))
+    with pytest.raises(ValueError, match="no scope"):
+        Route("GET", "/x", routes[0].handler, "anyone")
+
+
+def test_what_changes_something_is_for_admins(service):
+    for route in all_routes(service):
+        if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
+            assert route.scope == ADMIN, route.path
+    known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json"}
+    signed = {"/v1/files/pictures/{name}"}  # its address is the secret
+    assert {route.path for route in all_routes(service) if route.scope == OPEN} <= known | signed
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254", "["]
+)
+def test_another_host_is_refused_on_every_route(service, host):
+    for method, path, status, _, text in asked(service, Host=host):
+        assert status == 403, (method, path)
+        assert method == "HEAD" or "this host is not served here" in text
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://["]
+)
+def test_another_origin_is_refused_on_every_route(service, origin):
+    for method, path, status, headers, _ in asked(service, Origin=origin):
+        assert status == 403, (method, path)
+        assert not any(name.lower().startswith("access-control") for name in headers)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_another_site_has_a_browser_send_changes_nothing(service, site):
+    for method, path, status, _, _ in asked(service, Sec_Fetch_Site=site):
+        if method not in ("GET", "HEAD"):
+            assert status == 403, (method, path)
+
+
+def test_no_answer_opens_the_worker_to_other_origins(service):
+    paths = [("OPTIONS", "/v1/images/generations"), ("GET", "/metrics"), ("GET", "/nothing")]
+    for _, path, _, headers, _ in asked(service, paths, Access_Control_Request_Method="POST"):
+        assert not any(name.lower().startswith("access-control") for name in headers), path
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Server"] == "aimage"
+        assert re.fullmatch(r"[0-9a-f]{16}", headers["X-Request-Id"])
+
+
+def opened(service):
+    found = {
+        (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
+        for route in all_routes(service)
+        if route.scope == OPEN
+    }
+    return found | {("HEAD", path) for method, path in found if method == "GET"}
+
+
+@pytest.mark.parametrize(
+    "shown", ["", "Bearer", "Bearer wrong", "Bearer \u00e9", "Basic !", "x y z"]
+)
+def test_without_a_token_only_open_routes_answer(service, shown):
+    headers = {"Authorization": shown} if shown else {}
+    for method, path, status, answered, _ in asked(service, tokens=TOKENS, **headers):
+        if (method, path) in opened(service):
+            assert status not in (401, 403), (method, path)
+        else:
+            assert status == 401, (method, path)
+            assert answered["WWW-Authenticate"].startswith("Bearer")
+
+
+def admins(service):
+    return {
+        (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
+        for route in all_routes(service)
+        if route.scope == ADMIN
+    }
+
+
+def test_an_infer_token_changes_nothing(service):
+    headers = {"Authorization": f"Bearer {INFER_TOKEN}"}
+    refused = set()
+    for method, path, status, _, _ in asked(service, tokens=TOKENS, **headers):
+        assert status != 401, (method, path)
+        if status == 403 and method != "HEAD":
+            refused.add((method, path))
+    assert refused == admins(service)
+
+
+def test_an_admin_token_is_a_bearer_or_a_password(service):
+    basic = "Basic " + __import__("base64").b64encode(f"me:{ADMIN_TOKEN}".encode()).decode()
+    for shown in (f"Bearer {ADMIN_TOKEN}", f"bearer {ADMIN_TOKEN}", basic):
+        answers = asked(service, [("GET", "/metrics")], tokens=TOKENS, Authorization=shown)
+        assert [answer[2] for answer in answers] == [200]
+
+
+def test_any_key_will_do_where_no_token_is_wanted(service):
+    answers = asked(service, [("GET", "/metrics")], Authorization="Bearer sk-whatever")
+    assert answers[0][2] == 200
+
+
+def test_a_host_of_the_caller_is_allowed_where_it_was_said(service):
+    answers = asked(
+        service,
+        [("GET", "/healthz")],
+        hosts=frozenset({"pictures.example"}),
+        Host="Pictures.Example",
+    )
+    assert answers[0][2] == 200
+
+
+# -- tokens
+
+
+def test_a_file_of_tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
+    assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "# nothing\n", "short\n", "admin short\n", f"owner {'x' * 16}\n"),
+        *(f"admin {'x' * 16} y\n", "x" * 15 + "\u00e9\n"),
+        f"admin {'x' * 16}\ninfer {'x' * 16}\n",
+    ],
+)
+def test_a_file_that_holds_no_tokens_is_refused(tmp_path, text):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(str(path))):
+        read_tokens(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_tokens(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])
+def test_an_address_that_others_reach_needs_a_token(address):
+    with pytest.raises(UsageError, match="can be reached from other machines") as caught:
+        check_address(address, has_tokens=False)
+    assert "--token-file" in caught.value.hint
+    assert check_address(address, has_tokens=True)[1] in (0, 80)
+
+
+def test_a_loopback_address_does_not():
+    assert check_address("localhost:11434", has_tokens=False) == ("127.0.0.1", 11434)
+    assert check_address("[::1]:1", has_tokens=False) == ("::1", 1)
+
+
+# -- the unix socket
+
+
+def test_a_socket_is_its_groups_alone(tmp_path):
+    path = tmp_path / "run" / "aimage.sock"
+    with listen_unix(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        assert stat.S_IMODE(path.parent.stat().st_mode) & 0o777 == 0o750 & ~current_umask()
+
+
+def current_umask():
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def test_a_socket_that_a_killed_worker_left_is_replaced(tmp_path):
+    path = tmp_path / "s"
+    listen_unix(path).close()
+    assert path.exists()
+    with listen_unix(path), pytest.raises(AccessError, match="another process listens"):
+        listen_unix(path)
+
+
+def test_a_socket_takes_no_files_place(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link"):
+        with pytest.raises(UsageError, match="is no socket"):
+            listen_unix(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_that_anybody_may_write_to_is_no_place(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o1777)
+    with pytest.raises(UsageError, match="anybody may write"):
+        listen_unix(tmp_path / "open" / "s")
+    with pytest.raises(AccessError, match="cannot listen"):
+        listen_unix(tmp_path / ("x" * 200))
+
+
+# -- over the wire
+
+
+def over(path, text):
+    """What is answered to raw bytes on a unix socket."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(20)
+        line.connect(str(path))
+        line.sendall(text)
+        return line.makefile("rb").readline()
+
+
+def test_a_unix_socket_is_served_and_guarded_alike(worker, tmp_path_factory):
+    path = tmp_path_factory.mktemp("s") / "run" / "s"
+    other = worker.start("--socket", path)
+    assert other.urls == [f"unix://{path}"]
+    assert b" 200 " in over(path, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b" 403 " in over(path, b"GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+    assert b" 403 " in over(path, b"GET /healthz HTTP/1.0\r\n\r\n")
+    code, errors = other.stop(signal.SIGTERM)
+    assert (code, path.exists()) == (0, False), errors
+
+
+def test_others_are_served_by_token_alone(worker, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"admin {ADMIN_TOKEN}\ninfer {INFER_TOKEN}\n")
+    done = worker.aimage("serve", "--addr", "0.0.0.0:0", code=2)
+    assert "can be reached from other machines" in done.err
+    other = worker.start("--addr", "0.0.0.0:0", "--token-file", tokens)
+    port = int(other.url.rpartition(":")[2])
+    for token, status in (("", 401), (INFER_TOKEN, 200), (ADMIN_TOKEN, 200)):
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers = {"Authorization": f"Bearer {token}", "Host": "worker.example"} if token else {}
+        line.request("GET", "/metrics", headers=headers)
+        assert line.getresponse().status == status
+        line.close()
+    assert ADMIN_TOKEN not in "".join(other.lines)
+
+
+# -- limits
+
+
+def raw(worker, text):
+    """The first line that is answered to raw bytes on TCP."""
+    host, port = worker.host.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(text)
+        return line.makefile("rb").readline()
+
+
+def request(method, path, *headers, body=b""):
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        request("GET", "/" + "x" * 20_000),
+        request("GET", "/healthz", "X-Long: " + "x" * 20_000),
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        request("POST", "/api/show", "Content-Length: 4", "Content-Length: 5", body=b"null"),
+        request("POST", "/api/show", "Content-Length: -1"),
+        request("POST", "/x", "Transfer-Encoding: chunked", "Content-Length: 4", body=b"0\r\n\r\n"),
+        b"GET /healthz HTTP/9.9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids="line header hosts lengths length smuggled version tls".split(),
+)
+def test_what_is_no_http_or_too_long_is_refused(worker, text):
+    assert raw(worker, text).split()[1:2] == [b"400"]
+    assert worker.get("/healthz") == {"status": "ok"}
+
+
+def test_a_large_body_is_refused_before_it_is_sent(worker):
+    head = request("POST", "/nothing", f"Content-Length: {1 << 40}")
+    assert b" 413 " in raw(worker, head)
+
+
+def test_a_body_without_end_is_refused(worker):
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    host, port = worker.host.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(request("POST", "/nothing", "Transfer-Encoding: chunked"))
+        with pytest.raises(ConnectionError):
+            while True:
+                line.sendall(chunk)
+    assert worker.get("/healthz") == {"status": "ok"}
+
+
+def test_a_packed_body_is_not_unpacked_without_end(worker):
+    import gzip
+
+    body = gzip.compress(b"0" * (64 << 20))
+    head = request(
+        "POST", "/nothing", "Content-Encoding: gzip", f"Content-Length: {len(body)}", body=body
+    )
+    assert raw(worker, head).split()[1] in (b"400", b"413", b"415")
+    assert worker.get("/healthz") == {"status": "ok"}

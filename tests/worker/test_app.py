@@ -1,0 +1,176 @@
+"""What every request passes: bodies that are read, errors that become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from aiohttp import ClientError, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from clowder_aimage.errors import (
+    FormatError,
+    ModelError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UnauthorizedError,
+    UsageError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.registry import Connection
+from clowder_aimage.server import idle
+from clowder_aimage.worker import app
+from clowder_aimage.worker.engine import BusyError, DeadlineError, StoppedError
+from clowder_aimage.worker.error import api_error
+from clowder_aimage.worker.route import Route
+from clowder_aimage.worker.serve import _listening, listen, make_service
+from clowder_aimage.worker.settings import Settings
+
+SECRET = "a lighthouse that nobody may know of"
+
+
+def talked(service, talk, *more, monkeypatch=None):
+    """What ``talk(client)`` returns, with a client of the application and of ``more`` routes."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(app, "all_routes", lambda _: list(more))
+
+    async def run():
+        async with asyncio.timeout(60), TestClient(TestServer(app.build_app(service))) as client:
+            return await talk(client)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """What a client hears of a route that raises an error: status, headers, body."""
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+
+    def fail(error, path="/v1/x", **options):
+        async def handler(request):
+            raise error
+
+        async def talk(client):
+            answer = await client.post(path, **options)
+            return answer.status, answer.headers, await answer.json()
+
+        route = Route("POST", path, handler, "infer", body=1000)
+        return talked(service, talk, route, monkeypatch=monkeypatch)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (BusyError(9, 30), 503, "overloaded"),
+        (StoppedError("it was stopped"), 503, "unavailable"),
+        (DeadlineError("too long"), 504, "deadline_exceeded"),
+        (NotFoundError("not here"), 404, "model_not_found"),
+        (UsageError("no size", hint="write 16x16"), 400, "invalid_value"),
+        (UnauthorizedError("who are you"), 502, "registry_unauthorized"),
+        (NoSpaceError("full"), 507, "insufficient_storage"),
+        (ModelError("it died"), 500, "internal_error"),
+        (FormatError("damaged"), 500, "internal_error"),
+        (json.JSONDecodeError("x", SECRET, 0), 400, "invalid_json"),
+        (RecursionError(SECRET), 400, "invalid_json"),
+        (ValueError(SECRET), 500, "internal_error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_every_error_has_a_status_and_a_shape(failing, capsys, error, status, code):
+    found, headers, body = failing(error)
+    assert found == status
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["code"], body["error"]["param"]) == (code, None)
+    assert ("Retry-After" in headers) == (status == 503)
+    said = capsys.readouterr()
+    assert SECRET not in json.dumps(body) + said.out + said.err
+
+
+def test_ollamas_clients_read_errors_in_their_shape(failing):
+    found, headers, body = failing(BusyError(9, 30), "/api/x")
+    assert (found, headers["Retry-After"]) == (503, "30")
+    assert body == {"error": "9 requests wait already"}
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(failing, monkeypatch):
+    monkeypatch.setattr(app, "BODY_TIME", 0.05)
+
+    async def never():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    assert failing(ValueError(), data=never())[0] == 408
+
+
+def test_a_route_says_how_large_its_body_may_be(failing):
+    async def chunks():
+        yield b"x" * 600
+        yield b"x" * 401
+
+    assert failing(ValueError(), data=b"x" * 1001)[0] == 413
+    assert failing(ValueError(), data=chunks())[0] == 413
+    assert failing(ValueError(), data=b"x" * 1000)[0] == 500
+
+
+def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path, monkeypatch):
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+
+    async def handler(request):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"half")
+        raise ValueError(SECRET)
+
+    async def talk(client):
+        answer = await client.get("/x")
+        with pytest.raises(ClientError):
+            await answer.read()
+        return service.metrics.text().decode()
+
+    text = talked(service, talk, Route("GET", "/x", handler, "infer"), monkeypatch=monkeypatch)
+    assert 'route="/x"' in text
+
+
+def test_paths_of_this_machine_are_for_the_log():
+    said = api_error(StoreError("cannot write /srv/secret/blobs"))
+    assert (said.status, said.message) == (500, "the store cannot be used")
+
+
+def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    service.engine.is_draining = True
+
+    async def talk(client):
+        refused = await client.post("/api/pull", json={"model": "localhost:1/a"})
+        seen = await client.get("/api/version")
+        return refused.status, refused.headers["Retry-After"], seen.status, seen.headers
+
+    status, after, seen, headers = talked(service, talk)
+    assert (status, after, seen, headers["Connection"]) == (503, "5", 200, "close")
+
+
+def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(idle, "PATIENCE", 0.05)
+    monkeypatch.setattr(idle, "EVERY", 0.01)
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
+
+    async def talk():
+        async with asyncio.timeout(60), _listening(app.build_app(service), places):
+            host, port = places.sockets[0].getsockname()
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: local")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(talk())
+    places.close()

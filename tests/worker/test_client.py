@@ -1,0 +1,343 @@
+"""The client of a worker, against workers that do as they are told."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from clowder_aimage import errors
+from clowder_aimage.worker.client import Client
+from clowder_aimage.worker.place import Place
+from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("box", "http://box:11434"),
+        ("box:80", "http://box:80"),
+        ("http://box", "http://box:11434"),
+        ("http://box:1/", "http://box:1"),
+        ("https://box", "https://box:443"),
+        ("[::1]:7", "http://[::1]:7"),
+        ("127.0.0.1:11434", "http://127.0.0.1:11434"),
+        ("unix:///run/a b%41?c/worker.sock", "unix:///run/a b%41?c/worker.sock"),
+    ],
+)
+def test_an_address_says_where(text, where):
+    assert str(Place.parse(text)) == where
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "http://",
+        "ftp://box",
+        "box:port",
+        "box:70000",
+        "box:0",
+        "http://box/path",
+        "http://box?x",
+        "unix://relative",
+        "[::1",
+        "a b",
+        "box\n:1",
+        "b\r\nX: y",
+        "bücher",
+    ],
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(errors.UsageError, match="no address"):
+        Place.parse(text)
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated():
+    with pytest.raises(errors.UsageError) as caught:
+        Place.parse("http://me:secret@box")
+    assert "AIMAGE_TOKEN" in caught.value.hint
+    assert "secret" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_json_over_tcp_with_a_token():
+    with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
+        client = Client(worker.host, "open-sesame")
+        assert client.ask("DELETE", "/api/delete", {"model": "ö"}) == {"models": []}
+    (asked,) = worker.asked
+    assert (asked.method, asked.path, asked.value) == ("DELETE", "/api/delete", {"model": "ö"})
+    assert asked.headers["Authorization"] == "Bearer open-sesame"
+    assert asked.headers["Host"] == worker.host
+
+
+def test_no_token_no_header():
+    with ScriptedWorker(lambda _: says({})).running() as worker:
+        Client(worker.host).ask("GET", "/")
+    assert "Authorization" not in worker.asked[0].headers
+
+
+def test_json_over_a_unix_socket(tmp_path):
+    with ScriptedWorker(lambda _: says([1]), tmp_path / "w.sock").running() as worker:
+        assert Client(worker.host).ask("GET", "/") == [1]
+    assert worker.asked[0].headers["Host"] == "localhost"
+
+
+@pytest.mark.parametrize("token", ["two words", "line\nbreak", "ümlaut", ""])
+def test_a_token_that_no_header_can_hold_is_refused(token):
+    with pytest.raises(errors.UsageError, match="token"):
+        Client("box", token)
+
+
+def test_nothing_listens(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
+        with pytest.raises(errors.NetworkError, match="no worker answers at") as caught:
+            Client(host).ask("GET", "/")
+        assert "aimage serve" in caught.value.hint
+
+
+def test_an_empty_answer_is_nothing():
+    with ScriptedWorker(lambda _: Says()).running() as worker:
+        assert Client(worker.host).ask("DELETE", "/api/delete") is None
+
+
+def openai(status: int, code: str | None = None, kind: str = "server_error") -> dict[str, object]:
+    return {"error": {"message": f"no: {status}", "type": kind, "param": None, "code": code}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, {"error": "no: 400"}, errors.UsageError),
+        (401, {"error": "no: 401"}, errors.UnauthorizedError),
+        (403, openai(403), errors.UnauthorizedError),
+        (404, {"error": "no: 404"}, errors.NotFoundError),
+        (413, openai(413), errors.UsageError),
+        (500, {"error": "no: 500"}, errors.AccessError),
+        (500, openai(500, "verification_failed"), errors.VerificationError),
+        (502, openai(502, "registry_unauthorized"), errors.UnauthorizedError),
+        (503, openai(503), errors.AccessError),
+        (507, {"error": "no: 507"}, errors.NoSpaceError),
+    ],
+)
+def test_a_refusal_is_an_error_of_ours(status, body, kind):
+    with (
+        ScriptedWorker(lambda _: says(body, status)).running() as worker,
+        pytest.raises(errors.AImageError) as caught,
+    ):
+        Client(worker.host).ask("GET", "/")
+    assert type(caught.value) is kind
+    assert caught.value.message == f"no: {status}"
+
+
+def test_a_refusal_for_want_of_a_token_says_where_it_goes():
+    with (
+        ScriptedWorker(lambda _: says({"error": "who?"}, 401)).running() as worker,
+        pytest.raises(errors.UnauthorizedError) as caught,
+    ):
+        Client(worker.host).ask("GET", "/")
+    assert "AIMAGE_TOKEN" in caught.value.hint
+
+
+def test_a_busy_worker_says_when_to_come_back():
+    with (
+        ScriptedWorker(lambda _: says({"error": "busy"}, 503, Retry_After="7")).running() as worker,
+        pytest.raises(errors.AccessError) as caught,
+    ):
+        list(Client(worker.host).lines("/", {}))
+    assert caught.value.hint == "try again in 7 seconds"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Says([b"404 page not found"], 404),
+        Says([b"<html>"], 502),
+        says([1], 500),
+        says({"error": ""}, 500),
+        Says([], 302, {"Location": "http://127.0.0.1:1/"}),
+        Says([b"[" * 50_000], 500),
+        Says([b"x" * (1 << 20)], 500),
+    ],
+)
+def test_a_refusal_by_who_is_no_worker_says_so(answer):
+    with (
+        ScriptedWorker(lambda _: answer).running() as worker,
+        pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
+    ):
+        Client(worker.host).ask("GET", "/")
+    assert "AIMAGE_HOST" in caught.value.hint
+
+
+def test_an_answer_that_is_no_json_is_refused():
+    with (
+        ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
+        pytest.raises(errors.FormatError, match="does not speak as a worker"),
+    ):
+        Client(worker.host).ask("GET", "/")
+
+
+def test_an_answer_without_end_is_refused():
+    def for_ever() -> Iterator[bytes]:
+        while True:
+            yield bytes(1 << 20)
+
+    with ScriptedWorker(lambda _: Says(for_ever())).running() as worker:
+        with pytest.raises(errors.FormatError, match="without end"):
+            Client(worker.host).ask("GET", "/")
+        assert worker.left.wait(30)
+
+
+def test_an_answer_that_is_no_http_broke_off():
+    def speak() -> None:
+        taken, _ = listening.accept()
+        with taken:
+            taken.recv(1)
+            taken.sendall(b"SSH-2.0-x\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(errors.NetworkError, match="broke off"):
+            Client(f"127.0.0.1:{listening.getsockname()[1]}").ask("GET", "/")
+        thread.join()
+
+
+def test_a_worker_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr("clowder_aimage.worker.client._SILENCE", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = Client(f"127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(errors.NetworkError, match="does not answer"):
+            list(client.events("/", {}))
+
+
+def test_lines_come_before_the_end():
+    """The second line is sent when the first one was read."""
+    said = iter([line(completed=1), line(completed=2)])
+
+    def pieces() -> Iterator[bytes]:
+        yield next(said)
+        while reads:
+            pass
+        yield next(said)
+
+    reads = [1]
+    with ScriptedWorker(lambda _: Says(pieces())).running() as worker:
+        got = Client(worker.host).lines("/api/pull", {"model": "x"})
+        assert next(got) == {"completed": 1}
+        reads.clear()
+        assert list(got) == [{"completed": 2}]
+
+
+def test_lines_may_come_in_any_pieces():
+    text = line(a="ö" * 3) + b"\r\n" + line(b=1).strip()
+    for size in (1, 2, 7, 1000):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        with ScriptedWorker(lambda _, pieces=pieces: Says(pieces)).running() as worker:
+            assert list(Client(worker.host).lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
+
+
+@pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"3\n", b"\xff\n"])
+def test_a_line_that_is_no_object_is_refused(text):
+    with (
+        ScriptedWorker(lambda _: Says([text])).running() as worker,
+        pytest.raises(errors.FormatError),
+    ):
+        list(Client(worker.host).lines("/", {}))
+
+
+def test_an_error_in_a_stream_is_raised():
+    answers = {
+        "/1": (Says([line(status="x"), line(error="gone wrong")]), errors.AccessError),
+        "/2": (Says([line(error="none", code="model_not_found")]), errors.NotFoundError),
+        "/3": (
+            Says([event("error", openai(400, kind="invalid_request_error"))]),
+            errors.UsageError,
+        ),
+        "/4": (Says([event("error", openai(507, "insufficient_storage"))]), errors.NoSpaceError),
+    }
+    with ScriptedWorker(lambda asked: answers[asked.path][0]).running() as worker:
+        client = Client(worker.host)
+        for path, (_, kind) in answers.items():
+            read = client.lines if path < "/3" else client.events
+            with pytest.raises(errors.AImageError) as caught:
+                list(read(path, {}))
+            assert type(caught.value) is kind
+
+
+def test_events_are_read_as_the_standard_says():
+    text = (
+        b": keep-alive\n\n"
+        b'event: progress\r\ndata: {"step": 1}\r\n\r\n'
+        b"event: nothing\n\n"
+        b'data:{"a":\ndata: 2}\nid: 7\nretry: 3\n\n'
+        b'event: done\ndata: {"x": "y: z"}\n\n'
+        b'event: half\ndata: {"never": "seen"}\n'
+    )
+    for size in (1, 5, 1000):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        answer = Says(pieces, headers={"X-Name": "value"})
+        with ScriptedWorker(lambda _, answer=answer: answer).running() as worker:
+            (kind, headers), *others = Client(worker.host).events("/", {})
+            assert (kind, headers["x-name"]) == ("open", "value")
+            assert others == [
+                ("progress", {"step": 1}),
+                ("message", {"a": 2}),
+                ("done", {"x": "y: z"}),
+            ]
+
+
+def test_a_large_event_arrives_whole():
+    picture = "A" * 3_000_000
+    with ScriptedWorker(lambda _: Says([event("done", {"b64": picture})])).running() as worker:
+        _, (_, value) = Client(worker.host).events("/", {})
+    assert value["b64"] == picture
+
+
+@pytest.mark.parametrize("said", [line(a=1), line(a=1) + b'{"half', b""])
+@pytest.mark.parametrize("length", [{}, {"Content-Length": "99"}], ids=["chunked", "length"])
+def test_a_stream_that_breaks_off_is_an_error(said, length):
+    with (
+        ScriptedWorker(lambda _: Says([said], headers=length, is_cut=True)).running() as worker,
+        pytest.raises(errors.NetworkError, match="broke off"),
+    ):
+        list(Client(worker.host).lines("/", {}))
+
+
+def test_a_line_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("clowder_aimage.worker.client._LONGEST_LINE", 1000)
+    whole = line(a="b" * 900)
+    answer = Says([whole, whole, b"x" * 600, b"x" * 600])
+    with ScriptedWorker(lambda _: answer).running() as worker:
+        lines = Client(worker.host).lines("/", {})
+        assert [len(next(lines)["a"]), len(next(lines)["a"])] == [900, 900]
+        with pytest.raises(errors.FormatError, match="line without end"):
+            next(lines)
+
+
+@pytest.mark.parametrize("header", ["keep-alive", "close"])
+def test_closing_a_stream_hangs_up(header):
+    def for_ever() -> Iterator[bytes]:
+        while True:
+            yield event("progress", {"step": 1})
+
+    answer = Says(for_ever(), headers={"Connection": header})
+    with ScriptedWorker(lambda _: answer).running() as worker:
+        events = Client(worker.host).events("/", {})
+        next(events)
+        assert not worker.left.is_set()
+        events.close()
+        assert worker.left.wait(30)
+
+
+def test_a_body_is_ascii_whatever_is_in_it():
+    def script(asked: Asked) -> Says:
+        return says({"same": json.loads(asked.body) == {"prompt": "\udc80 ö"}})
+
+    with ScriptedWorker(script).running() as worker:
+        assert Client(worker.host).ask("POST", "/", {"prompt": "\udc80 ö"}) == {"same": True}
+    assert worker.asked[0].body.isascii()

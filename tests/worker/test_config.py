@@ -1,0 +1,240 @@
+"""How a worker is set up, and how that is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import click
+import pytest
+
+pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+
+from clowder_aimage.cli.config import MASK, masked
+from clowder_aimage.cli.serve import serve
+from clowder_aimage.errors import UsageError
+from clowder_aimage.schema import load
+from clowder_aimage.worker.settings import (
+    DEFAULT_ADDRESS,
+    Settings,
+    camel,
+    duration,
+    effective,
+    read_section,
+)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A configuration to be written, and an environment that says nothing."""
+    import os
+
+    for name in os.environ:
+        if name.startswith("AIMAGE_"):
+            monkeypatch.delenv(name)
+    return tmp_path / "config.json"
+
+
+def written(file, **worker):
+    file.write_text(json.dumps({"worker": worker}))
+    return file
+
+
+# -- durations
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *((0, 0.0), ("0", 0.0), (90, 90.0), (1.5, 1.5), ("90", 90.0), ("1.5", 1.5)),
+        *(("500ms", 0.5), ("30s", 30.0), ("5m", 300.0), ("1h30m", 5400.0), ("1H", 3600.0)),
+        *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("-0", 0.0)),
+    ],
+)
+def test_durations(text, seconds):
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "m", "5x", "5 m", "1e3", "inf", "nan", math.nan, True, None, "5m3", "--5"]
+)
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="is not a duration"):
+        duration(text)
+
+
+# -- who wins
+
+
+def test_nothing_said(file):
+    said, origins = effective({}, file)
+    assert origins == {}
+    assert said.address == DEFAULT_ADDRESS == "127.0.0.1:11434"
+    limits = said.limits
+    assert (limits.queue, limits.models, limits.keep_alive) == (8, 1, 300.0)
+    assert limits.deadline == math.inf
+
+
+def test_the_command_line_wins_over_the_environment_over_the_file(file, monkeypatch):
+    written(file, queue=1, maxModels=2, keepAlive="1h", aliases={"gpt-image-1": "tiny"})
+    monkeypatch.setenv("AIMAGE_SERVE_MAX_MODELS", "3")
+    monkeypatch.setenv("AIMAGE_SERVE_KEEP_ALIVE", "2h")
+    monkeypatch.setenv("AIMAGE_SERVE_DTYPE", "")
+    said, origins = effective({"keep_alive": "-1", "queue": None, "wanted": ()}, file)
+    assert (said.queue, said.max_models, said.keep_alive) == (1, 3, math.inf)
+    assert said.aliases == {"gpt-image-1": "tiny"}
+    assert origins == {
+        "queue": str(file),
+        "aliases": str(file),
+        "max_models": "AIMAGE_SERVE_MAX_MODELS",
+        "keep_alive": "command line",
+    }
+
+
+def test_lists_and_pairs_in_the_environment(file, monkeypatch):
+    monkeypatch.setenv("AIMAGE_SERVE_ALIASES", "gpt-image-1=tiny, dall-e-3 = team/tiny:v1,")
+    monkeypatch.setenv("AIMAGE_SERVE_WANTED", "tiny, team/tiny:v1")
+    monkeypatch.setenv("AIMAGE_SERVE_ALLOW_HOSTS", "pictures.example")
+    said, _ = effective({}, file)
+    assert said.aliases == {"gpt-image-1": "tiny", "dall-e-3": "team/tiny:v1"}
+    assert said.wanted == ("tiny", "team/tiny:v1")
+    assert said.allow_hosts == ("pictures.example",)
+
+
+def test_a_relative_path_begins_at_the_file(file):
+    written(file, socket="run/s", tokenFile="/etc/tokens", nothingWeKnow=1)
+    assert read_section(file) == {
+        "socket": str(file.parent / "run" / "s"),
+        "token_file": "/etc/tokens",
+    }
+    assert effective({}, file)[0].address is None
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "sentence"),
+    [
+        ({"keep_alive": "soon"}, {}, "--keep-alive: 'soon' is not a duration"),
+        ({"aliases": "x"}, {}, "--alias: 'x' is not NAME=REF"),
+        ({"aliases": "x=Tiny"}, {}, "'Tiny' is not a reference"),
+        ({"default_model": "Tiny"}, {}, "--default-model: 'Tiny' is not a reference"),
+        ({"dtype": "float16"}, {}, "--dtype: Input should be 'float32'"),
+        ({}, {"AIMAGE_SERVE_QUEUE": "many"}, "queue (AIMAGE_SERVE_QUEUE): "),
+        ({}, {"AIMAGE_SERVE_MAX_MODELS": "0"}, "maxModels (AIMAGE_SERVE_MAX_MODELS): "),
+    ],
+)
+def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        effective(options, file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{", '{"worker": []}', '{"worker": {"queue": -1}}', '{"worker": {"addr": 1}}'),
+        *(
+            '{"worker": {"keepAlive": "soon"}}',
+            '{"worker": {"maxModels": 1.0}}',
+            '{"worker": null}',
+        ),
+        *('{"worker": {"aliases": ["a"]}}', '{"worker": {"logFormat": "xml"}}'),
+    ],
+)
+def test_a_file_that_is_none_is_refused(file, text):
+    file.write_text(text)
+    with pytest.raises(UsageError, match="cannot use the configuration"):
+        effective({}, file)
+
+
+# -- one set of names
+
+
+def test_the_schema_the_settings_and_the_options_know_the_same():
+    described = load("config")["$defs"]["worker"]["properties"]
+    fields = Settings.model_fields
+    assert set(described) == {camel(name) for name in fields}
+    options = {one.name for one in serve.params if isinstance(one, click.Option)}
+    others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet"}
+    assert options - others == set(fields)
+
+
+def test_the_schema_says_the_defaults_that_hold():
+    for name, field in Settings.model_fields.items():
+        said = load("config")["$defs"]["worker"]["properties"][camel(name)].get("default")
+        if said is not None:
+            assert getattr(Settings(**{name: said}), name) == field.default
+
+
+# -- aimage config show
+
+
+def shown(done):
+    return {one["name"]: (one["value"], one["origin"]) for one in done.value["settings"]}
+
+
+def test_everything_is_shown_with_where_it_was_said(aimage, tmp_path):
+    here = aimage()
+    file = tmp_path / "mine.json"
+    registries = {"registry.example.com": {"mirrors": ["mirror.example.com"], "jobs": 4}}
+    file.write_text(json.dumps({"registries": registries, "worker": {"queue": 2}}))
+    here.environment |= {"AIMAGE_CONFIG": str(file), "AIMAGE_SERVE_GRACE": "1m"}
+    done = here("config", "show", "--json")
+    assert (done.value["file"], done.value["exists"]) == (str(file), True)
+    found = shown(done)
+    assert found["store"] == (str(here.store), "AIMAGE_STORE")
+    assert found["worker.queue"] == (2, str(file))
+    assert found["worker.grace"] == (60.0, "AIMAGE_SERVE_GRACE")
+    assert found["worker.maxModels"] == (1, "default")
+    assert found["worker.deadline"] == (-1, "default")
+    assert found["registries.registry.example.com.jobs"] == (4, str(file))
+    lines = here("config", "show", "--store", tmp_path / "other").out.splitlines()
+    assert lines[0].split() == ["SETTING", "VALUE", "FROM"]
+    assert lines[1].split() == ["store", str(tmp_path / "other"), "command", "line"]
+
+
+def test_no_file_is_no_mistake_but_one_that_was_named_is(aimage):
+    here = aimage()
+    done = here("config", "show", "--json").value
+    assert (done["exists"], done["file"].endswith("/aimage/config.json")) == (False, True)
+    here.environment["AIMAGE_CONFIG"] = str(here.home / "absent.json")
+    for verb in (("config", "show"), ("serve",)):
+        assert "there is no such file" in here(*verb, code=2).err
+
+
+def test_secrets_are_not_shown(aimage):
+    here = aimage()
+    secret = "open-sesame"
+    here.environment |= {
+        "AIMAGE_TOKEN": secret,
+        "HTTPS_PROXY": f"http://operator:{secret}@proxy.example.com:3128",
+        "http_proxy": f"operator:{secret}@proxy.example.com:3128",
+        "AIMAGE_HOST": f"http://me:{secret}@worker.example.com",
+    }
+    for arguments in (("config", "show"), ("config", "show", "--json")):
+        done = here(*arguments)
+        assert secret not in done.out + done.err
+        assert "proxy.example.com:3128" in done.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AIMAGE_TOKEN", "x", MASK),
+        ("AIMAGE_TOKEN_FILE", "/etc/t", "/etc/t"),
+        ("HTTPS_PROXY", "http://a:b@h:1/", f"http://{MASK}@h:1/"),
+        ("HTTPS_PROXY", "http://h:1", "http://h:1"),
+        ("HTTPS_PROXY", "http://a:b@[", MASK),
+        ("NO_PROXY", "localhost,.example.com", "localhost,.example.com"),
+    ],
+)
+def test_masks(name, value, said):
+    assert masked(name, value) == said
+
+
+def test_what_the_worker_is_told_it_does(worker):
+    other = worker.start("--alias", "gpt-image-1=tiny", AIMAGE_SERVE_LOG_FORMAT="json")
+    assert other.stop()[0] == 0
+    assert all(json.loads(line) for line in other.lines)
+    assert "is not a duration" in worker.aimage("serve", "--keep-alive", "soon", code=2).err

@@ -1,0 +1,459 @@
+"""Clowder's storage API: every status that it promises, against real registries."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("aiohttp")
+
+from clowder_aimage.oci import Digest
+from tests.process import Aimage
+from tests.proxy import Passed, Proxy, Reply
+from tests.real_registry import PASSWORD, USER, RealRegistry
+from tests.worker.conftest import Worker, begin
+
+PATH = "tests/content:v1"
+
+
+class Asker:
+    """Requests to a worker's storage API."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection(self.worker.host, timeout=60)) as connection:
+            sent = json.dumps(body) if isinstance(body, dict | list) else body
+            connection.request(method, path, sent)
+            answer = connection.getresponse()
+            self.headers = dict(answer.getheaders())
+            text = answer.read()
+            return answer.status, json.loads(text) if text else None
+
+    def get(self, url: str) -> tuple[int, Any]:
+        return self("GET", part(url))
+
+    def delete(self, url: str) -> tuple[int, Any]:
+        return self("DELETE", part(url))
+
+    def post(self, url: object, **more: object) -> tuple[int, Any]:
+        return self("POST", "/content/", {"url": url, **more})
+
+    def listed(self) -> list[dict[str, Any]]:
+        status, answer = self("GET", "/content/")
+        assert status == 200
+        found: list[dict[str, Any]] = answer["content"]
+        return found
+
+
+def part(url: str) -> str:
+    return "/content/" + base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
+
+
+@pytest.fixture(scope="module")
+def pushed(worker: Worker, registry: RealRegistry) -> str:
+    """The digest of the embedded model, which is in the registry."""
+    return push(worker, f"{registry.host}/{PATH}")
+
+
+def push(worker: Worker, name: str) -> str:
+    worker.aimage("tag", "tiny", name)
+    digest: str = worker.aimage("push", "-q", name).line
+    worker.aimage("rm", name)
+    return digest
+
+
+@pytest.fixture(scope="module")
+def shared(worker: Worker) -> Asker:
+    """A worker for what changes nothing; its store has ``tiny``."""
+    return Asker(worker)
+
+
+@pytest.fixture
+def ask(tmp_path) -> Iterator[Asker]:
+    """A worker whose store has nothing."""
+    found = begin(Aimage(tmp_path, tmp_path / "store"))
+    yield Asker(found)
+    found.end()
+
+
+@pytest.fixture
+def proxy(registry: RealRegistry, pushed: str) -> Iterator[Proxy]:
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+# -- the life of content
+
+
+def test_content_comes_is_listed_and_goes(ask, registry, pushed):
+    url = f"oci://{registry.host}/{PATH}"
+    assert ask.get(url)[0] == 404 and ask.listed() == []
+    status, made = ask.post(url)
+    assert status == 201
+    assert made["url"] == url and made["digest"] == pushed and made["status"] == "complete"
+    assert made["size"] > 1_000_000
+    assert ask.headers["Location"] == part(url)
+    assert ask.get(url) == (200, made)
+    assert ask.listed() == [made]
+    assert ask.post(url) == (200, made)
+    assert ask.delete(url) == (204, None)
+    assert ask.get(url)[0] == 404 and ask.listed() == []
+    assert ask.delete(url)[0] == 404
+
+
+def test_content_is_run_by_the_same_worker(ask, registry, pushed):
+    ask.post(f"oci://{registry.host}/{PATH}")
+    body = {"model": f"{registry.host}/{PATH}", "prompt": "a dog", "steps": 1, "stream": False}
+    status, answer = ask("POST", "/api/generate", body | {"width": 32, "height": 32})
+    assert status == 200 and answer["image"]
+
+
+def test_what_is_pulled_is_206_with_its_progress_until_it_is_200(ask, proxy, pushed):
+    url = f"oci://{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with ThreadPoolExecutor() as threads:
+        posted = threads.submit(Asker(ask.worker).post, url)
+        proxy.wait_until(lambda: proxy.held > 0)
+        status, answer = ask.get(url)
+        assert status == 206 and answer["status"] == "pulling" and answer["url"] == url
+        assert 0 <= answer["completed"] < answer["total"]
+        assert ask.listed() == [answer]
+        proxy.release()
+        assert posted.result()[0] == 201
+    assert ask.get(url)[0] == 200
+
+
+def test_two_posts_at_once_make_one_pull(ask, proxy):
+    url = f"oci://{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(Asker(ask.worker).post, url) for _ in range(2)]
+        proxy.wait_until(lambda: proxy.held > 0)
+        proxy.release()
+        assert sorted(each.result()[0] for each in both) in ([201, 201], [200, 201])
+    blobs = [passed.path for passed in proxy.seen if passed.is_blob]
+    assert len(blobs) == len(set(blobs)) > 10
+
+
+def test_a_pull_goes_on_when_whoever_asked_has_left(ask, proxy):
+    url = f"oci://{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with closing(http.client.HTTPConnection(ask.worker.host, timeout=60)) as connection:
+        connection.request("POST", "/content/", json.dumps({"url": url}))
+        proxy.wait_until(lambda: proxy.held > 0)
+    assert ask.get(url)[0] == 206
+    proxy.release()
+    assert ask.post(url)[0] in (200, 201)  # waits for the same pull
+    assert ask.get(url)[0] == 200
+    blobs = [passed.path for passed in proxy.seen if passed.is_blob]
+    assert len(blobs) == len(set(blobs))
+
+
+def test_what_is_deleted_while_it_is_pulled_does_not_come(ask, proxy):
+    url = f"oci://{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with ThreadPoolExecutor() as threads:
+        posted = threads.submit(Asker(ask.worker).post, url)
+        proxy.wait_until(lambda: proxy.held > 0)
+        deleted = threads.submit(Asker(ask.worker).delete, url)
+        heard = any(ask.get(url)[0] == 404 for _ in range(10_000))  # the deletion was heard
+        proxy.release()
+        assert heard and deleted.result() == (204, None)
+        assert posted.result()[0] == 503
+    assert ask.get(url)[0] == 404 and ask.listed() == []
+    assert ask.post(url)[0] == 201
+
+
+def test_a_pull_that_does_not_end_cannot_be_deleted_yet(ask, proxy):
+    url = f"oci://{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with ThreadPoolExecutor() as threads:
+        posted = threads.submit(Asker(ask.worker).post, url)
+        proxy.wait_until(lambda: proxy.held > 0)
+        status, answer = ask.delete(url)
+        assert status == 409 and "does not end" in answer["error"]["message"]
+        assert int(ask.headers["Retry-After"]) > 0
+        proxy.release()
+        assert posted.result()[0] == 503
+
+
+def test_a_part_that_is_here_is_206_and_says_what_is_missing(ask, registry, pushed):
+    name = f"{registry.host}/{PATH}"
+    ask.worker.aimage("pull", "-q", name, "--component", "vae")
+    status, answer = ask.get(f"oci://{name}")
+    assert status == 206 and answer["status"] == "partial"
+    assert answer["missing"]["blobs"] > 0 and answer["missing"]["size"] < answer["size"]
+    assert ask.post(f"oci://{name}")[0] == 201
+    assert ask.get(f"oci://{name}")[0] == 200
+
+
+# -- names
+
+
+def test_a_digest_names_content(ask, registry, pushed):
+    url = f"oci://{registry.host}/{PATH.partition(':')[0]}@{pushed}"
+    assert ask.get(url)[0] == 404
+    status, made = ask.post(url)
+    assert (status, made["digest"], made["url"]) == (201, pushed, url)
+    assert ask.get(url) == (200, made)
+    by_tag = f"oci://{registry.host}/{PATH}"
+    assert ask.get(by_tag)[0] == 404  # a name of its own, which nobody has asked for
+    assert ask.delete(url) == (204, None)
+    assert ask.get(url)[0] == 404
+
+
+def test_a_digest_that_nobody_has_is_404(shared, registry, pushed):
+    url = f"oci://{registry.host}/tests/content@{Digest.of(b'nothing')}"
+    assert shared.post(url)[0] == 404 and shared.get(url)[0] == 404
+
+
+def test_a_name_without_a_tag_is_the_latest(ask, registry, worker):
+    push(worker, f"{registry.host}/tests/content-latest:latest")
+    url = f"oci://{registry.host}/tests/content-latest"
+    assert ask.post(url)[1]["url"] == f"{url}:latest"
+    assert ask.get(url)[0] == 200 and ask.delete(url)[0] == 204
+
+
+def test_base64_of_either_alphabet_names_content(ask, registry, pushed):
+    url = f"oci://{registry.host}/{PATH}"
+    ask.post(url)
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        text = encode(url.encode()).decode()
+        for each in (text, text.rstrip("=")):
+            assert ask("GET", f"/content/{each}")[0] == 200
+    assert ask("HEAD", part(url)) == (200, None)
+
+
+def test_base64_that_has_a_slash_is_understood(shared):
+    url = next(
+        url
+        for tag in range(1000)
+        if b"/" in base64.b64encode((url := f"oci://h.example/x?{tag}").encode())
+    )
+    status, answer = shared("GET", "/content/" + base64.b64encode(url.encode()).decode())
+    assert status == 400 and "reference" in answer["error"]["message"]  # not 404: it was read
+
+
+def test_a_local_name_is_content_too_but_is_not_fetched(shared):
+    assert [each["url"] for each in shared.listed()] == ["oci://tiny:latest"]
+    assert shared.get("oci://tiny")[0] == 200 and shared.post("oci://tiny")[0] == 200
+    status, answer = shared.post("oci://nothing")
+    assert status == 400 and "registry" in answer["error"]["message"]
+
+
+def test_names_of_ollama_mean_its_registry():
+    from clowder_aimage.worker.api.content import parse
+
+    home = "registry.ollama.ai"
+    for said, meant in {
+        "ollama://gemma:2b": f"{home}/library/gemma:2b",
+        "ollama:///gemma": f"{home}/library/gemma:latest",
+        "OLLAMA://x/z-image:latest": f"{home}/x/z-image:latest",
+        "ollama://host.example/a/b:c": "host.example/a/b:c",
+    }.items():
+        assert str(parse(said)) == meant
+
+
+# -- what cannot be meant
+
+
+@pytest.mark.parametrize("scheme", ["hf", "huggingface", "http", "https", "HTTP"])
+def test_what_is_not_fetched_is_422_with_what_to_do(shared, scheme):
+    status, answer = shared.post(f"{scheme}://host.example/model/file.gguf")
+    assert status == 422 and "aimage create" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "x", "://x", "oci:/host/x", "ftp://host/x", "oci://", "oci://host.example/X Y"),
+        *("oci://host.example/../x", "oci://host.example/x@sha256:../../x", "oci://h.example/x#y"),
+        *("oci://host.example/x@sha256:" + "A" * 64, "oci://host.example/" + "x" * 3000),
+        *(None, 5, [], {}),
+    ],
+)
+def test_a_url_that_names_nothing_is_400(shared, url):
+    assert shared.post(url)[0] == 400
+    if isinstance(url, str) and url:
+        assert shared.get(url)[0] == 400 and shared.delete(url)[0] == 400
+
+
+@pytest.mark.parametrize("path", ["!", "a", "%00", "____", "oci%3A%2F%2Fx"])
+def test_an_address_that_is_no_base64_is_400(shared, path):
+    assert shared("GET", f"/content/{path}")[0] == 400
+    assert shared("DELETE", f"/content/{path}")[0] == 400
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", '"oci://x"', '{"url":"a","url":"b"}', "{}"])
+def test_a_body_that_is_no_request_is_400(shared, body):
+    assert shared("POST", "/content/", body)[0] == 400
+
+
+def test_a_body_that_is_too_large_is_413(shared):
+    assert shared.post("oci://host.example/x", credentials="x" * (1 << 21))[0] == 413
+
+
+def test_other_methods_are_405(shared):
+    assert shared("PUT", "/content/", {})[0] == 405
+    assert shared("POST", part("oci://host.example/x"), {})[0] == 405
+
+
+# -- what goes wrong
+
+
+def test_what_the_registry_has_not_is_404(shared, registry, pushed):
+    url = f"oci://{registry.host}/tests/nothing:v1"
+    status, answer = shared.post(url)
+    assert status == 404 and "nothing" in answer["error"]["message"]
+    assert shared.get(url)[0] == 404
+
+
+def test_a_registry_that_does_not_answer_is_502(shared):
+    assert shared.post("oci://127.0.0.1:1/tests/x:v1")[0] == 502
+
+
+def test_what_is_not_what_was_promised_is_502_and_gets_no_name(ask, proxy):
+    def spoil(passed: Passed, reply: Reply) -> None:
+        if passed.is_blob and reply.body:
+            reply.put(bytes(len(reply.body)))
+
+    proxy.change = spoil
+    assert ask.post(f"oci://{proxy.host}/{PATH}")[0] == 502
+    assert ask.listed() == []
+
+
+def test_pinned_content_is_409(ask, registry, pushed):
+    name = f"{registry.host}/{PATH}"
+    ask.post(f"oci://{name}")
+    ask.worker.aimage("pin", name)
+    status, answer = ask.delete(f"oci://{name}")
+    assert status == 409 and "pinned" in answer["error"]["message"]
+    assert ask.get(f"oci://{name}")[0] == 200
+
+
+def test_a_token_that_may_only_infer_is_403(ask, tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
+    other = ask.worker.start("--token-file", path)
+    with closing(http.client.HTTPConnection(other.host, timeout=60)) as connection:
+        for method, where in (
+            *(("GET", "/content/"), ("POST", "/content/")),
+            *(("GET", part("oci://x")), ("DELETE", part("oci://x"))),
+        ):
+            connection.request(method, where, headers={"Authorization": f"Bearer {'i' * 32}"})
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 403
+            connection.request(method, where)
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 401
+
+
+# -- credentials
+
+
+@pytest.fixture(scope="module")
+def private(worker: Worker, private_registry: RealRegistry) -> str:
+    """What only those get who know the password."""
+    host = private_registry.host
+    worker.aimage("login", host, "-u", USER, "--password-stdin", stdin=PASSWORD)
+    push(worker, f"{host}/{PATH}")
+    worker.aimage("logout", host)
+    return f"oci://{host}/{PATH}"
+
+
+def basic(password: str) -> dict[str, str]:
+    credentials = base64.b64encode(f"{USER}:{password}".encode()).decode()
+    return {"credentials": credentials, "credentialsType": "Basic"}
+
+
+def test_a_registry_that_wants_credentials_is_403_without(ask, private):
+    status, answer = ask.post(private)
+    assert status == 403 and "authentication" in answer["error"]["message"]
+    assert ask.post(private, **basic("wrong"))[0] == 403
+    assert ask.get(private)[0] == 404
+
+
+def test_a_password_counts_for_its_pull_alone_and_is_kept_nowhere(ask, private):
+    said = basic(PASSWORD)
+    assert ask.post(private, **said)[0] == 201
+    assert ask.delete(private)[0] == 204
+    assert ask.post(private)[0] == 403  # it was not remembered
+    home = ask.worker.aimage.home
+    code, errors = ask.worker.stop()
+    assert code == 0
+    secrets = (PASSWORD, said["credentials"])
+    assert not any(secret in errors for secret in secrets)
+    for path in home.rglob("*"):
+        if path.is_file():
+            assert not any(secret.encode() in path.read_bytes() for secret in secrets), path
+
+
+def test_a_token_is_shown_to_the_registry_as_it_is(ask, proxy):
+    def guard(passed: Passed) -> Reply | None:
+        if passed.headers.get("Authorization") == "Bearer of-good-news":
+            return None
+        challenge = f'Bearer realm="http://{proxy.host}/token",service="x"'
+        return Reply(401, {"WWW-Authenticate": challenge}, b"{}")
+
+    proxy.instead = guard
+    url = f"oci://{proxy.host}/{PATH}"
+    assert ask.post(url, credentials="of-bad-news")[0] == 403
+    assert ask.post(url, credentials="of-good-news", credentialsType="bearer")[0] == 201
+
+
+def test_another_s_wrong_credentials_fail_nobody(ask, proxy):
+    good, bad = "Bearer of-good-news", "Bearer of-bad-news"
+
+    def guard(passed: Passed) -> Reply | None:
+        if passed.headers.get("Authorization") == good:
+            return None
+        return Reply(401, {"WWW-Authenticate": f'Bearer realm="http://{proxy.host}/token"'}, b"{}")
+
+    proxy.instead, proxy.hold = guard, 1
+    url = f"oci://{proxy.host}/{PATH}"
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(Asker(ask.worker).post, url, credentials=good[7:])
+        proxy.wait_until(lambda: proxy.held > 0)
+        assert ask.post(url, credentials=bad[7:])[0] == 403
+        assert ask.get(url)[0] == 206
+        proxy.release()
+        assert first.result()[0] == 201
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"credentials": 5},
+        {"credentials": "two words"},
+        {"credentials": "new\nline"},
+        {"credentials": "x", "credentialsType": "Digest"},
+        {"credentials": "x", "credentialsType": 5},
+        {"credentials": "not base64!", "credentialsType": "Basic"},
+        {"credentials": "bm9jb2xvbg==", "credentialsType": "Basic"},
+    ],
+)
+def test_credentials_that_are_none_are_400_and_not_repeated(shared, more):
+    status, answer = shared.post("oci://host.example/x", **more)
+    assert status == 400
+    said = more["credentials"]
+    assert not isinstance(said, str) or len(said) < 2 or said not in json.dumps(answer)
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated(ask):
+    for url in ("oci://user:open-sesame@host.example/x", "oci://host.example/x@open-sesame"):
+        status, answer = ask.post(url)
+        assert status == 400 and "open-sesame" not in json.dumps(answer)
+        assert ask.get(url)[0] == 400
+    assert "open-sesame" not in ask.worker.stop()[1]

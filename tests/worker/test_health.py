@@ -1,0 +1,225 @@
+"""Health, readiness, metrics and events."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.api.health import CLOSING, WANTED, reasons_against
+from clowder_aimage.worker.app import build_app
+from clowder_aimage.worker.serve import make_service
+from clowder_aimage.worker.settings import Settings
+
+# What dashboards and alerts are written for
+NAMES = """
+aimage_build_info aimage_generation_queue_depth aimage_generation_refused_total
+aimage_generation_cancelled_total aimage_generation_step_seconds_bucket
+aimage_model_load_duration_seconds_bucket aimage_pull_bytes_total aimage_http_requests_total
+""".split()
+
+
+@pytest.fixture
+def service(tmp_path):
+    return make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+
+
+def spoken(service, talk, *, wanted=(), tokens=None):
+    """What ``talk(client, app)`` returns, with a client of the whole application."""
+    app = build_app(service, tokens=tokens)
+    app[WANTED] = wanted
+
+    async def run():
+        app[CLOSING] = asyncio.Event()
+        async with asyncio.timeout(60), TestClient(TestServer(app)) as client:
+            return await talk(client, app)
+
+    return asyncio.run(run())
+
+
+def ready(service, **options):
+    async def talk(client, _):
+        answer = await client.get("/readyz")
+        return answer.status, await answer.json(), answer.headers.get("Retry-After")
+
+    return spoken(service, talk, **options)
+
+
+def test_a_worker_with_an_empty_store_is_ready(service):
+    assert ready(service) == (200, {"status": "ok", "reasons": []}, None)
+    assert not service.store.root.exists()
+
+
+def test_a_store_that_cannot_be_written_is_a_reason(service):
+    service.store.root.write_text("no directory")
+    status, body, retry_after = ready(service)
+    assert (status, body["status"], retry_after) == (503, "unavailable", "5")
+    assert body["reasons"] == [{"reason": "store not writable"}]
+
+
+def test_a_wanted_model_that_is_not_here_is_a_reason(service):
+    reasons = [{"reason": "model missing", "model": "team/absent:v1"}]
+    assert ready(service, wanted=("team/absent:v1",))[:2] == (
+        503,
+        {"status": "unavailable", "reasons": reasons},
+    )
+
+
+def test_who_shows_no_token_hears_no_names(service):
+    status, body, _ = ready(service, wanted=("team/absent:v1",), tokens={"x" * 16: "admin"})
+    assert (status, body["reasons"]) == (503, [{"reason": "model missing"}])
+
+
+def test_pinned_models_are_to_be_here_whole(stocked, tmp_path):
+    shutil.copytree(stocked, tmp_path / "store")
+    store = ImageLayout(tmp_path / "store")
+    store.pins.put("tiny:latest", {}, durable=False)
+    assert reasons_against(store, ["tiny"]) == []
+    smallest = min(
+        (path for path in (store.root / "blobs" / "sha256").iterdir()),
+        key=lambda p: p.stat().st_size,
+    )
+    smallest.unlink()
+    missing = {"reason": "model missing", "model": "tiny:latest"}
+    assert reasons_against(store, []) == [missing]
+    assert reasons_against(store, ["tiny:latest", "Not A Name"]) == [
+        missing,
+        {"reason": "model missing", "model": "Not A Name"},
+    ]
+
+
+def test_a_worker_that_is_about_to_end_is_not_ready_but_alive(service):
+    service.engine.is_draining = True
+    status, body, _ = ready(service)
+    assert (status, body["reasons"]) == (503, [{"reason": "draining"}])
+
+    async def talk(client, _):
+        return (await client.get("/healthz")).status
+
+    assert spoken(service, talk) == 200
+
+
+# -- metrics
+
+
+async def measured(client):
+    answer = await client.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    return await answer.text()
+
+
+def test_the_metrics_have_the_names_that_dashboards_know(service):
+    async def talk(client, _):
+        await client.get("/healthz")
+        return await measured(client)
+
+    text = spoken(service, talk)
+    assert [name for name in NAMES if f"\n{name}" not in f"\n{text}"] == []
+    assert 'aimage_http_requests_total{code="200",route="/healthz"} 1.0' in text
+
+
+def test_what_clients_make_up_becomes_no_label(service):
+    async def talk(client, _):
+        for number in range(20):
+            await client.get(f"/made-up/{number}")
+            await client.get(f"/v1/models/made-up-{number}")
+            await client.request(f"M{number}", "/healthz")
+        return await measured(client)
+
+    text = spoken(service, talk)
+    assert 'aimage_http_requests_total{code="404",route="unknown"} 20.0' in text
+    assert "made-up" not in text and "M7" not in text
+
+
+def test_promtool_finds_nothing_wrong_with_the_metrics(worker):
+    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    line = http.client.HTTPConnection(worker.host, timeout=30)
+    line.request("GET", "/metrics")
+    text = line.getresponse().read()
+    line.close()
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# -- events
+
+
+async def heard(answer, count):
+    """So many events of a stream: id, kind, facts."""
+    found = []
+    fields: dict[str, str] = {}
+    while len(found) < count:
+        line = (await answer.content.readline()).decode()
+        assert line, "the stream ended"
+        if line == "\n" and "event" in fields:
+            found.append((fields["id"], fields["event"], json.loads(fields["data"])))
+            fields = {}
+        elif not line.startswith(":"):
+            name, _, value = line.rstrip("\n").partition(": ")
+            fields[name] = value
+    return found
+
+
+def test_events_are_heard_as_they_come_and_after_an_id(service):
+    async def talk(client, _):
+        await service.news.tell("load", model="a")
+        answer = await client.get("/v1/events")
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        (first,) = await heard(answer, 1)
+        await service.news.tell("evict", model="a", reason="idle")
+        (second,) = await heard(answer, 1)
+        again = await client.get("/v1/events", headers={"Last-Event-ID": first[0]})
+        assert await heard(again, 1) == [second]
+        restarted = await client.get("/v1/events", headers={"Last-Event-ID": "0000.000-99"})
+        assert await heard(restarted, 2) == [first, second]
+        for each in (answer, again, restarted):
+            each.close()
+        return first, second
+
+    first, second = spoken(service, talk)
+    assert (first[1], first[2]["model"]) == ("load", "a")
+    assert second[2].items() >= {"model": "a", "reason": "idle"}.items()
+
+
+def test_an_id_that_is_none_is_refused(service):
+    async def talk(client, _):
+        mark = f"{service.started:.3f}-"
+        headers = [{"Last-Event-ID": mark + wrong} for wrong in ("", "-1", "x", "9" * 30)]
+        return [(await client.get("/v1/events", headers=each)).status for each in headers]
+
+    assert spoken(service, talk) == [400] * 4
+
+
+def test_a_stream_of_events_ends_when_the_worker_does(service):
+    async def talk(client, app):
+        answer = await client.get("/v1/events")
+        app[CLOSING].set()
+        return await answer.content.read()
+
+    assert spoken(service, talk) == b"retry: 2000\n\n"
+
+
+def test_head_says_what_get_would_and_no_more(service):
+    async def talk(client, _):
+        found = []
+        for path in ("/healthz", "/readyz", "/metrics", "/v1/events"):
+            answer = await client.head(path)
+            found.append((answer.status, await answer.read()))
+        return found
+
+    assert spoken(service, talk) == [(200, b"")] * 4

@@ -1,0 +1,102 @@
+"""Many clients, many pictures: every request answered, and memory that does not grow."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp")
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+
+CLIENTS, PICTURES = 50, 500
+BODY = {"model": "tiny", "prompt": "a dog", "steps": 1, "size": "32x32"}
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in tasks.read_text().split()]
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+async def ask(session, url, **changes):
+    async with session.post(f"{url}/v1/images/generations", json=BODY | changes) as answer:
+        return answer.status, dict(answer.headers), await answer.read()
+
+
+def test_fifty_clients_at_once(worker):
+    """A queue of eight: each is answered, with a picture or a time to come again."""
+
+    async def play():
+        async with aiohttp.ClientSession() as session:
+            asked = (ask(session, worker.url, seed=seed, steps=8) for seed in range(CLIENTS))
+            return await asyncio.gather(*asked)
+
+    found = asyncio.run(play())
+    assert len(found) == CLIENTS
+    statuses = [status for status, _, _ in found]
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 9
+    for status, headers, body in found:
+        value = json.loads(body)
+        if status == 200:
+            assert base64.b64decode(value["data"][0]["b64_json"]).startswith(b"\x89PNG")
+        else:
+            assert int(headers["Retry-After"]) >= 1
+            assert value["error"]["message"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
+    async def play():
+        async with aiohttp.ClientSession() as session:
+            async def many(count):
+                for seed in range(count):
+                    status, _, _ = await ask(session, worker.url, seed=seed)
+                    assert status == 200
+
+            server = worker.process.pid
+            await many(50)  # what is made once is made
+            (model,) = children(server)
+            before = resident(server), resident(model)
+            await many(PICTURES)
+            after = resident(server), resident(model)
+            stop = {"model": "tiny", "prompt": "", "keep_alive": 0}
+            async with session.post(f"{worker.url}/api/generate", json=stop) as answer:
+                assert answer.status == 200
+            for _ in range(200):
+                if not children(server):
+                    break
+                await asyncio.sleep(0.05)
+            return before, after, children(server), resident(server)
+
+    before, after, left, server = asyncio.run(play())
+    assert after[0] <= before[0] * 1.1
+    assert after[1] <= before[1] * 1.1
+    assert left == []
+    assert server <= before[0] * 1.1
+
+
+def test_the_picture_is_that_of_run(worker, tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+
+    async def play():
+        async with aiohttp.ClientSession() as session:
+            return await ask(session, worker.url, seed=5, steps=3, size="64x48")
+
+    _, _, body = asyncio.run(play())
+    served = base64.b64decode(json.loads(body)["data"][0]["b64_json"])
+    path = tmp_path / "picture.png"
+    options = ("--seed", 5, "--steps", 3, "--width", 64, "--height", 48)
+    worker.aimage("run", "tiny", "a dog", *options, "-o", path, "--no-open")
+    one, other = Image.open(io.BytesIO(served)), Image.open(path)
+    assert one.tobytes() == other.tobytes()
+    assert json.loads(one.text["aimage"])["digest"] == json.loads(other.text["aimage"])["digest"]

@@ -1,0 +1,398 @@
+"""ollama's API, asked by ollama's own Python client, unmodified, and by plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("aiohttp")
+
+from tests.worker.conftest import Worker
+
+ollama = pytest.importorskip("ollama")
+Image = pytest.importorskip("PIL.Image")
+
+DRAW = {"model": "tiny", "prompt": "a dog", "width": 32, "height": 32, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def client(worker: Worker) -> Iterator[Any]:
+    with ollama.Client(worker.url) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(worker: Worker) -> Callable[..., tuple[int, Any]]:
+    """``ask(path, body)``: the status and the JSON of an answer, or its lines."""
+
+    def asked(path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
+            sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            kind = method or ("GET" if sent is None else "POST")
+            connection.request(kind, path, sent)
+            answer = connection.getresponse()
+            text = answer.read()
+            if "ndjson" in (answer.getheader("Content-Type") or ""):
+                return answer.status, [json.loads(line) for line in text.splitlines()]
+            if "json" in (answer.getheader("Content-Type") or ""):
+                return answer.status, json.loads(text) if text else None
+            return answer.status, text.decode()
+
+    return asked
+
+
+def size_of(image: str) -> tuple[int, int]:
+    with Image.open(io.BytesIO(base64.b64decode(image))) as picture:
+        picture.load()
+        return picture.size
+
+
+# -- what is there
+
+
+def test_the_root_says_who_answers(ask):
+    assert ask("/") == (200, "aimage is running")
+    assert ask("/", method="HEAD") == (200, "")
+
+
+def test_the_version_is_digits_and_dots(ask):
+    status, answer = ask("/api/version")
+    assert status == 200 and [int(part) for part in answer["version"].split(".")]
+
+
+def test_the_list_has_what_clients_read(client, ask):
+    (model,) = client.list().models
+    assert model.model == "tiny:latest"
+    assert model.size > 1_000_000 and re.fullmatch("[0-9a-f]{64}", model.digest)
+    assert abs(datetime.now(UTC) - model.modified_at) < timedelta(hours=1)
+    assert model.details.family and model.details.parameter_size
+    (raw,) = ask("/api/tags")[1]["models"]
+    assert raw["name"] == raw["model"] == "tiny:latest"
+    assert raw["capabilities"] == ["image"]
+    assert datetime.fromisoformat(raw["modified_at"]).tzinfo is not None
+
+
+def test_show_says_that_it_makes_pictures(client, worker):
+    shown = client.show("tiny")
+    known = worker.aimage("show", "--json", "tiny").value
+    assert shown.capabilities == ["image"]
+    assert shown.details.family == known["config"]["family"]
+    assert shown.modelinfo["general.parameter_count"] == known["config"]["parameters"]
+    assert shown.modelinfo["aimage.digest"] == known["digest"]
+    assert "height 64" in shown.parameters
+
+
+def test_show_of_what_is_not_here_is_404(client):
+    with pytest.raises(ollama.ResponseError, match="not found") as caught:
+        client.show("nothing")
+    assert caught.value.status_code == 404
+
+
+# -- pictures
+
+
+def test_a_picture_comes_with_its_steps(client):
+    parts = list(client.generate(**DRAW, options={"seed": 7}, stream=True))
+    steps = [(part.completed, part.total) for part in parts if part.completed]
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].done_reason == "stop" and size_of(parts[-1].image) == (32, 32)
+    assert all(datetime.fromisoformat(part.created_at) for part in parts)
+    assert {part.model for part in parts} == {"tiny"}
+
+
+def test_a_picture_without_a_stream_is_the_same(client):
+    (*_, streamed) = client.generate(**DRAW, options={"seed": 7}, stream=True)
+    plain = client.generate(**DRAW, options={"seed": 7})
+    assert plain.done and plain.image == streamed.image
+    assert plain.image != client.generate(**DRAW, options={"seed": 8}).image
+
+
+def test_it_is_the_picture_that_the_command_line_makes(client, worker):
+    path = worker.aimage.home / "picture.png"
+    sizes = ("--width", 32, "--height", 32, "--steps", 3, "--seed", 7)
+    worker.aimage("run", "-q", "tiny", "a dog", *sizes, "-o", path)
+    made = client.generate(**DRAW, options={"seed": 7}).image
+    with Image.open(path) as ours, Image.open(io.BytesIO(base64.b64decode(made))) as theirs:
+        assert ours.tobytes() == theirs.tobytes()
+
+
+def test_sizes_in_options_and_the_seed_at_the_top_count_too(ask):
+    options = {"width": 48, "height": 32.0, "steps": 1, "seed": 1}
+    body = {"model": "tiny", "prompt": "a dog", "options": options, "seed": 5, "stream": False}
+    status, answer = ask("/api/generate", body)
+    assert status == 200
+    assert size_of(answer["image"]) == (48, 32) == (answer["width"], answer["height"])
+    assert answer["seed"] == 5
+
+
+def test_without_a_seed_no_two_pictures_are_the_same(ask):
+    body = DRAW | {"stream": False, "options": {"seed": -1}}
+    assert ask("/api/generate", body)[1]["seed"] != ask("/api/generate", body)[1]["seed"]
+
+
+def test_the_form_type_that_curl_sends_is_taken(worker):
+    with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        connection.request("POST", "/api/generate", json.dumps(DRAW), headers)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.getheader("Content-Type") == "application/x-ndjson"
+        assert json.loads(answer.read().splitlines()[-1])["done"]
+
+
+# -- keep_alive
+
+
+def test_ps_tells_what_is_loaded_and_until_when(client, ask):
+    client.generate(**DRAW, keep_alive="10m")
+    (model,) = client.ps().models
+    assert (model.name, model.model) == ("tiny:latest", "tiny:latest") and model.size > 0
+    left = model.expires_at - datetime.now(UTC)
+    assert timedelta(minutes=9) < left <= timedelta(minutes=10)
+    (raw,) = ask("/api/ps")[1]["models"]
+    assert datetime.fromisoformat(raw["expires_at"]).tzinfo is not None
+
+
+def test_for_ever_is_far_away(client):
+    client.generate(**DRAW, keep_alive=-1)
+    (model,) = client.ps().models
+    assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
+    assert model.expires_at.astimezone().year < 9000  # time zones still fit
+
+
+def test_an_empty_prompt_loads_and_with_keep_alive_0_unloads(client, ask):
+    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+    assert client.ps().models == []
+    loaded = client.generate("tiny", keep_alive="1h30m")
+    assert loaded.done and loaded.done_reason == "load" and loaded.image is None
+    (model,) = client.ps().models
+    assert model.expires_at - datetime.now(UTC) > timedelta(minutes=85)
+    status, answer = ask("/api/generate", {"model": "tiny", "keep_alive": 0, "prompt": ""})
+    assert status == 200 and answer["done"] and answer["done_reason"] == "unload"
+    assert client.ps().models == []
+
+
+def test_keep_alive_0_unloads_after_the_picture(client):
+    assert client.generate(**DRAW, keep_alive="0s").image
+    assert client.ps().models == []
+
+
+def test_unloading_what_was_not_loaded_is_no_error(ask):
+    ask("/api/generate", {"model": "tiny", "keep_alive": 0})
+    status, answer = ask("/api/generate", {"model": "tiny", "keep_alive": 0})
+    assert (status, answer["done_reason"]) == (200, "unload")
+    assert ask("/api/generate", {"model": "nothing", "keep_alive": 0})[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        (None, None),
+        ("", None),
+        (5, 5),
+        (0, 0),
+        (0.5, 0.5),
+        (-1, float("inf")),
+        (10**400, float("inf")),
+        (1e308, float("inf")),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5s", 1.5),
+        ("250ms", 0.25),
+        ("-1", float("inf")),
+        ("-1m", float("inf")),
+        ("0", 0),
+        ("300", 300),
+        ("999999999999h", float("inf")),
+    ],
+)
+def test_a_keep_alive_is_seconds_or_a_duration_of_go(said, seconds):
+    from clowder_aimage.worker.api.drawing import keep_alive
+
+    assert keep_alive(said) == seconds
+
+
+@pytest.mark.parametrize("said", ["soon", "5x", "5 m", "m", "--1", "1d", True, [], {}, "٥m"])
+def test_another_keep_alive_is_refused(said, ask):
+    status, answer = ask("/api/generate", DRAW | {"keep_alive": said})
+    assert status == 400 and "keep_alive" in answer["error"]
+
+
+def test_unloading_disturbs_nobody_who_is_served(client):
+    parts = client.generate(**DRAW | {"steps": 30}, keep_alive=-1, stream=True)
+    assert not next(parts).done
+    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+    client.generate("tiny", keep_alive=0)
+    (*_, last) = parts
+    assert last.done_reason == "stop" and last.image
+
+
+def test_when_too_many_wait_it_is_503_with_a_time(worker):
+    other = worker.start("--queue", 0)
+    with ollama.Client(other.url) as busy:
+        busy.generate("tiny")
+        parts = busy.generate(**DRAW | {"steps": 1000}, stream=True)
+        assert not next(parts).done
+        with closing(http.client.HTTPConnection(other.host, timeout=60)) as connection:
+            connection.request("POST", "/api/generate", json.dumps(DRAW))
+            answer = connection.getresponse()
+            assert answer.status == 503 and int(answer.getheader("Retry-After") or 0) > 0
+            assert "wait" in json.loads(answer.read())["error"]
+        parts.close()  # a client that leaves frees the engine
+        while True:
+            try:
+                assert busy.generate(**DRAW).image
+                break
+            except ollama.ResponseError as error:
+                assert error.status_code == 503
+
+
+# -- copies and deletion
+
+
+def test_a_copy_is_listed_and_can_be_deleted(client):
+    assert client.copy("tiny", "another:v1").status == "success"
+    digests = {model.model: model.digest for model in client.list().models}
+    assert digests["another:v1"] == digests["tiny:latest"]
+    assert client.delete("another:v1").status == "success"
+    assert [model.model for model in client.list().models] == ["tiny:latest"]
+    assert client.generate(**DRAW).image  # what the other name needs is still here
+
+
+def test_what_is_not_here_is_neither_copied_nor_deleted(client):
+    with pytest.raises(ollama.ResponseError, match="nothing:latest not found") as caught:
+        client.copy("nothing", "another")
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.delete("nothing")
+    assert caught.value.status_code == 404
+
+
+def test_a_pinned_name_is_not_deleted(client, worker):
+    worker.aimage("pin", "tiny")
+    try:
+        with pytest.raises(ollama.ResponseError, match="pinned") as caught:
+            client.delete("tiny")
+        assert caught.value.status_code == 409
+    finally:
+        worker.aimage("unpin", "tiny")
+    assert client.list().models
+
+
+def test_a_deleted_model_leaves_memory(client, worker):
+    worker.aimage("convert", "-q", "tiny", "gone", "--quantize", "int8")
+    client.generate("gone", keep_alive=-1)
+    assert [model.name for model in client.ps().models] == ["gone:latest"]
+    client.delete("gone")
+    assert client.ps().models == []
+
+
+# -- what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"width": "32"}, "width"),
+        ({"width": True}, "width"),
+        ({"height": 32.5}, "height"),
+        ({"steps": [1]}, "steps"),
+        ({"options": []}, "options"),
+        ({"options": {"seed": "x"}}, "seed"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"stream": "yes"}, "stream"),
+        ({"images": ["aGk="]}, "pictures"),
+        ({"model": 5}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": "No Model"}, "reference"),
+        ({"width": 33}, "width"),
+        ({"height": 1 << 40}, "height"),
+        ({"steps": -1}, "steps"),
+        ({"steps": 10**30}, "steps"),
+        ({"options": {"seed": 1 << 64}}, "seed"),
+    ],
+)
+def test_a_wrong_field_is_400_with_its_name(ask, change, word):
+    status, answer = ask("/api/generate", DRAW | {"stream": False} | change)
+    assert status == 400 and word in answer["error"]
+
+
+def test_what_the_model_refuses_is_told_in_a_stream_too(ask):
+    status, answer = ask("/api/generate", DRAW | {"width": 33})
+    told = answer[-1] if isinstance(answer, list) else {"status": status, **answer}
+    assert told["status"] == 400 and "width" in told["error"]
+
+
+@pytest.mark.parametrize("path", ["generate", "show", "pull", "push", "copy"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"a":1,"a":2}', b"\xff", b"{}"])
+def test_a_body_that_is_no_request_is_400(ask, path, body):
+    status, answer = ask(f"/api/{path}", body)
+    assert status == 400 and isinstance(answer["error"], str) and answer["error"]
+
+
+def test_a_body_that_is_too_large_is_413(ask):
+    status, answer = ask("/api/generate", DRAW | {"prompt": "x" * (1 << 21)})
+    assert status == 413 and "large" in answer["error"]
+
+
+def test_a_model_that_is_not_here_is_404_before_any_line(ask):
+    status, answer = ask("/api/generate", DRAW | {"model": "nothing"})
+    assert status == 404 and "nothing:latest" in answer["error"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("copy", {"source": "tiny"}), ("pull", {"model": 1})])
+def test_other_routes_refuse_wrong_fields_too(ask, path, body):
+    assert ask(f"/api/{path}", body)[0] == 400
+
+
+def test_a_copy_needs_a_tag(ask):
+    body = {"source": "tiny", "destination": f"other@sha256:{'0' * 64}"}
+    status, answer = ask("/api/copy", body)
+    assert status == 400 and "tag" in answer["error"]
+
+
+def test_no_answer_tells_where_the_store_is(ask, worker):
+    for path in ("show", "generate", "push"):
+        body = DRAW | {"model": "127.0.0.1:1/nothing" if path == "push" else "nothing"}
+        status, answer = ask(f"/api/{path}", body)
+        assert status == 404 and str(worker.store) not in answer["error"]
+
+
+# -- who may
+
+
+def test_who_may_only_infer_lists_and_draws_and_changes_nothing(worker):
+    path = worker.aimage.home / "tokens"
+    path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
+    other = worker.start("--token-file", path)
+    with ollama.Client(other.url, headers={"Authorization": f"Bearer {'i' * 32}"}) as infer:
+        assert infer.list().models and infer.generate(**DRAW).image
+        assert infer.generate("tiny", "", keep_alive=0).done_reason == "unload"
+        refused: list[Callable[[], Any]] = [
+            lambda: infer.pull("127.0.0.1:1/x"),
+            lambda: infer.push("tiny"),
+            lambda: infer.copy("tiny", "other"),
+            lambda: infer.delete("tiny"),
+        ]
+        for call in refused:
+            with pytest.raises(ollama.ResponseError) as caught:
+                call()
+            assert caught.value.status_code == 403
+        with pytest.raises(ollama.ResponseError) as caught:  # and is never a reason to pull
+            infer.generate("127.0.0.1:1/x", "a dog")
+        assert caught.value.status_code == 404
+    with ollama.Client(other.url) as stranger, pytest.raises(ollama.ResponseError) as caught:
+        stranger.list()
+    assert caught.value.status_code == 401

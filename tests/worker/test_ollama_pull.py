@@ -1,0 +1,378 @@
+"""Pulls and pushes by ollama's API, against a real registry: progress, joining, giving up."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, aclosing, closing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("aiohttp")
+
+from clowder_aimage.errors import (
+    FormatError,
+    NetworkError,
+    NoSpaceError,
+    NotFoundError,
+    RegistryError,
+    StoreError,
+    UnauthorizedError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.api.transfer import MOST, Transfers, of_registry, transfers
+from clowder_aimage.worker.engine import BusyError, Engine, Limits, StoppedError
+from clowder_aimage.worker.error import api_error
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.service import Service
+from tests.process import Aimage
+from tests.proxy import Passed, Proxy, Reply
+from tests.real_registry import RealRegistry
+from tests.worker.conftest import Worker, begin
+
+ollama = pytest.importorskip("ollama")
+
+PATH = "tests/ollama-pull:v1"
+WAITED = ["verifying sha256 digest", "writing manifest", "success"]
+
+
+@pytest.fixture(scope="module")
+def pushed(worker: Worker, registry: RealRegistry) -> str:
+    """The digest of the embedded model, which is in the registry."""
+    name = f"{registry.host}/{PATH}"
+    worker.aimage("tag", "tiny", name)
+    digest: str = worker.aimage("push", "-q", name).line
+    worker.aimage("rm", name)
+    return digest
+
+
+@pytest.fixture
+def empty(tmp_path) -> Iterator[Worker]:
+    """A worker whose store has nothing."""
+    found = begin(Aimage(tmp_path, tmp_path / "store"))
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def client(empty: Worker) -> Iterator[Any]:
+    with ollama.Client(empty.url) as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(registry: RealRegistry, pushed: str) -> Iterator[Proxy]:
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+class Asked:
+    """A pull under way: its lines, as they come."""
+
+    def __init__(self, worker: Worker, name: str) -> None:
+        self._connection = http.client.HTTPConnection(worker.host, timeout=60)
+        self._connection.request("POST", "/api/pull", json.dumps({"model": name}))
+        self._answer = self._connection.getresponse()
+        self.first = json.loads(self._answer.readline())
+
+    def rest(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._answer.read().splitlines()]
+
+    def close(self) -> None:
+        self._answer.close()
+        self._connection.close()
+
+
+def names(client: Any) -> list[str]:
+    return [model.model for model in client.list().models]
+
+
+def post(worker: Worker, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
+        connection.request("POST", path, json.dumps(body))
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def test_a_pull_tells_of_every_blob_and_then_it_is_here(client, registry, pushed, empty):
+    name = f"{registry.host}/{PATH}"
+    lines = list(client.pull(name, stream=True))
+    assert lines[0].status == "pulling manifest"
+    assert [line.status for line in lines[-3:]] == WAITED
+    last = {line.digest: line for line in lines if line.digest}
+    for digest, line in last.items():
+        assert line.status == f"pulling {digest[7:19]}" and line.completed == line.total
+    assert [model.digest for model in client.list().models] == [pushed.removeprefix("sha256:")]
+    layout = ImageLayout(empty.store)
+    known = json.loads(layout.read(layout.resolve(Reference.parse(name))))
+    wanted = {each["digest"]: each["size"] for each in [known["config"], *known["layers"]]}
+    assert {digest: line.total for digest, line in last.items()} == wanted
+    assert client.generate(name, "a dog", width=32, height=32, steps=1).image
+
+
+def test_a_pull_of_what_is_here_says_so_again(client, registry, pushed):
+    name = f"{registry.host}/{PATH}"
+    assert client.pull(name).status == "success"
+    assert client.pull(name) == ollama.ProgressResponse(status="success")
+    assert names(client) == [name]
+
+
+def test_two_pulls_at_once_are_one(client, proxy, empty):
+    name = f"{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with ExitStack() as stack:
+        both = [stack.enter_context(closing(Asked(empty, name))) for _ in range(2)]
+        assert [each.first["status"] for each in both] == ["pulling manifest"] * 2
+        proxy.wait_until(lambda: proxy.held > 0)
+        assert names(client) == []
+        proxy.release()
+        for each in both:
+            *lines, last = each.rest()
+            assert last == {"status": "success"}
+            whole = {line["digest"]: line["total"] for line in lines if "digest" in line}
+            assert {line["size"] for line in lines if "digest" in line} == {sum(whole.values())}
+    blobs = [passed.path for passed in proxy.seen if passed.is_blob]
+    assert len(blobs) == len(set(blobs)) > 10
+    assert names(client) == [name]
+
+
+def test_a_client_that_leaves_does_not_stop_what_another_waits_for(client, proxy, empty):
+    name = f"{proxy.host}/{PATH}"
+    proxy.hold = 1
+    with closing(Asked(empty, name)) as leaves:
+        proxy.wait_until(lambda: proxy.held > 0)
+        with closing(Asked(empty, name)) as stays:
+            leaves.close()
+            proxy.release()
+            assert stays.rest()[-1] == {"status": "success"}
+    assert names(client) == [name]
+
+
+def test_a_worker_that_is_to_end_does_not_wait_for_a_pull(proxy, empty):
+    proxy.hold = 1
+    with closing(Asked(empty, f"{proxy.host}/{PATH}")):
+        proxy.wait_until(lambda: proxy.held > 0)
+        code, errors = empty.stop()
+    assert code == 0 and "Traceback" not in errors
+
+
+def test_what_the_registry_has_not_is_an_error_in_the_stream(client, registry, pushed, empty):
+    name = f"{registry.host}/tests/nothing:v1"
+    with pytest.raises(ollama.ResponseError, match="nothing"):
+        list(client.pull(name, stream=True))
+    with pytest.raises(ollama.ResponseError, match="nothing") as caught:
+        client.pull(name)
+    assert caught.value.status_code == 404
+    with closing(Asked(empty, name)) as asked:
+        (line,) = asked.rest()
+        assert line["status"] == 404 and "nothing" in line["error"]
+
+
+def test_a_registry_that_does_not_answer_is_502(client):
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.pull("127.0.0.1:1/tests/x:v1")
+    assert caught.value.status_code == 502
+
+
+def test_what_is_not_what_was_promised_gets_no_name(client, proxy, empty):
+    def spoil(passed: Passed, reply: Reply) -> None:
+        if passed.is_blob and reply.body:
+            reply.put(bytes(len(reply.body)))
+
+    proxy.change = spoil
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.pull(f"{proxy.host}/{PATH}")
+    assert caught.value.status_code == 502
+    assert names(client) == []
+
+
+def test_a_name_without_a_registry_is_neither_pulled_nor_pushed(client):
+    for call in (client.pull, client.push):
+        with pytest.raises(ollama.ResponseError, match="registry") as caught:
+            call("tiny")
+        assert caught.value.status_code == 400
+
+
+def test_a_request_does_not_switch_off_encryption(client, empty, registry, pushed):
+    for path in ("/api/pull", "/api/push"):
+        status, answer = post(
+            empty, path, {"model": "registry.example.com/x", "insecure": True, "stream": False}
+        )
+        assert status == 400 and "encryption" in answer["error"]
+    assert client.pull(f"{registry.host}/{PATH}", insecure=True).status == "success"
+
+
+def test_a_stream_that_is_no_flag_begins_nothing(empty, proxy):
+    status, _ = post(empty, "/api/pull", {"model": f"{proxy.host}/{PATH}", "stream": 1})
+    assert status == 400 and not proxy.seen
+
+
+def test_a_push_tells_of_its_blobs_and_can_be_pulled(worker, client, registry):
+    name = f"{registry.host}/tests/ollama-push:v1"
+    with ollama.Client(worker.url) as stocked:
+        stocked.copy("tiny", name)
+        lines = list(stocked.push(name, stream=True))
+        assert lines[0].status == "retrieving manifest"
+        assert [line.status for line in lines[-2:]] == ["pushing manifest", "success"]
+        moved = {line.digest: line for line in lines if line.digest}
+        assert len(moved) > 10
+        assert all(line.completed == line.total for line in moved.values())
+        assert stocked.push(name).status == "success"
+        stocked.delete(name)
+    assert client.pull(name).status == "success"
+
+
+def test_a_push_of_what_is_not_here_is_404(client):
+    with pytest.raises(ollama.ResponseError, match="not found") as caught:
+        client.push("127.0.0.1:1/tests/nothing:v1")
+    assert caught.value.status_code == 404
+
+
+def test_a_picture_by_a_model_that_must_be_pulled_first(client, registry, pushed):
+    name = f"{registry.host}/{PATH}"
+    parts = client.generate(name, "a dog", width=32, height=32, steps=2, stream=True)
+    lines = [part.model_dump() for part in parts]
+    assert lines[-1]["done"] and lines[-1]["image"]
+    assert [(line["completed"], line["total"]) for line in lines if line["completed"]] == [
+        (1, 2),
+        (2, 2),
+    ]
+
+
+# -- transfers, without HTTP
+
+
+def played(tmp_path, play: Callable[[Service, Transfers], Any]) -> Any:
+    async def run() -> Any:
+        store, metrics = ImageLayout(tmp_path / "played"), Metrics()
+        engine = Engine(store, Connection(), Limits(), metrics)
+        service = Service(engine, store, Connection(), metrics, News())
+        async with asyncio.timeout(60):
+            return await play(service, transfers(service))
+
+    return asyncio.run(run())
+
+
+def test_a_pull_that_nobody_waits_for_is_given_up(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(service: Service, all_of_them: Transfers) -> None:
+        with all_of_them.pull(service, reference) as pull:
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+            assert all_of_them.of(reference) is pull
+        proxy.release()
+        with pytest.raises(StoppedError, match="given up"):
+            await pull.end()
+        assert all_of_them.of(reference) is None
+        with pytest.raises(NotFoundError):
+            service.store.resolve(reference)
+        assert b'aimage_pulls_total{outcome="stopped"} 1.0' in service.metrics.text()
+        with all_of_them.pull(service, reference) as again:  # and can be begun again
+            await again.end()
+        assert service.store.resolve(reference)
+
+    played(tmp_path, play)
+
+
+def test_a_pull_that_is_kept_goes_on_without_anyone(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(service: Service, all_of_them: Transfers) -> None:
+        with all_of_them.pull(service, reference) as pull:
+            pull.is_kept = True
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+        proxy.release()
+        await pull.end()
+        assert service.store.resolve(reference)
+        assert pull.completed == pull.total
+        counted = service.metrics.registry.get_sample_value
+        assert counted("aimage_pulls_total", {"outcome": "done"}) == 1
+        assert counted("aimage_pull_bytes_total") == pull.total
+        async with aclosing(service.news.listen()) as news:
+            item = await anext(news)
+        assert (item.kind, item.facts["outcome"]) == ("pull", "done")
+        assert item.facts["reference"] == str(reference)
+
+    played(tmp_path, play)
+
+
+def test_a_worker_about_to_end_begins_no_transfer_and_stops_those_under_way(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(service: Service, all_of_them: Transfers) -> None:
+        with all_of_them.pull(service, reference) as pull:
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+            service.engine.is_draining = True
+            proxy.release()
+            with pytest.raises(StoppedError):
+                await pull.end()
+        with pytest.raises(StoppedError), all_of_them.pull(service, reference):
+            pass
+
+    played(tmp_path, play)
+
+
+def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+    released = threading.Event()
+
+    async def play(service: Service, all_of_them: Transfers) -> None:
+        with ExitStack() as stack:
+            pulls = [
+                stack.enter_context(
+                    all_of_them.pull(service, Reference.parse(f"{proxy.host}/tests/x{number}"))
+                )
+                for number in range(MOST)
+            ]
+            with (
+                pytest.raises(BusyError),
+                all_of_them.pull(service, Reference.parse(f"{proxy.host}/tests/more")),
+            ):
+                pass
+            released.set()
+            results = await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+        assert all(isinstance(each, NotFoundError) for each in results), results
+
+    played(tmp_path, play)
+
+
+def test_a_local_name_begins_no_transfer(tmp_path):
+    async def play(service: Service, all_of_them: Transfers) -> None:
+        local = Reference.parse("tiny")
+        with pytest.raises(UsageError, match="names no registry"), all_of_them.pull(service, local):
+            pass
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NetworkError("x"), 502),
+        (RegistryError("x", status=500), 502),
+        (UnauthorizedError("x"), 502),
+        (VerificationError("x"), 502),
+        (FormatError("x"), 502),
+        (NotFoundError("x"), 404),
+        (UsageError("x"), 400),
+        (NoSpaceError("x"), 507),
+        (StoreError("x"), 500),
+        (StoppedError("x"), 503),
+        (BusyError(1, 5), 503),
+    ],
+)
+def test_what_the_registry_did_is_told_from_what_the_worker_did(error, status):
+    assert api_error(of_registry(error)).status == status

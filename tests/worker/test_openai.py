@@ -1,0 +1,678 @@
+"""OpenAI's interface of a live worker, for curl and for OpenAI's own SDK as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+pytest.importorskip("aiohttp")
+pytest.importorskip("openai")
+
+import openai
+from PIL import Image as Pillow
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.dialect import AImage
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.model.picture import load_picture
+from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci.manifest import encode
+
+PORT = "11434"  # of the commands below
+PLAIN = """\
+curl http://localhost:11434/v1/images/generations \\
+  -H "Content-Type: application/json" \\
+  -d '{
+    "model": "z-image",
+    "prompt": "a white cat",
+    "size": "1024x1024"
+  }'"""
+TO_FILE = """\
+curl -s http://localhost:11434/v1/images/generations \\
+  -H "Content-Type: application/json" \\
+  -d '{
+    "model": "z-image",
+    "prompt": "a white cat",
+    "size": "1024x1024"
+  }' | jq -r '.data[0].b64_json' | base64 -d > image.png"""
+STREAM = """\
+curl http://localhost:11434/v1/images/generations \\
+  -H "Content-Type: application/json" \\
+  -d '{"model": "z-image", "prompt": "a sunset", "stream": true}'"""
+STEPS = 30  # of the model that those commands mean
+INFER, ADMIN = "infer-0123456789abcdef0123456789", "admin-0123456789abcdef0123456789"
+
+
+def named(store: Stores, name: str, **changes: Any) -> None:
+    """Have ``name`` mean the embedded model with another config."""
+    stored = read_aimage(store, Reference.parse("tiny"))
+    config = encode({**stored.aimage.properties, **changes})
+    manifest, config = stored.dialect.write(AImage(config, stored.aimage.layers))
+    store.push(manifest.config, bytes_body(config))
+    descriptor = Descriptor.of(manifest.media_type, manifest.raw)
+    store.push(descriptor, bytes_body(manifest.raw), Reference.parse(name))
+
+
+@pytest.fixture(scope="module")
+def live(worker):
+    """A worker with the names that clients know."""
+    store = Stores([worker.store])
+    size = {"width": 64, "height": 64}
+    named(store, "local/long:v1", defaults=size | {"steps": STEPS})
+    named(store, "short", defaults=size | {"steps": 1})
+    named(store, "localhost:5000/team/made", created="2024-01-02T03:04:05Z", defaults=size)
+    named(store, "another", family="another")
+    aliases = ("--alias", "z-image=local/long:v1", "--alias", "gpt-image-1=tiny")
+    return worker.start(*aliases, "--alias", "GPT 4=absent", "--queue", "0")
+
+
+@pytest.fixture
+def client(live) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def post(url: str, body: Any, path: str = "/v1/images/generations", **headers: str) -> Any:
+    """The status, the headers and the JSON of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    asked = urllib.request.Request(url + path, data, {"Content-Type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=100) as answer:
+            return answer.status, answer.headers, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, json.load(error)
+
+
+def events(url: str, **fields: Any) -> list[tuple[str | None, Any]]:
+    """The events of a stream; comments have the name None."""
+    body = {"prompt": "a dog", "model": "tiny", "stream": True, "steps": 2} | fields
+    asked = urllib.request.Request(f"{url}/v1/images/generations", json.dumps(body).encode())
+    with urllib.request.urlopen(asked, timeout=100) as answer:
+        assert answer.headers.get_content_type() == "text/event-stream"
+        blocks = answer.read().decode().split("\n\n")
+    assert blocks.pop() == ""
+    return [event(block) for block in blocks]
+
+
+def event(block: str) -> tuple[str | None, Any]:
+    if block.startswith(": "):
+        return None, block[2:]
+    found = re.fullmatch(r"event: (\S+)\ndata: (.*)", block)
+    assert found is not None, block
+    return found[1], json.loads(found[2])
+
+
+def pixels(data: bytes) -> np.ndarray:
+    with Pillow.open(io.BytesIO(data)) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def expected(live: Any, **wishes: Any) -> np.ndarray:
+    """What the same machine makes without a worker."""
+    options = [word for key, value in wishes.items() for word in (f"--{key}", value)]
+    done = live.aimage("run", "-q", "tiny", "a dog", *options)
+    shown, _ = load_picture(live.aimage.home / done.line)
+    return shown
+
+
+# -- the commands of the documentation, as they are
+
+
+def shell(command: str, url: str, directory: Path) -> str:
+    """What a command prints in a shell where localhost:11434 is the worker."""
+    place = url.removeprefix("http://")
+    (directory / ".curlrc").write_text(f'connect-to = "localhost:{PORT}:{place}"\nsilent\n')
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "CURL_HOME": str(directory)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quick(live, worker):
+    """A worker whose z-image takes one step: pictures of 1024 by 1024 pixels take long."""
+    return worker.start("--alias", "z-image=short")
+
+
+def test_the_command_for_a_picture(quick, tmp_path):
+    answer = json.loads(shell(PLAIN, quick.url, tmp_path))
+    assert pixels(base64.b64decode(answer["data"][0]["b64_json"])).shape == (1024, 1024, 3)
+    assert list(answer)[:2] == ["created", "data"]
+    assert list(answer["data"][0]) == ["b64_json"]
+    assert isinstance(answer["created"], int)
+
+
+def test_the_command_that_saves_a_file(quick, tmp_path):
+    assert shell(TO_FILE, quick.url, tmp_path) == ""
+    shown, facts = load_picture(tmp_path / "image.png")
+    assert shown.shape == (1024, 1024, 3)
+    assert facts["prompt"] == "a white cat"
+
+
+def test_the_command_that_streams_prints_the_events_byte_for_byte(live, tmp_path):
+    text = shell(STREAM, live.url, tmp_path)
+    steps = "".join(
+        f'event: progress\ndata: {{"step": {step}, "total": 30}}\n\n' for step in range(1, 31)
+    )
+    head, done = text[: len(steps)], text[len(steps) :]
+    assert head == steps
+    found = re.fullmatch(
+        r'event: done\ndata: {"created": [0-9]{10}, "data": \[{"b64_json": "(iVBORw0KGgo[^"]*)"}]}'
+        r"\n\n",
+        done,
+    )
+    assert found is not None, done[:100]
+    assert pixels(base64.b64decode(found[1])).shape == (64, 64, 3)
+
+
+def test_those_are_commands_for_this_address():
+    for command in (PLAIN, TO_FILE, STREAM):
+        assert shlex.split(command.partition(" |")[0])[0] == "curl"
+        assert f"localhost:{PORT}" in command
+
+
+# -- OpenAI's SDK
+
+
+def test_a_picture_equals_the_one_that_is_made_without_a_worker(client, live):
+    answer = client.images.generate(
+        model="tiny", prompt="a dog", size="64x64", extra_body={"seed": 7, "steps": 3}
+    )
+    assert answer.size == "64x64"
+    assert (answer.quality, answer.background, answer.output_format) == ("medium", "opaque", "png")
+    assert answer.usage.total_tokens == answer.usage.input_tokens_details.text_tokens == 0
+    assert answer.usage.output_tokens_details.image_tokens == 0
+    shown = pixels(base64.b64decode(answer.data[0].b64_json))
+    np.testing.assert_array_equal(shown, expected(live, seed=7, steps=3))
+
+
+def test_several_pictures_have_rising_seeds(client, live):
+    body = {"seed": 7, "steps": 1}
+    answer = client.images.generate(model="tiny", prompt="a dog", n=3, extra_body=body)
+    assert len(answer.data) == 3
+    last = pixels(base64.b64decode(answer.data[2].b64_json))
+    np.testing.assert_array_equal(last, expected(live, seed=9, steps=1))
+
+
+def test_guidance_and_a_negative_prompt_reach_the_model(client, live):
+    wishes = {"seed": 7, "steps": 2, "guidance": 4.0}
+    answer = client.images.generate(
+        model="tiny", prompt="a dog", extra_body={**wishes, "negative_prompt": "a cat"}
+    )
+    shown = pixels(base64.b64decode(answer.data[0].b64_json))
+    np.testing.assert_array_equal(shown, expected(live, negative="a cat", **wishes))
+
+
+def test_a_seed_that_was_drawn_is_told(client):
+    raw = client.images.with_raw_response.generate(
+        model="tiny", prompt="a dog", extra_body={"steps": 1}
+    )
+    seed = int(raw.headers["x-aimage-seed"])
+    assert raw.headers["x-aimage-model"] == "tiny:latest"
+    again = client.images.generate(
+        model="tiny", prompt="a dog", extra_body={"seed": seed, "steps": 1}
+    )
+    first = base64.b64decode(raw.parse().data[0].b64_json)
+    assert (pixels(first) == pixels(base64.b64decode(again.data[0].b64_json))).all()
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_other_formats(client, kind):
+    def made(compression):
+        answer = client.images.generate(
+            model="tiny",
+            prompt="a dog",
+            output_format=kind,
+            output_compression=compression,
+            extra_body={"seed": 1, "steps": 1},
+        )
+        assert answer.output_format == kind
+        return base64.b64decode(answer.data[0].b64_json)
+
+    small, large = made(5), made(100)
+    assert len(small) < len(large)
+    with Pillow.open(io.BytesIO(small)) as picture:
+        assert picture.format == kind.upper()
+
+
+def test_what_other_clients_have_built_in(client):
+    """LibreChat and others send these words, and the name of a model of OpenAI's."""
+    answer = client.images.generate(
+        model="gpt-image-1",
+        prompt="a dog",
+        background="auto",
+        quality="low",
+        size="auto",
+        moderation="auto",
+        style="vivid",
+        user="somebody",
+    )
+    assert (answer.size, answer.quality) == ("64x64", "low")
+
+
+def test_a_stream_with_previews(client, live):
+    stream = client.images.generate(
+        model="tiny",
+        prompt="a dog",
+        stream=True,
+        partial_images=2,
+        extra_body={"seed": 7, "steps": 4},
+    )
+    *partial, completed = list(stream)
+    assert [one.type for one in partial] == ["image_generation.partial_image"] * 2
+    assert [one.partial_image_index for one in partial] == [0, 1]
+    assert all(pixels(base64.b64decode(one.b64_json)).size for one in partial)
+    assert completed.type == "image_generation.completed"
+    assert (completed.size, completed.background) == ("64x64", "opaque")
+    assert (completed.output_format, completed.quality) == ("png", "auto")
+    assert completed.usage.input_tokens_details.image_tokens == 0
+    shown = pixels(base64.b64decode(completed.b64_json))
+    np.testing.assert_array_equal(shown, expected(live, seed=7, steps=4))
+
+
+def test_a_stream_of_several_pictures(client):
+    stream = client.images.generate(
+        model="tiny", prompt="a dog", stream=True, n=2, extra_body={"steps": 2}
+    )
+    assert [one.type for one in stream] == ["image_generation.completed"] * 2
+
+
+def test_the_asynchronous_client(live):
+    async def play():
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+            stream = await client.images.generate(
+                model="tiny", prompt="a dog", stream=True, extra_body={"steps": 1}
+            )
+            return [one.type async for one in stream]
+
+    assert asyncio.run(play()) == ["image_generation.completed"]
+
+
+def test_models(client):
+    listed = {model.id: model for model in client.models.list()}
+    assert list(listed) == [
+        "local/long:v1",
+        "localhost:5000/team/made:latest",
+        "short:latest",
+        "tiny:latest",
+        "gpt-image-1",
+        "z-image",
+    ]
+    assert {model.object for model in listed.values()} == {"model"}
+    made = listed["localhost:5000/team/made:latest"]
+    assert (made.created, made.owned_by) == (1704164645, "localhost:5000")
+    assert listed["tiny:latest"].owned_by == "local"
+    assert listed["tiny:latest"].created > 1704164645
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "tiny:latest", "z-image", "local/long:v1", "localhost:5000/team/made:latest"],
+)
+def test_a_model_by_its_name(client, name):
+    assert client.models.retrieve(name).id == name
+
+
+def test_a_model_by_a_path_with_slashes(live):
+    assert live.get("/v1/models/local/long:v1")["id"] == "local/long:v1"
+
+
+@pytest.mark.parametrize("name", ["absent", "another", "GPT 4", "No Name", "a/../b", "x" * 2000])
+def test_a_model_that_cannot_be_run_is_not_found(client, name):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve(name)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("name", ["absent", "absent:v2", "GPT 4", "DALL-E 3", "localhost:1/x@y"])
+def test_a_picture_by_a_model_that_is_not_here(client, name):
+    for stream in (False, True):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.images.generate(model=name, prompt="a dog", stream=stream)
+        assert caught.value.code == "model_not_found"
+        assert caught.value.type == "invalid_request_error"
+
+
+def test_a_model_that_makes_no_pictures(client):
+    with pytest.raises(openai.BadRequestError, match="makes no pictures") as caught:
+        client.images.generate(model="another", prompt="a dog")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_supported")
+
+
+def test_a_registry_that_cannot_be_reached(client):
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.images.generate(model="localhost:1/absent", prompt="a dog")
+    assert caught.value.status_code >= 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"size": "100x100"}, "size"),
+        ({"n": 11}, "n"),
+        ({"background": "transparent"}, "background"),
+        ({"extra_body": {"steps": 0}}, "steps"),
+        ({"extra_body": {"negative_prompt": "a cat"}}, "negative_prompt"),
+        ({"size": "16x16000"}, "size"),  # too large for this model, as only it knows
+    ],
+)
+def test_a_bad_request_names_the_field(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.generate(model="tiny", prompt="a dog", **fields)
+    assert caught.value.param == param
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(client, live):
+    with pytest.raises(openai.APIError) as caught:
+        list(client.images.generate(model="tiny", prompt="a dog", stream=True, size="16x16000"))
+    assert not isinstance(caught.value, openai.APIStatusError)
+    assert (caught.value.param, caught.value.code) == ("size", "invalid_value")
+    name, data = events(live.url, size="16x16000")[-1]
+    assert (name, list(data)) == ("error", ["error"])
+    assert list(data["error"]) == ["message", "type", "param", "code"]
+
+
+# -- streams
+
+
+def test_steps_count_through_all_pictures(live):
+    found = events(live.url, n=2, steps=3)
+    assert found[:-1] == [("progress", {"step": step, "total": 6}) for step in range(1, 7)]
+    assert len(found[-1][1]["data"]) == 2
+
+
+def test_progress_in_openais_way_is_comments_or_on_request_events(live):
+    quiet = events(live.url, stream_format="openai")
+    assert (None, "step 1 of 2") in quiet
+    assert [name for name, _ in quiet if name] == ["image_generation.completed"]
+    told = events(live.url, stream_format="openai+progress", n=2)
+    progress = [data for name, data in told if name == "image_generation.progress"]
+    assert [(one["step"], one["total"]) for one in progress] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert {one["type"] for one in progress} == {"image_generation.progress"}
+
+
+def test_who_asks_for_previews_means_openais_way(live):
+    names = [name for name, _ in events(live.url, partial_images=1, steps=3) if name]
+    assert names == ["image_generation.partial_image", "image_generation.completed"]
+    names = [name for name, _ in events(live.url, partial_images=1, stream_format="ollama")]
+    assert names == ["progress", "progress", "done"]
+
+
+def test_the_sdk_gets_the_other_way_on_request(client):
+    stream = client.images.generate(
+        model="tiny",
+        prompt="a dog",
+        stream=True,
+        extra_body={"steps": 2, "stream_format": "ollama"},
+    )
+    assert [one.type for one in stream] == [None, None, None]
+
+
+def begun(url: str, **fields: Any) -> Any:
+    """An answer that has begun to stream, after its first step."""
+    body = {"prompt": "a dog", "model": "tiny", "stream": True, "steps": 1000} | fields
+    asked = urllib.request.Request(f"{url}/v1/images/generations", json.dumps(body).encode())
+    answer = urllib.request.urlopen(asked, timeout=100)
+    assert answer.readline() == b"event: progress\n"
+    return answer
+
+
+SHORT = {"prompt": "a dog", "model": "tiny", "steps": 1}
+
+
+def cancelled(live: Any) -> int:
+    """How many requests clients have given up, as the worker counts."""
+    with urllib.request.urlopen(f"{live.url}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.search(r"^aimage_generation_cancelled_total (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+def until_free(live: Any) -> None:
+    """Return when the engine serves others again."""
+    while (status := post(live.url, SHORT)[0]) == 503:
+        pass
+    assert status == 200
+
+
+def test_the_first_event_precedes_the_second_step_and_who_leaves_ends_the_work(live):
+    before = cancelled(live)
+    with begun(live.url) as answer:
+        assert json.loads(answer.readline().removeprefix(b"data: "))["step"] == 1
+        assert post(live.url, SHORT)[0] == 503  # of a thousand steps the most are still to come
+    until_free(live)
+    assert cancelled(live) == before + 1
+
+
+def test_a_client_without_a_stream_that_leaves_ends_the_work(live):
+    before = cancelled(live)
+    host, _, port = live.host.rpartition(":")
+    body = json.dumps({**SHORT, "steps": 1000, "n": 10}).encode()
+    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {live.host}\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while post(live.url, SHORT)[0] != 503:
+            pass
+    until_free(live)
+    assert cancelled(live) == before + 1
+
+
+def test_a_full_queue_is_503_with_retry_after_whether_it_streams_or_not(live, client):
+    with begun(live.url):
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.images.generate(model="tiny", prompt="a dog", stream=stream)
+            assert caught.value.status_code == 503
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            assert (caught.value.code, caught.value.type) == ("overloaded", "server_error")
+    until_free(live)
+
+
+def test_the_sdk_tries_again_when_the_queue_was_full(live):
+    with begun(live.url) as answer:
+        hooks = {"response": [lambda _: answer.close()]}
+        with openai.OpenAI(
+            base_url=f"{live.url}/v1",
+            api_key="none",
+            max_retries=8,
+            http_client=openai.DefaultHttpxClient(event_hooks=hooks),
+        ) as client:
+            made = client.images.with_raw_response.generate(
+                model="tiny", prompt="a dog", extra_body={"steps": 1}
+            )
+    assert made.retries_taken >= 1
+
+
+# -- links
+
+
+def test_a_link_to_a_picture(client, live):
+    answer = client.images.generate(
+        model="tiny",
+        prompt="a dog",
+        response_format="url",
+        output_format="webp",
+        extra_body={"seed": 7, "steps": 1},
+    )
+    url = answer.data[0].url
+    assert answer.data[0].b64_json is None
+    assert url.startswith(f"{live.url}/v1/files/pictures/")
+    with urllib.request.urlopen(url) as got:
+        data, headers = got.read(), got.headers
+    assert headers["Content-Type"] == "image/webp"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"].startswith("private, max-age=3")
+    assert pixels(data).shape == (64, 64, 3)
+    for wrong in (url[:-1], url.replace("expires=", "expires=1"), url.partition("?")[0]):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(wrong)
+        with caught.value as error:
+            assert error.code == 404
+            assert json.load(error)["error"]["code"] == "picture_not_found"
+
+
+def test_links_in_streams(live):
+    (url,) = (one["url"] for one in events(live.url, response_format="url")[-1][1]["data"])
+    with urllib.request.urlopen(url) as got:
+        first = got.read()
+    _, data = events(live.url, response_format="url", stream_format="openai", seed=1)[-1]
+    with urllib.request.urlopen(data["url"]) as got:
+        assert got.read() == base64.b64decode(data["b64_json"])
+    assert first.startswith(b"\x89PNG")
+
+
+# -- what is sent
+
+
+def test_unknown_fields_are_ignored_and_named(live):
+    body = {"prompt": "a dog", "model": "tiny", "steps": 1, "cfg": 2, "a\r\nSet-Cookie: x": 1}
+    status, headers, _ = post(live.url, body)
+    assert status == 200
+    assert headers["X-Aimage-Ignored"] == "a%0D%0ASet-Cookie%3A%20x, cfg"
+    assert "Set-Cookie" not in headers
+    for path in ("/v1/images/generations?strict=1", "/v1/images/generations"):
+        sent = body if "strict" in path else {**body, "strict": True}
+        status, _, answer = post(live.url, sent, path)
+        assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
+
+
+def test_a_request_that_names_no_model(live):
+    status, _, answer = post(live.url, {"prompt": "a dog"})
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert answer["error"]["code"] == "missing_required_parameter"
+
+
+def test_a_default_model_stands_in_for_one_that_is_not_here(live, worker):
+    other = worker.start("--default-model", "short")
+    for fields in ({}, {"model": "dall-e-3"}, {"model": "Not A Name"}, {"model": None}):
+        status, headers, _ = post(other.url, {"prompt": "a dog"} | fields)
+        assert (status, headers["X-Aimage-Model"]) == (200, "short:latest")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"", 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": "a", "n": NaN}', 400),
+        (b'{"prompt": "a", "prompt": "b"}', 400),
+        (b" " * (1 << 20), 400),
+        (b" " * ((1 << 20) + 1), 413),
+    ],
+)
+def test_a_body_that_is_no_request(live, body, status):
+    found, _, answer = post(live.url, body)
+    assert found == status
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_unpacks_to_too_much_is_refused(live):
+    bomb = gzip.compress(b" " * (64 << 20))
+    status, _, answer = post(live.url, bomb, **{"Content-Encoding": "gzip"})
+    assert status == 413
+    assert answer["error"]["code"] == "too_large"
+
+
+def test_a_deadline_is_504(live, worker):
+    other = worker.start("--deadline", "0.2s")
+    body = {"prompt": "a dog", "model": "tiny", "steps": 1000}
+    status, _, answer = post(other.url, body)
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_who_may_only_make_pictures_has_none_fetched(worker, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"infer {INFER}\nadmin {ADMIN}\n")
+    tokens.chmod(0o600)
+    other = worker.start("--token-file", tokens)
+    for token, status, error in (
+        (INFER, 404, openai.NotFoundError),
+        (ADMIN, None, openai.APIStatusError),
+        ("none", 401, openai.AuthenticationError),
+    ):
+        with (
+            openai.OpenAI(base_url=f"{other.url}/v1", api_key=token, max_retries=0) as client,
+            pytest.raises(error) as caught,
+        ):
+            client.images.generate(
+                model="localhost:1/absent", prompt="a dog", extra_body={"pull": "always"}
+            )
+        assert status is None or caught.value.status_code == status
+        assert (caught.value.status_code >= 500) == (status is None)
+
+
+def test_a_link_needs_no_token(worker, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"infer {INFER}\n")
+    tokens.chmod(0o600)
+    other = worker.start("--token-file", tokens)
+    with openai.OpenAI(base_url=f"{other.url}/v1", api_key=INFER) as client:
+        answer = client.images.generate(
+            model="tiny", prompt="a dog", response_format="url", extra_body={"steps": 1}
+        )
+    with urllib.request.urlopen(answer.data[0].url) as got:
+        assert got.read(4) == b"\x89PNG"
+
+
+def test_a_model_is_fetched_first_and_its_bytes_are_told(live, registry, repository, aimage):
+    there = Reference.parse(f"{repository}:v1")
+    store = Stores([live.store])
+    store.tag(store.resolve(Reference.parse("short")), there)
+    live.aimage("push", "-q", there)
+    other = live.start("--default-model", "short")
+    live.aimage("rm", "-q", there)
+    assert other.get("/v1/models")["data"]
+    never = post(other.url, {"prompt": "a dog", "model": str(there), "pull": "never"})
+    assert never[1]["X-Aimage-Model"] == "short:latest"
+    fields = {"model": str(there), "quality": "high", "steps": None}
+    for pull, is_pulled in (("if-missing", True), ("if-missing", False), ("always", True)):
+        found = events(other.url, pull=pull, **fields)
+        assert ("pull" in {name for name, _ in found}) == is_pulled
+        assert [data["total"] for name, data in found if name == "progress"] == [2, 2]
+
+
+def test_no_prompt_and_no_user_is_written_down(worker):
+    other = worker.start("--log-level", "info")
+    body = {"prompt": "xyzzy-prompt", "model": "tiny", "steps": 1, "user": "xyzzy-user"}
+    assert post(other.url, body)[0] == 200
+    assert post(other.url, {**body, "size": "16x16000"})[0] == 400
+    code, lines = other.stop()
+    assert code == 0
+    assert "generations" in lines
+    assert "xyzzy" not in lines
+
+
+def test_nothing_of_all_that_was_a_surprise_to_the_worker(live):
+    text = "".join(live.lines)
+    assert "Traceback" not in text
+    assert "internal_error" not in text
+    assert "Warning" not in text

@@ -1,0 +1,225 @@
+"""What a body may say, and what is answered where it says something else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("numpy")
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.dialect import AImage
+from clowder_aimage.worker.api.image_request import MAX_TEXT, read_request
+from clowder_aimage.worker.error import ApiError
+
+
+def read(raw: bytes | None = None, *, strict: bool = False, **fields: object):
+    body = json.dumps({"prompt": "a dog"} | fields).encode() if raw is None else raw
+    return read_request(body, strict=strict, draw=lambda: 42)
+
+
+def refused(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(raw, strict=strict, **fields)
+    return caught.value
+
+
+def aimage(**defaults: object) -> AImage:
+    config = {"schemaVersion": 1, "components": {}, "defaults": defaults}
+    return AImage(json.dumps(config).encode(), ())
+
+
+def test_what_is_not_said_is_the_models_to_decide() -> None:
+    wish = read()
+    wishes = wish.wishes(aimage())
+    assert wishes.pop("seed") == 42
+    assert wishes.pop("n") == 1
+    assert set(wishes.values()) == {None}
+    assert wish.encoding == {"kind": "png", "quality": None}
+    assert (wish.size, wish.is_url, wish.is_stream) == ("auto", False, False)
+
+
+def test_everything_that_can_be_said() -> None:
+    wish = read(
+        model="z-image",
+        size="1024x768",
+        n=3,
+        seed=7,
+        steps=4,
+        negative_prompt="a cat",
+        guidance=2.5,
+        quality="high",
+        output_format="webp",
+        output_compression=80,
+        background="opaque",
+        response_format="url",
+        stream=True,
+        partial_images=2,
+        stream_format="openai",
+        user="somebody",
+        moderation="low",
+        style="vivid",
+    )
+    assert wish.wishes(aimage()) == {
+        "width": 1024,
+        "height": 768,
+        "n": 3,
+        "seed": 7,
+        "steps": 4,
+        "negative": "a cat",
+        "guidance": 2.5,
+    }
+    assert wish.encoding == {"kind": "webp", "quality": 80}
+    assert (wish.is_url, wish.is_stream, wish.partial_images) == (True, True, 2)
+    assert wish.ignored == ()
+    assert "somebody" not in repr(wish)
+
+
+def test_null_is_as_if_it_were_not_said() -> None:
+    assert read(size=None, n=None, stream=None, seed=None, steps=None, model=None) == read()
+
+
+def test_the_words_of_neighbours_mean_the_same() -> None:
+    wish = read(num_inference_steps=5, guidance_scale=1)
+    assert (wish.steps, wish.guidance) == (5, 1.0)
+    assert read(steps=5, num_inference_steps=5).steps == 5
+    assert refused(steps=5, num_inference_steps=6).param == "steps"
+
+
+@pytest.mark.parametrize(
+    ("quality", "steps"),
+    [("low", 5), ("medium", None), ("auto", None), ("standard", None), ("high", 18), ("hd", 18)],
+)
+def test_a_preset_is_relative_to_the_models_own_steps(quality: str, steps: int | None) -> None:
+    assert read(quality=quality).wishes(aimage(steps=9))["steps"] == steps
+
+
+def test_a_preset_of_a_model_that_says_nothing_is_relative_to_eight() -> None:
+    assert read(quality="low").wishes(aimage())["steps"] == 4
+
+
+def test_a_preset_never_asks_for_more_steps_than_there_can_be_or_none() -> None:
+    assert read(quality="max").wishes(aimage(steps=900))["steps"] == 1000
+    assert read(quality="low").wishes(aimage(steps=1))["steps"] == 1
+
+
+def test_steps_win_over_a_preset() -> None:
+    assert read(quality="high", steps=3).wishes(aimage(steps=9))["steps"] == 3
+
+
+def test_a_negative_prompt_needs_guidance_from_somewhere() -> None:
+    with pytest.raises(ApiError, match="needs guidance above 0") as caught:
+        read(negative_prompt="a cat").wishes(aimage())
+    assert caught.value.param == "negative_prompt"
+    assert read(negative_prompt="a cat").wishes(aimage(guidance=3))["negative"] == "a cat"
+    assert read(negative_prompt="").wishes(aimage())["negative"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("prompt", "", "invalid_value"),
+        ("prompt", " \n", "invalid_value"),
+        ("prompt", 3, "invalid_type"),
+        ("prompt", ["a dog"], "invalid_type"),
+        ("prompt", "\ud800", "invalid_value"),
+        ("prompt", "x" * (MAX_TEXT + 1), "invalid_value"),
+        ("negative_prompt", "x" * (MAX_TEXT + 1), "invalid_value"),
+        ("model", 3, "invalid_type"),
+        ("model", "m" * 1025, "invalid_value"),
+        ("size", "1024", "invalid_value"),
+        ("size", "1024X1024", "invalid_value"),
+        ("size", "1024x1024 ", "invalid_value"),
+        ("size", "١٠٢٤x1024", "invalid_value"),
+        ("size", "-16x16", "invalid_value"),
+        ("size", "100x100", "invalid_value"),
+        ("size", "0x16", "invalid_value"),
+        ("size", "3856x2160", "invalid_value"),
+        ("size", "99999999999x16", "invalid_value"),
+        ("size", 1024, "invalid_type"),
+        ("n", 0, "invalid_value"),
+        ("n", 11, "invalid_value"),
+        ("n", "2", "invalid_type"),
+        ("n", True, "invalid_type"),
+        ("n", 1.5, "invalid_type"),
+        ("seed", -1, "invalid_value"),
+        ("seed", 2**64, "invalid_value"),
+        ("seed", "7", "invalid_type"),
+        ("steps", 0, "invalid_value"),
+        ("steps", 1001, "invalid_value"),
+        ("guidance", -0.1, "invalid_value"),
+        ("guidance", 10**400, "invalid_value"),
+        ("guidance", "2", "invalid_type"),
+        ("guidance", True, "invalid_type"),
+        ("quality", "ultra", "invalid_value"),
+        ("quality", 1, "invalid_type"),
+        ("output_format", "gif", "invalid_value"),
+        ("output_compression", 101, "invalid_value"),
+        ("response_format", "bytes", "invalid_value"),
+        ("background", "transparent", "unsupported_value"),
+        ("background", "blue", "invalid_value"),
+        ("stream", "true", "invalid_type"),
+        ("stream", 1, "invalid_type"),
+        ("partial_images", 4, "invalid_value"),
+        ("stream_format", "sse", "invalid_value"),
+        ("pull", "sometimes", "invalid_value"),
+        ("strict", "yes", "invalid_type"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_by_its_name(field: str, value: object, code: str) -> None:
+    error = refused(json.dumps({"prompt": "a dog", field: value}).encode())
+    assert (error.status, error.param, error.code) == (400, field, code)
+    assert len(error.message) < 200
+    error.message.encode("ascii")
+
+
+def test_the_largest_seed_leaves_room_for_all_pictures() -> None:
+    assert read(seed=2**64 - 10, n=10).seed == 2**64 - 10
+    assert refused(seed=2**64 - 9, n=10).param == "seed"
+
+
+def test_the_largest_size() -> None:
+    assert read(size="3840x2160").size == "3840x2160"
+    assert read(size="16x16").size == "16x16"
+
+
+def test_a_request_without_a_prompt() -> None:
+    error = refused(b'{"model": "z-image"}')
+    assert (error.status, error.param, error.code) == (400, "prompt", "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a dog"',
+        b"null",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "guidance": NaN}',
+        b'{"prompt": "a", "guidance": Infinity}',
+        b'{"prompt": "a", "guidance": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"prompt": "a", "x": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b"prompt=a+dog",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    error = refused(raw)
+    assert (error.status, error.code) == (400, "invalid_json")
+
+
+def test_what_is_unknown_is_ignored_and_named() -> None:
+    assert read(watermark=True, cfg=2).ignored == ("cfg", "watermark")
+
+
+def test_what_is_unknown_is_refused_on_request() -> None:
+    for error in (refused(strict=True, cfg=2), refused(b'{"prompt": "a", "cfg": 2, "strict": 1}')):
+        assert (error.status, error.code, error.param) == (400, "unknown_parameter", "cfg")
+    assert read(strict=True, style="vivid", user="x").ignored == ()

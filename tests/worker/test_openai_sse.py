@@ -1,0 +1,208 @@
+"""Server-sent events: how they are written, and how events are taken from who makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.worker.api import sse
+
+
+def test_a_frame() -> None:
+    data = {"step": 1, "total": 30}
+    assert sse.frame("progress", data) == b'event: progress\ndata: {"step": 1, "total": 30}\n\n'
+    assert sse.frame(None, {}, number=7) == b"id: 7\ndata: {}\n\n"
+
+
+def test_no_text_can_end_a_frame_or_begin_another() -> None:
+    assert sse.frame("a", "x\n\nevent: b") == b"event: a\ndata: x\ndata: \ndata: event: b\n\n"
+    assert sse.frame("a", {"x": "\r\n\u2028"}).count(b"\n") == 3
+    assert sse.comment("one\ntwo\r\n\r\ndata: x") == b": one two data: x\n\n"
+    with pytest.raises(ValueError, match="not the name"):
+        sse.frame("a\nb", {})
+
+
+def test_what_is_no_json_is_not_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sse.frame("a", {"x": float("nan")})
+
+
+def test_silence_is_told() -> None:
+    async def play() -> list[int | None]:
+        gate = asyncio.Event()
+
+        async def events() -> AsyncGenerator[int, None]:
+            yield 1
+            await gate.wait()
+            yield 2
+
+        seen: list[int | None] = []
+        async for event in sse.ticking(events(), 0.001):
+            seen.append(event)
+            if seen.count(None) == 3:
+                gate.set()
+        return seen
+
+    seen = asyncio.run(play())
+    assert [event for event in seen if event] == [1, 2]
+    assert seen[:4] == [1, None, None, None]
+
+
+def test_who_makes_events_does_not_wait_for_who_reads_them() -> None:
+    async def play() -> list[int]:
+        made: list[int] = []
+        done = asyncio.Event()
+
+        async def events() -> AsyncGenerator[int, None]:
+            for number in range(100):
+                made.append(number)
+                yield number
+            done.set()
+
+        async with contextlib.aclosing(sse.ticking(events())) as coming:
+            await anext(coming)
+            await done.wait()  # and nobody reads
+            return made
+
+    assert len(asyncio.run(play())) == 100
+
+
+def test_closing_ends_the_events_before_it_returns() -> None:
+    async def play() -> list[str]:
+        ended: list[str] = []
+
+        async def events() -> AsyncGenerator[int, None]:
+            try:
+                yield 1
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)  # the end takes its time
+                ended.append("ended")
+
+        async with contextlib.aclosing(sse.ticking(events())) as coming:
+            await anext(coming)
+        return ended
+
+    assert asyncio.run(play()) == ["ended"]
+
+
+def test_what_the_events_raise_is_raised_after_them() -> None:
+    async def play() -> list[int | None]:
+        async def events() -> AsyncGenerator[int, None]:
+            yield 1
+            raise UsageError("broken")
+
+        seen = []
+        with pytest.raises(UsageError, match="broken"):
+            async for event in sse.ticking(events()):
+                seen.append(event)
+        return seen
+
+    assert asyncio.run(play()) == [1]
+
+
+def served(
+    talk: Callable[[sse.Stream], Coroutine[Any, Any, None]],
+    listen: Callable[[Any], Coroutine[Any, Any, Any]],
+    clock: Callable[[], float],
+) -> tuple[Any, list[BaseException]]:
+    """Have ``talk`` write to a stream that ``listen`` reads; what each came to."""
+    failed: list[BaseException] = []
+    over = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        stream = sse.Stream(request, {"X-More": "1"}, clock=clock)
+        try:
+            await stream.open()
+            await talk(stream)
+            return await stream.close()
+        except BaseException as error:
+            failed.append(error)
+            raise
+        finally:
+            over.set()
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        async with TestServer(app) as server, ClientSession() as client:
+            async with client.get(server.make_url("/")) as response:
+                found = await listen(response)
+                await asyncio.wait_for(over.wait(), 30)
+            return found
+
+    return asyncio.run(run()), failed
+
+
+def test_a_comment_is_sent_after_silence_and_not_before() -> None:
+    now = [0.0]
+
+    async def talk(stream: sse.Stream) -> None:
+        for passed in (sse.KEEP_ALIVE - 1, 1, 1, sse.KEEP_ALIVE - 1):
+            now[0] += passed
+            await stream.keep_alive()
+
+    async def listen(response: Any) -> bytes:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        assert response.headers["X-Accel-Buffering"] == "no"
+        assert response.headers["X-More"] == "1"
+        return await response.read()
+
+    text, failed = served(talk, listen, lambda: now[0])
+    assert text == b": keep-alive\n\n" * 2
+    assert not failed
+    assert sse.KEEP_ALIVE < 15
+
+
+def test_what_is_sent_arrives_at_once() -> None:
+    heard = asyncio.Event()
+
+    async def talk(stream: sse.Stream) -> None:
+        await stream.send(sse.frame("one", 1))
+        await asyncio.wait_for(heard.wait(), 30)  # nothing more is sent until it has arrived
+        await stream.send(sse.frame("two", 2))
+
+    async def listen(response: Any) -> bytes:
+        first = await response.content.readuntil(b"\n\n")
+        heard.set()
+        return first + await response.read()
+
+    text, failed = served(talk, listen, lambda: 0.0)
+    assert (text, failed) == (b"event: one\ndata: 1\n\nevent: two\ndata: 2\n\n", [])
+
+
+def test_a_client_that_has_left_is_noticed_without_a_word_being_sent() -> None:
+    async def talk(stream: sse.Stream) -> None:
+        while True:
+            await stream.keep_alive()
+            await asyncio.sleep(0)
+
+    async def listen(response: Any) -> None:
+        response.close()
+
+    _, failed = served(talk, listen, lambda: 0.0)
+    assert isinstance(failed[0], ConnectionResetError)
+
+
+def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "STALL", 0.2)
+
+    async def talk(stream: sse.Stream) -> None:
+        await stream.send(b"x" * (64 << 20))
+
+    async def listen(response: Any) -> None:
+        pass
+
+    _, failed = served(talk, listen, lambda: 0.0)
+    assert isinstance(failed[0], ConnectionResetError)
+    assert "does not read" in str(failed[0])

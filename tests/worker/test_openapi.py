@@ -1,0 +1,177 @@
+"""The description of the API: it is of these routes, and what it says is true."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.api.image_request import read_request
+from clowder_aimage.worker.api.openapi import FILE
+from clowder_aimage.worker.app import all_routes
+from clowder_aimage.worker.route import OPEN
+from clowder_aimage.worker.serve import make_service
+from clowder_aimage.worker.settings import Settings
+
+DOCUMENT = json.loads(FILE.read_text("utf-8"))
+OPERATIONS = {
+    (method.upper(), path): operation
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+}
+EXAMPLES = {"prompt": "a", "size": "16x16", "model": "tiny", "user": "me", "negative_prompt": "b"}
+
+
+@pytest.fixture
+def routes(tmp_path):
+    async def make():
+        return all_routes(make_service(Settings(), ImageLayout(tmp_path), Connection()))
+
+    return asyncio.run(make())
+
+
+def test_it_describes_every_route_and_no_other(routes):
+    table = {(route.method, re.sub(r":[^}]*\}", "}", route.path)): route for route in routes}
+    assert set(OPERATIONS) == set(table)
+    for key, route in table.items():
+        assert OPERATIONS[key]["x-aimage-scope"] == route.scope, key
+        assert bool(OPERATIONS[key]["security"]) == (route.scope != OPEN), key
+
+
+def test_every_operation_says_who_is_refused():
+    names = [operation["operationId"] for operation in OPERATIONS.values()]
+    assert len(names) == len(set(names))
+    for key, operation in OPERATIONS.items():
+        answers = operation["responses"]
+        assert "403" in answers and ("401" in answers) == (operation["x-aimage-scope"] != OPEN), key
+        if "requestBody" in operation:
+            assert {"400", "408", "413"} <= set(answers), key
+        assert operation["summary"].endswith("."), key
+
+
+def test_errors_are_in_the_words_of_their_interface():
+    for (_, path), operation in OPERATIONS.items():
+        for code, answer in operation["responses"].items():
+            if int(code) >= 400 and code != "503":
+                name = answer["$ref"].rpartition("/")[2]
+                assert name.startswith("Ollama") == path.startswith("/api/"), (path, code)
+
+
+def references(value):
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def test_every_part_is_there_and_is_used():
+    used = set(references(DOCUMENT))
+    there = {
+        f"#/components/{kind}/{name}"
+        for kind in ("schemas", "responses")
+        for name in DOCUMENT["components"][kind]
+    }
+    assert used == there
+
+
+def example(name, schema):
+    """A value that the description allows."""
+    if name in EXAMPLES:
+        return EXAMPLES[name]
+    if "enum" in schema:
+        return schema["enum"][-2]
+    kinds = schema["type"]
+    if "boolean" in kinds:
+        return False
+    return schema["maximum"]
+
+
+def test_every_field_of_a_picture_that_is_described_is_known():
+    properties = DOCUMENT["components"]["schemas"]["ImageRequest"]["properties"]
+    body = {name: example(name, schema) for name, schema in properties.items()}
+    body |= {"num_inference_steps": body["steps"], "seed": 0, "pull": "never"}
+    read = read_request(json.dumps(body | {"strict": True}).encode())
+    assert (read.steps, read.n, read.quality, read.ignored) == (1000, 10, "max", ())
+    assert read_request(json.dumps(dict.fromkeys(properties) | {"prompt": "a"}).encode()).n == 1
+
+
+def test_it_is_served_as_it_is_committed(worker):
+    assert worker.get("/openapi.json") == DOCUMENT
+
+
+# -- what others make of it
+
+# What is asked for is cheap, and every other time nothing but the rest of it can be wrong.
+HOOKS = """
+import schemathesis
+
+
+@schemathesis.hook
+def before_call(context, case, kwargs):
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    for name in ("n", "steps", "num_inference_steps"):
+        if type(body.get(name)) is int:
+            body[name] = min(body[name], 1)
+    if body.get("size") == "32x32":  # the example of the description
+        body["size"] = "16x16"
+    if type(body.get("prompt")) is str and len(body["prompt"]) % 2:
+        body["size"] = "16x16"
+        for name in ("negative_prompt", "guidance_scale", "num_inference_steps", "model"):
+            body.pop(name, None)
+"""
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance,unsupported_method"
+)
+
+
+def test_schemathesis_finds_no_server_error(worker, tmp_path):
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is where nothing is deleted
+    said = ("--default-model", "tiny", "--token-file", tokens(tmp_path))
+    other = worker.start(*said, AIMAGE_STORE=stores)
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{other.url}/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {TOKEN}", "--checks", CHECKS, "--no-color"]
+    command += ["--max-examples", "5", "--phases", "examples,coverage,fuzzing"]
+    command += ["--exclude-path", "/v1/events"]  # it does not end
+    command += ["--generation-database", "none", "--suppress-health-check", "all"]
+    settings = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    tried = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+    assert tried and tried[1] == tried[2] and int(tried[1]) > 100, done.stdout[-4000:]
+    log = "".join(other.lines)
+    assert " a route failed " not in log
+    assert len(re.findall("route=/v1/images/generations .* status=200", log)) > 20
+    assert other.get("/healthz") == {"status": "ok"}
+
+
+TOKEN = "t" * 20
+
+
+def tokens(directory):
+    (directory / "tokens").write_text(f"admin {TOKEN}\n")
+    return directory / "tokens"

@@ -1,0 +1,193 @@
+"""The command line against a worker that runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.process import Aimage
+from tests.worker.conftest import Worker
+
+ADMIN, INFER = "a" * 32, "i" * 32
+
+
+@pytest.fixture
+def here(worker: Worker, aimage: Callable[[], Aimage]) -> Aimage:
+    """The command line of somebody whose own store is empty, told of the worker."""
+    found = aimage()
+    found.environment["AIMAGE_HOST"] = worker.url
+    return found
+
+
+@pytest.fixture
+def local(worker: Worker, here: Aimage) -> Aimage:
+    """The command line on the worker's store, not told of the worker."""
+    return Aimage(here.home, worker.store)
+
+
+def metric(worker: Worker, name: str) -> float:
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
+        found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as picture:
+        return np.asarray(picture)
+
+
+def test_a_worker_makes_the_picture_that_the_process_itself_makes(here, local):
+    wishes = ("--seed", 7, "--steps", 3, "--width", 48, "--height", 64)
+    more = ("--guidance", 2.5, "--negative", "grey", "-n", 2, "--json")
+    there = here("run", "tiny", "a red fox", *wishes, *more, "-o", "there.png")
+    mine = local("run", "tiny", "a red fox", *wishes, *more, "-o", "mine.png").value
+    for index in (1, 2):
+        own, other = (pixels(here.home / f"{name}-{index}.png") for name in ("mine", "there"))
+        assert own.shape == (64, 48, 3)
+        assert np.array_equal(own, other)
+    same = mine.keys() - {"pictures", "reference"}
+    assert {key: there.value[key] for key in same} == {key: mine[key] for key in same}
+    assert [each["seed"] for each in there.value["pictures"]] == [7, 8]
+    events = [json.loads(text) for text in there.err.splitlines()]
+    assert {"event": "plan", "task": "rendering", "steps": 6} in events
+    assert not here.store.exists()
+
+
+def test_a_workers_picture_can_be_replayed(here, local):
+    path = here.home / here("run", "tiny", "a red fox", "--steps", 2).line
+    assert local("replay", path).line == "equal"
+
+
+def test_a_model_is_listed_while_it_is_loaded(here):
+    here("run", "tiny", "a red fox", "--steps", 1)
+    (row,) = here("ps", "--json").value
+    assert row["reference"] == "tiny:latest"
+    assert row["digest"] == here("ls", "--remote", "--json").value[0]["digest"]
+    assert row["device"].startswith(("cpu", "gpu", "metal"))
+    assert row["size"] > 1_000_000
+    assert here("stop", "tiny").line == "tiny:latest"
+    assert here("ps", "--json").value == []
+    assert here("stop", "tiny").line == "tiny:latest"  # nothing changes
+    here("stop", "nothing-there", code=3)
+
+
+def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
+    here("run", "tiny", "a red fox", "--steps", 1, "-o", "warm.png")
+    before = metric(worker, "aimage_generation_step_seconds_count")
+    cancelled = metric(worker, "aimage_generation_cancelled_total")
+    process = here.start("run", "tiny", "a", "--steps", 1000, "--width", 256, "--height", 256)
+    while metric(worker, "aimage_generation_step_seconds_count") == before:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    here("run", "tiny", "a red fox", "--steps", 1, "-o", "next.png")  # its turn comes at once
+    assert metric(worker, "aimage_generation_cancelled_total") == cancelled + 1
+    assert metric(worker, "aimage_generation_step_seconds_count") < before + 900
+    assert not list(here.home.glob("tiny-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("run", "nothing-there", "a fox"), 3),
+        (("run", "tiny", "a fox", "--width", 100, "--height", 64), 2),
+        (("run", "tiny", "a fox", "--steps", 0), 2),
+        (("run", "tiny", "a fox", "--guidance", "nan"), 2),
+        (("run", "tiny", ""), 2),
+        (("rm", "--remote", "nothing-there"), 3),
+        (("pull", "--remote", "tiny"), 2),
+        (("pull", "--remote", "127.0.0.1:1/x"), 1),
+    ],
+)
+def test_what_a_worker_refuses(here, arguments, code):
+    said = here(*arguments, code=code)
+    assert "aimage: " in said.err
+    assert said.out == ""
+
+
+def test_models_come_and_go(here, local, repository):
+    digest = local("tag", "tiny", repository).line
+    assert local("push", repository).line == digest
+    assert here("rm", "--remote", repository).line.startswith(repository)
+    assert repository not in here("ls", "--remote").out
+    assert here("pull", "--remote", repository).line == digest
+    assert repository in here("ls", "--remote").out
+    here("rm", "--remote", repository)
+    assert here("pull", "--remote", f"{repository}@{digest}", "--json").value["digest"] == digest
+    assert here("pull", "--remote", f"{repository}-not", code=3).out == ""
+
+
+def test_a_model_that_a_worker_lacks_is_pulled_first(here, local, repository):
+    local("tag", "tiny", repository)
+    local("push", repository)
+    here("rm", "--remote", repository)
+    done = here("run", repository, "a red fox", "--seed", 3, "--steps", 1, "--json")
+    tasks = [json.loads(text).get("task") for text in done.err.splitlines()]
+    assert "rendering" in tasks
+    assert repository in here("ls", "--remote").out
+    here("rm", "--remote", repository)
+
+
+def test_a_name_is_never_taken_for_the_default_model(here, worker):
+    other = worker.start("--default-model", "tiny")
+    here.environment["AIMAGE_HOST"] = other.url
+    said = here("run", "nothing-there", "a fox", "--steps", 1, code=3)
+    assert "tiny" in said.err
+    assert not list(here.home.glob("*.png"))
+
+
+def test_a_model_by_its_digest(here):
+    digest = here("ls", "--remote", "--json").value[0]["digest"]
+    done = here("run", f"tiny@{digest}", "a fox", "--steps", 1, "--seed", 1, "--json")
+    assert done.value["digest"] == digest
+
+
+def test_a_unix_socket(here, worker):
+    other = worker.start("--socket", here.home / "run" / "w.sock")
+    assert other.url.startswith("unix:///")
+    here.environment["AIMAGE_HOST"] = other.url
+    assert here("run", "tiny", "a fox", "--steps", 1, "--seed", 1).line == "tiny-1.png"
+    assert "tiny:latest" in here("ps").out
+
+
+def test_tokens_and_their_scopes(here, worker):
+    tokens = here.home / "tokens"
+    tokens.write_text(f"admin {ADMIN}\ninfer {INFER}\n")
+    other = worker.start("--token-file", tokens)
+    here.environment["AIMAGE_HOST"] = other.url
+    assert "AIMAGE_TOKEN" in here("ps", code=4).err
+    here.environment["AIMAGE_TOKEN"] = "x" * 32
+    assert here("run", "tiny", "a fox", code=4).out == ""
+    here.environment["AIMAGE_TOKEN"] = INFER
+    here("run", "tiny", "a fox", "--steps", 1)
+    here("ls", "--remote")
+    here("rm", "--remote", "tiny", code=4)
+    here("pull", "--remote", "127.0.0.1:1/x", code=4)
+    here.environment["AIMAGE_TOKEN"] = ADMIN
+    here("pull", "--remote", "127.0.0.1:1/x", code=1)
+
+
+def test_stop_ends_what_the_model_is_at(worker, here):
+    drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
+    while not any(model["model"] for model in worker.get("/api/ps")["models"]):
+        time.sleep(0.02)
+    steps = metric(worker, "aimage_generation_step_seconds_count")
+    while metric(worker, "aimage_generation_step_seconds_count") == steps:
+        time.sleep(0.02)
+    assert here("stop", "tiny").line == "tiny:latest"
+    _, errors = drawing.communicate(timeout=30)
+    assert drawing.returncode == 1
+    assert "was stopped" in errors
+    assert worker.get("/api/ps")["models"] == []
+    here("stop", "absent", code=3)

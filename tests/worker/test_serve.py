@@ -1,0 +1,376 @@
+"""The life of a worker: where it listens, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import io
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+pytest.importorskip("structlog", reason="structlog is not installed")
+
+import structlog
+
+from clowder_aimage.worker import notify
+from clowder_aimage.worker.log import FORMATS, configure, redact
+from clowder_aimage.worker.serve import Signals, drain
+from tests.conftest import TINY
+from tests.process import PROGRAM
+
+SECRET = "a lighthouse that nobody may know of"
+LONG = {"model": "tiny", "prompt": SECRET, "size": "256x256", "steps": 150, "stream": True}
+
+
+def post(worker, path, body, **headers):
+    """The beginning of an answer: the connection, and the response, its body unread."""
+    line = http.client.HTTPConnection(worker.host, timeout=60)
+    line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
+    return line, line.getresponse()
+
+
+def begun(worker, **more):
+    """A long request, of which something has come."""
+    line, answer = post(worker, "/v1/images/generations", LONG | more)
+    assert answer.status == 200, answer.read()
+    read_until(answer, b"progress")
+    return line, answer
+
+
+def read_until(answer, word):
+    found = b""
+    while word not in found:
+        data = answer.readline()
+        assert data, f"the stream ended: {found!r}"
+        found += data
+    return found
+
+
+def status_of(worker, path="/readyz"):
+    line = http.client.HTTPConnection(worker.host, timeout=30)
+    try:
+        line.request("GET", path)
+        answer = line.getresponse()
+        return answer.status, answer.read()
+    finally:
+        line.close()
+
+
+def until(found, wanted):
+    """Ask until the answer is the one that must come; the test's own limit is the runner's."""
+    for _ in range(2000):
+        value = found()
+        if value == wanted:
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError(f"{value!r} never became {wanted!r}")
+
+
+# -- listening
+
+
+def test_the_url_is_printed_once_it_answers(worker):
+    process = worker.aimage.start("serve", "--addr", "localhost:0")
+    try:
+        url = process.stdout.readline().strip()
+        host, _, port = url.removeprefix("http://").partition(":")
+        assert (host, url[:7]) == ("127.0.0.1", "http://")
+        line = http.client.HTTPConnection(host, int(port), timeout=30)
+        line.request("GET", "/healthz")
+        assert line.getresponse().status == 200
+        line.close()
+    finally:
+        process.terminate()
+        out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, ""), errors
+
+
+def test_an_address_that_is_taken_is_said(worker):
+    done = worker.aimage("serve", "--addr", worker.host, code=1)
+    assert f"cannot listen on {worker.host}: Address already in use" in done.err
+    assert "ollama" in done.err
+
+
+def test_it_listens_on_both(worker, tmp_path_factory):
+    path = tmp_path_factory.mktemp("s") / "run" / "s"
+    other = worker.start("--addr", "127.0.0.1:0", "--socket", path)
+    assert [url.partition(":")[0] for url in other.urls] == ["unix", "http"]
+    other.url = other.urls[1]
+    assert other.get("/healthz") == {"status": "ok"}
+    assert other.stop()[0] == 0 and not path.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_that_is_no_failure(worker, number):
+    code, errors = worker.start().stop(number)
+    assert code == 0
+    assert "draining" in errors and "stopped" in errors and "Traceback" not in errors
+
+
+# -- draining
+
+
+def test_what_runs_ends_and_nothing_new_begins(worker):
+    other = worker.start()
+    line, answer = begun(other)
+    with contextlib.closing(line):
+        other.process.terminate()
+        until(lambda: status_of(other)[0], 503)
+        assert b"draining" in status_of(other)[1]
+        assert status_of(other, "/healthz")[0] == 200
+        refused, said = post(other, "/v1/images/generations", LONG | {"stream": False})
+        with contextlib.closing(refused):
+            assert said.status == 503
+            assert int(said.headers["Retry-After"]) >= 1
+            assert json.loads(said.read())["error"]["code"] == "unavailable"
+        assert b"event: done" in answer.read()
+    code, errors = other.wait()
+    assert code == 0 and "Traceback" not in errors
+
+
+def test_a_second_signal_ends_it_now(worker):
+    other = worker.start("--grace", "1h")
+    line, answer = begun(other, n=10)
+    with contextlib.closing(line):
+        other.process.terminate()
+        until(lambda: status_of(other)[0], 503)
+        other.process.terminate()
+        with contextlib.suppress(http.client.HTTPException, ConnectionError):
+            assert b"event: done" not in answer.read()
+    code, errors = other.wait()
+    assert code == 0 and "Traceback" not in errors
+
+
+def test_the_grace_is_kept_to(worker):
+    other = worker.start("--grace", "0")
+    line, answer = begun(other, n=10)
+    with contextlib.closing(line):
+        other.process.terminate()
+        with contextlib.suppress(http.client.HTTPException, ConnectionError):
+            assert b"event: done" not in answer.read()
+    assert other.wait()[0] == 0
+
+
+class Engine:
+    """Says in what order it was closed."""
+
+    def __init__(self, is_busy):
+        self.is_busy, self.closed = is_busy, []
+
+    async def close(self, grace):
+        self.closed.append(grace)
+        if self.is_busy and grace:
+            await asyncio.Event().wait()
+
+
+def test_draining_has_two_stages():
+    async def run(is_busy):
+        engine, signals = Engine(is_busy), Signals()
+        signals.hear()
+        assert (signals.first.is_set(), signals.second.is_set()) == (True, False)
+        if is_busy:
+            asyncio.get_running_loop().call_soon(signals.hear)
+        async with asyncio.timeout(30):
+            await drain(engine, 3600.0, signals.second)
+        return engine.closed
+
+    assert asyncio.run(run(False)) == [3600.0]
+    assert asyncio.run(run(True)) == [3600.0, 0]
+
+
+def test_a_stream_of_events_holds_nothing_up(worker):
+    other = worker.start()
+    line = http.client.HTTPConnection(other.host, timeout=60)
+    with contextlib.closing(line):
+        line.request("GET", "/v1/events")
+        answer = line.getresponse()
+        assert answer.readline() == b"retry: 2000\n"
+        read_until(answer, b"event: ready")
+        other.process.terminate()
+        read_until(answer, b"event: drain")
+        with contextlib.suppress(http.client.HTTPException, ConnectionError):
+            answer.read()
+        assert other.wait()[0] == 0
+
+
+# -- wanted models
+
+
+def test_wanted_models_make_it_ready(worker):
+    other = worker.start("--wanted", "tiny", "--wanted", "absent")
+    status, body = status_of(other)
+    assert status == 503
+    assert json.loads(body)["reasons"] == [{"reason": "model missing", "model": "absent"}]
+    worker.aimage("tag", "tiny", "absent")
+    assert status_of(other)[0] == 200
+    worker.aimage("rm", "absent")
+
+
+def test_wanted_models_are_fetched(worker, repository):
+    worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
+    worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
+    other = worker.start("--wanted", repository)
+    until(lambda: status_of(other)[0], 200)
+    assert repository in worker.aimage("ls").out
+
+
+# -- logs
+
+
+def test_one_line_of_json_for_each_request_and_nothing_of_what_was_said(worker):
+    other = worker.start("--log-format", "json", "--log-level", "debug")
+    headers = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine-1"}
+    asked = {"model": "tiny", "prompt": SECRET, "user": "operator-7", "size": "32x32", "steps": 1}
+    line, answer = post(other, "/v1/images/generations", asked, **headers)
+    assert (answer.status, answer.headers["X-Request-Id"]) == (200, "mine-1")
+    answer.read()
+    line.close()
+    line, answer = post(other, "/v1/images/generations", asked | {"size": SECRET, "n": SECRET})
+    assert answer.status == 400
+    line.close()
+    broken = f"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: {SECRET}\0\r\n\r\n"
+    host, port = other.host.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as raw:
+        raw.sendall(broken.encode())
+        assert b" 400 " in raw.makefile("rb").readline()
+    line, answer = post(other, f"/v1/{SECRET.replace(' ', '+')}?token=sk-secret", SECRET)
+    assert answer.status == 404
+    line.close()
+    _, errors = other.stop()
+    for word in ("lighthouse", "operator-7", "sk-secret"):
+        assert word not in errors, errors
+    lines = [json.loads(text) for text in errors.splitlines() if text.strip()]
+    requests = [one for one in lines if one["event"] == "request"]
+    assert [(one["route"], one["status"]) for one in requests] == [
+        ("/v1/images/generations", 200),
+        ("/v1/images/generations", 400),
+        ("unknown", 404),
+    ]
+    first = requests[0]
+    assert (first["id"], first["model"], first["level"]) == ("mine-1", "tiny:latest", "info")
+    assert first["seconds"] > 0 and first["timestamp"]
+
+
+def test_an_id_that_would_forge_a_line_is_not_taken(worker):
+    line, answer = post(worker, "/nothing", {}, **{"X-Request-Id": "a b; c"})
+    line.close()
+    assert answer.headers["X-Request-Id"] != "a b; c"
+
+
+def test_what_is_told_in_confidence_is_masked():
+    event = redact(None, "", {"event": "x", "Prompt": SECRET, "user": "me", "model": "tiny"})
+    assert event == {"event": "x", "Prompt": "***", "user": "***", "model": "tiny"}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_traceback_holds_no_variables(kind, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    file = io.StringIO()
+    configure(kind, file=file)
+    try:
+        prompt = SECRET
+        try:
+            raise ValueError(f"of {len(prompt)} characters")
+        except ValueError:
+            logging.getLogger("some.library").exception("it failed")
+            structlog.get_logger("ours").warning("it is said", prompt=prompt)
+    finally:
+        structlog.reset_defaults()
+    lines = file.getvalue()
+    assert "ValueError" in lines and "it failed" in lines and "it is said" in lines
+    assert SECRET not in lines
+
+
+def test_quiet_is_quiet(worker):
+    other = worker.start("-q")
+    other.get("/healthz")
+    assert other.stop() == (0, "")
+
+
+# -- systemd
+
+
+def test_systemd_is_told(worker, tmp_path_factory):
+    path = tmp_path_factory.mktemp("n") / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(str(path))
+        heard.settimeout(30)
+        other = worker.start(NOTIFY_SOCKET=str(path), WATCHDOG_USEC="20000000")
+        first = {heard.recv(100), heard.recv(100)}
+        assert first == {b"READY=1", b"WATCHDOG=1"}
+        other.stop()
+        assert heard.recv(100) == b"STOPPING=1"
+
+
+def test_nobody_need_be_told():
+    notify.notify("READY=1", {})
+    notify.notify("READY=1", {"NOTIFY_SOCKET": "/nowhere/at/all"})
+    notify.notify("READY=1", {"NOTIFY_SOCKET": "relative"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        if sys.platform == "linux":
+            heard.bind("\0" + (name := f"aimage-{os.getpid()}"))
+            notify.notify("READY=1", {"NOTIFY_SOCKET": f"@{name}"})
+            assert heard.recv(100) == b"READY=1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "period"),
+    [
+        ({}, None),
+        ({"WATCHDOG_USEC": "30000000"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+    ],
+)
+def test_how_often_the_watchdog_wants_to_hear(environment, period):
+    assert notify.watchdog(environment) == period
+
+
+def activated(worker, listening, *arguments):
+    """A worker that is started as systemd does it: with a socket at number 3."""
+    command = shlex.join([*PROGRAM, "serve", "--json", *arguments])
+    number = listening.fileno()
+    script = f"exec 3<&{number}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
+    return subprocess.Popen(
+        ["bash", "-c", script],
+        pass_fds=[number],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=worker.aimage.env(),
+    )
+
+
+def test_a_socket_that_systemd_gives_is_listened_on(worker):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        process = activated(worker, listening)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert json.loads(process.stdout.readline())["urls"] == [url]
+        line = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        line.request("GET", "/healthz")
+        assert line.getresponse().status == 200
+        line.close()
+        process.terminate()
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+def test_a_given_socket_that_others_reach_needs_a_token_too(worker):
+    with socket.create_server(("", 0)) as listening:
+        process = activated(worker, listening)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "can be reached from other machines" in errors
