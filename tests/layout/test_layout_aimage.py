@@ -109,8 +109,8 @@ def test_compressed_layers_come_back(layout, media_type):
     [
         (lambda data: b"not gzip at all", FormatError),
         (lambda data: fixed_gzip(data)[:-9], FormatError),
-        (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, FormatError),
-        (lambda data: b"", VerificationError),
+        (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, (FormatError, VerificationError)),
+        (lambda data: b"", FormatError),
         (lambda data: fixed_gzip(data + b"x"), VerificationError),
         (lambda data: fixed_gzip(data[:-1]), VerificationError),
         (lambda data: fixed_gzip(bytes(50_000_000)), VerificationError),  # a bomb
@@ -126,7 +126,7 @@ def test_what_does_not_unpack_to_its_diff_id_is_refused(layout, pack, error):
 
 
 def test_a_compression_that_we_do_not_read_is_said(layout):
-    recompressed(layout, mediatype.OCI_LAYER_TAR_ZSTD, lambda data: b"\x28\xb5\x2f\xfd" + data)
+    recompressed(layout, "application/vnd.oci.image.layer.v1.tar+xz", lambda data: b"xz" + data)
     with pytest.raises(FormatError, match="compressed in a way we do not read"):
         inflate(layout, read_aimage(layout, REFERENCE))
 
