@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from clowder_aimage.cli.option import common_options, settings
+from clowder_aimage.cli.option import common_options, config_file, settings
 from clowder_aimage.cli.output import note, result, table
-from clowder_aimage.errors import UsageError
 
 MASK = "***"
 # What else is heard from the environment, as the README lists it
@@ -54,17 +53,6 @@ def show() -> None:
     rows += [[each.name, _text(each.value), each.origin] for each in found]
     value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
     result(value, table(rows), as_json=chosen.as_json)
-
-
-def config_file() -> Path:
-    """The configuration; one that AIMAGE_CONFIG names must be there. Raises UsageError."""
-    named = os.environ.get("AIMAGE_CONFIG")
-    if named:
-        if not Path(named).is_file():
-            raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
-        return Path(named)
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".config") / "aimage" / "config.json"
 
 
 def _store(stores: tuple[Path, ...]) -> Iterator[Value]:

@@ -220,12 +220,17 @@ def _trusted_realms() -> frozenset[str]:
 
 
 def _registries() -> Mapping[str, HostSettings]:
-    """What the config file says about registries; a file that AIMAGE_CONFIG names must be there."""
+    """What the config file says about registries."""
     from clowder_aimage.registry.settings import read_settings
 
+    return read_settings(config_file())
+
+
+def config_file() -> Path:
+    """The configuration; one that AIMAGE_CONFIG names must be there. Raises UsageError."""
     named = _named("AIMAGE_CONFIG")
     if named is not None and not named.is_file():
         raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
     base = _named("XDG_CONFIG_HOME")
     home = base if base and base.is_absolute() else Path.home() / ".config"
-    return read_settings(named or home / "aimage" / "config.json")
+    return named or home / "aimage" / "config.json"

@@ -10,7 +10,13 @@ from typing import Any, NoReturn
 
 import click
 
-from clowder_aimage.cli.option import common_options, connection, connection_options, settings
+from clowder_aimage.cli.option import (
+    common_options,
+    config_file,
+    connection,
+    connection_options,
+    settings,
+)
 from clowder_aimage.cli.output import result
 from clowder_aimage.errors import UsageError
 
@@ -81,9 +87,8 @@ def serve(
             raise
         raise UsageError(
             f"a worker needs {error.name}, which is not installed",
-            hint="pip install 'clowder-aimage[worker]'",
+            hint="pip install 'clowder-aimage[mlx,worker]'",
         ) from None
-    from clowder_aimage.cli.config import config_file
 
     chosen = settings()
     said, _ = effective({**options, "aliases": ",".join(aliases)}, config_file())

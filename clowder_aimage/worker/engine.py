@@ -11,8 +11,10 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from clowder_aimage import errors
@@ -25,10 +27,12 @@ from clowder_aimage.pull import pull
 from clowder_aimage.registry import Connection
 from clowder_aimage.worker.event import Event, Loading, Progress, Pulling, Queued
 from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
 from clowder_aimage.worker.runner import Runner
 
 FOR_EVER = math.inf
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
+PULLS = 4  # at once
 _EVERY = 0.2  # seconds between two words on a download
 
 
@@ -66,9 +70,9 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is to be made: by which AImage, of which words, with which ``wishes`` (fields of
-    model.pipeline.Request; None or left out: as the AImage says). ``encoding``: ``kind`` (png, jpeg,
-    webp), ``quality`` (0 to 100), for the pictures and for up to ``previews`` of each. ``pull`` says
-    whether the AImage may be fetched."""
+    model.pipeline.Request; None or left out: as the AImage says). ``encoding``: ``kind`` (png,
+    jpeg, webp), ``quality`` (0 to 100), for the pictures and for up to ``previews`` of each.
+    ``pull`` says whether the AImage may be fetched."""
 
     reference: Reference
     prompt: str
@@ -110,14 +114,18 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         *,
+        news: News | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.limits, self.metrics = store, limits, metrics
+        self._news = news or News()
         self._connection = connection
         self._clock = clock
         self._loaded: dict[Digest, Loaded] = {}
         self._loading = asyncio.Lock()
-        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._pulls: dict[str, tuple[asyncio.Future[Any], _Moved]] = {}
+        # of their own: a few long pulls must not hold up what other threads do in no time
+        self._pullers = ThreadPoolExecutor(PULLS, thread_name_prefix="pull")
         self._waiting = 0
         self._took = 10.0  # seconds of a request, about
         self._changed = asyncio.Event()
@@ -187,8 +195,7 @@ class Engine:
         model.users += 1
         try:
             async with model.turn:
-                if model.is_stopped:
-                    raise StoppedError(f"{job.reference} was stopped")
+                self._check_open(model)
                 begun = self._clock()
                 if model.runner is None or not model.runner.is_alive:
                     yield Loading()
@@ -203,6 +210,12 @@ class Engine:
             if job.keep_alive is not None:
                 model.keep_alive = job.keep_alive
             await self._tidy(model)
+
+    def _check_open(self, model: Loaded) -> None:
+        if model.is_stopped:
+            raise StoppedError(f"{model.reference} was stopped")
+        if self.is_draining:
+            raise StoppedError("the worker is about to end", hint="ask another one")
 
     def _model(self, job: Job, stored: Stored) -> Loaded:
         digest = stored.descriptor.digest
@@ -245,6 +258,8 @@ class Engine:
             self.metrics.generations.labels(self._label(model), outcome).observe(took)
             if outcome == "cancelled":
                 self.metrics.cancelled.inc()
+            facts = {"outcome": outcome, "seconds": round(took, 3)}
+            await self._news.tell("generate", model=str(model.reference), **facts)
 
     # -- models
 
@@ -256,7 +271,9 @@ class Engine:
             reference = _pinned(model.reference, model.digest)
             runner = await Runner.start(self.store.roots, reference, dtype=self.limits.dtype)
             model.runner = runner
-            self.metrics.loads.observe(self._clock() - begun)
+            took = self._clock() - begun
+            self.metrics.loads.observe(took)
+            await self._news.tell("load", model=str(model.reference), seconds=round(took, 3))
             self.metrics.models.labels(self._label(model)).set(1)
             self._changed.set()
 
@@ -270,6 +287,7 @@ class Engine:
             if idle:
                 await self._unload(min(idle, key=lambda one: one.used), "room")
                 continue
+            self._check_open(model)
             self._changed.clear()
             await self._changed.wait()
 
@@ -288,6 +306,7 @@ class Engine:
             self.metrics.evictions.labels(reason).inc()
             self.metrics.models.labels(self._label(model)).set(0)
             await runner.stop()
+            await self._news.tell("evict", model=str(model.reference), reason=reason)
 
     async def stop(self, reference: Reference) -> bool:
         """Have the models that ``reference`` means go, now; says whether there were any."""
@@ -323,6 +342,7 @@ class Engine:
                     await self._changed.wait()
         for model in list(self._loaded.values()):
             await self._unload(model, "end")
+        self._pullers.shutdown(wait=False, cancel_futures=True)
 
     def _label(self, model: Loaded) -> str:
         """A label for metrics: the name without tag and digest; there are not many of them."""
@@ -354,19 +374,27 @@ class Engine:
 
     async def pull(self, reference: Reference) -> AsyncGenerator[Pulling, None]:
         """Fetch an AImage; those who ask for one that is under way join. Raises as ``pull``."""
-        moved = _Moved()
-        thread = asyncio.ensure_future(
-            asyncio.to_thread(pull, reference, self.store, self._connection, on_event=moved.hear)
-        )
-        try:
-            while not thread.done():
-                yield Pulling(moved.done, moved.total)
-                await asyncio.wait([thread], timeout=_EVERY)
-        finally:
-            if not thread.done():  # a thread cannot be ended; what it has fetched is kept
-                thread.add_done_callback(_forget)
-        thread.result()
+        name = str(reference)
+        under_way = self._pulls.get(name)
+        if under_way is None:
+            moved = _Moved()
+            call = partial(pull, reference, self.store, self._connection, on_event=moved.hear)
+            task = asyncio.get_running_loop().run_in_executor(self._pullers, call)
+            under_way = self._pulls[name] = (task, moved)
+            task.add_done_callback(lambda done: self._pulled(name, done))
+        task, moved = under_way
+        while not task.done():
+            yield Pulling(moved.done, moved.total)
+            await asyncio.wait([task], timeout=_EVERY)
+        task.result()
         yield Pulling(moved.total, moved.total)
+
+    def _pulled(self, name: str, done: asyncio.Future[Any]) -> None:
+        """A thread cannot be ended: a pull goes on when nobody waits, and what it got is kept."""
+        del self._pulls[name]
+        self.metrics.pulls.labels(
+            "failed" if done.cancelled() or done.exception() else "done"
+        ).inc()
 
 
 class _Moved:
@@ -380,11 +408,6 @@ class _Moved:
             self.total = event.count
         elif event.kind in ("progress", "skip"):
             self.done += event.count
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _pinned(reference: Reference, digest: Digest) -> str:

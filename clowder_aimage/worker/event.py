@@ -26,6 +26,11 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """It is the request's turn, and the model has taken it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Step ``index`` of ``total`` is done (1 to total), of picture ``picture`` (0 to n - 1)."""
 
@@ -55,4 +60,4 @@ class Picture:
     height: int
 
 
-Event = Queued | Pulling | Loading | Progress | Preview | Picture
+Event = Queued | Pulling | Loading | Begun | Progress | Preview | Picture

@@ -33,6 +33,7 @@ class Process:
         self._source, self._target = source, target
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
+        self._is_alone = False  # the worker is gone
         self._model: Any = None
         self._leases = contextlib.ExitStack()
 
@@ -52,6 +53,7 @@ class Process:
                 else:
                     self._commands.put(command)
         finally:
+            self._is_alone = True
             self._commands.put(None)
 
     def _obey(self, command: frame.Message) -> None:
@@ -116,7 +118,8 @@ class Process:
         prompt, wishes = command["prompt"], command["wishes"]
         request = make_request(self._model.stored.aimage, prompt, **wishes)
         facts = self._facts(command, request)
-        events = self._model.generate(request)
+        events = self._model.generate(request)  # which refuses at once what it cannot make
+        self._say({"is": "begun", "id": number})
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
@@ -132,7 +135,8 @@ class Process:
                 else:
                     at = {"index": event.index, "total": event.total, "picture": event.picture}
                     self._say({"is": "step", "id": number, **at})
-        self._say({"is": "done", "id": number, "cancelled": number in self._cancelled})
+        is_cut = number in self._cancelled or self._is_alone
+        self._say({"is": "done", "id": number, "cancelled": is_cut})
         self._cancelled.discard(number)
 
     def _until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
@@ -140,7 +144,7 @@ class Process:
             return
         for event in events:
             yield event
-            if number in self._cancelled:
+            if number in self._cancelled or self._is_alone:
                 return
 
     def _facts(self, command: frame.Message, request: Any) -> dict[str, Any]:

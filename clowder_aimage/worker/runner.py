@@ -14,7 +14,7 @@ from typing import Any
 from clowder_aimage import errors
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.worker import frame
-from clowder_aimage.worker.event import Event, Picture, Preview, Progress
+from clowder_aimage.worker.event import Begun, Event, Picture, Preview, Progress
 
 GRACE = 2.0  # seconds that a process gets to end in, before it is killed
 _MODULE = "clowder_aimage.worker.process"
@@ -93,6 +93,8 @@ class Runner:
                     is_done = True
                     if message["is"] == "error":
                         raise _error(message)
+                    if message["cancelled"]:  # and not by us: it is about to end
+                        raise _died(self._process)
                     return
                 yield _event(message, data)
         finally:
@@ -149,6 +151,8 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
 
 
 def _event(message: frame.Message, data: bytes) -> Event:
+    if message["is"] == "begun":
+        return Begun()
     if message["is"] == "step":
         return Progress(message["index"], message["total"], message["picture"])
     if message["is"] == "preview":

@@ -28,6 +28,7 @@ from clowder_aimage.worker.metric import Metrics
 from clowder_aimage.worker.news import News
 from clowder_aimage.worker.service import Service
 from clowder_aimage.worker.settings import Settings
+from clowder_aimage.worker.stall import Stalled
 
 HEAD = 16 * 1024  # bytes of a request's line, and of each of its header fields
 EXPIRY = 1.0  # seconds between two looks for idle models
@@ -163,13 +164,13 @@ async def _run(
 
 def make_service(settings: Settings, store: ImageLayout, connection: Connection) -> Service:
     """What the routes stand on."""
-    metrics = Metrics()
+    metrics, news = Metrics(), News()
     return Service(
-        engine=Engine(store, connection, settings.limits, metrics),
+        engine=Engine(store, connection, settings.limits, metrics, news=news),
         store=store,
         connection=connection,
         metrics=metrics,
-        news=News(),
+        news=news,
         aliases=settings.aliases,
         default=settings.default_model,
     )
@@ -206,7 +207,8 @@ async def drain(engine: Engine, grace: float, now: asyncio.Event) -> None:
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, places: Places) -> AsyncIterator[None]:
     """Answer requests; on leaving, connections get a moment to end."""
-    idle = Idle(asyncio.get_running_loop().time)
+    clock = asyncio.get_running_loop().time
+    idle, stalled = Idle(clock), Stalled(clock)
     app.middlewares.insert(0, idle.middleware)
     runner = web.AppRunner(
         app,
@@ -222,7 +224,7 @@ async def _listening(app: web.Application, places: Places) -> AsyncIterator[None
         for each in places.sockets:
             await web.SockSite(runner, each).start()
         assert runner.server is not None  # noqa: S101 - it was set up
-        async with _beside(idle.watch(runner.server)):
+        async with _beside(idle.watch(runner.server), stalled.watch(runner.server)):
             yield
     finally:
         await runner.cleanup()

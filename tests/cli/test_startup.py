@@ -10,7 +10,7 @@ import pytest
 HEAVY = {
     *("mlx", "numpy", "PIL", "jinja2", "tokenizers", "torch", "safetensors"),
     *("requests", "urllib3", "oras", "tenacity", "jsonschema"),
-    *("aiohttp", "asyncio", "starlette", "fastapi"),
+    *("aiohttp", "asyncio", "pydantic", "structlog", "prometheus_client"),
 }
 
 

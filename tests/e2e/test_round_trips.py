@@ -174,6 +174,7 @@ def test_every_tensor_that_was_a_blob_comes_back_bit_for_bit(aimage, tmp_path):
     for name, _, _ in LLM:
         begin, end = header[name]["data_offsets"]
         start, stop = known[name]["data_offsets"]
-        assert raw[8 + length + begin : 8 + length + end] == (
-            original[8 + first + start : 8 + first + stop]
+        assert (
+            raw[8 + length + begin : 8 + length + end]
+            == (original[8 + first + start : 8 + first + stop])
         )

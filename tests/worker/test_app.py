@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
@@ -25,7 +26,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import Connection
 from clowder_aimage.server import idle
-from clowder_aimage.worker import app
+from clowder_aimage.worker import app, stall
 from clowder_aimage.worker.engine import BusyError, DeadlineError, StoppedError
 from clowder_aimage.worker.error import api_error
 from clowder_aimage.worker.route import Route
@@ -174,3 +175,54 @@ def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
 
     asyncio.run(talk())
     places.close()
+
+
+def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(stall, "PATIENCE", 0.05)
+    monkeypatch.setattr(stall, "EVERY", 0.01)
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
+    is_over = asyncio.Event()
+
+    async def handler(request):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b"x" * 65536)
+        finally:
+            is_over.set()
+
+    async def talk():
+        route = Route("GET", "/x", handler, "infer")
+        monkeypatch.setattr(app, "all_routes", lambda _: [route])
+        async with asyncio.timeout(60), _listening(app.build_app(service), places):
+            with socket.create_connection(places.sockets[0].getsockname()) as client:
+                client.sendall(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await is_over.wait()
+
+    asyncio.run(talk())
+    places.close()
+
+
+class Slow:
+    """A connection of which so many bytes wait."""
+
+    def __init__(self):
+        self.transport, self.waiting, self.is_aborted = self, 0, False
+
+    def get_write_buffer_size(self):
+        return self.waiting
+
+    def abort(self):
+        self.is_aborted = True
+
+
+def test_a_slow_client_is_not_one_that_has_stopped():
+    now = [0.0]
+    watch, slow, stopped = stall.Stalled(lambda: now[0]), Slow(), Slow()
+    for size in range(100, 90, -1):
+        slow.waiting, stopped.waiting = size, 5000
+        watch.look([slow, stopped])
+        now[0] += stall.PATIENCE / 5
+    assert (slow.is_aborted, stopped.is_aborted) == (False, True)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.create import create
-from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
+from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.generate import find, load, make_request
 from clowder_aimage.layout.stores import Stores
 from clowder_aimage.model.picture import load_picture
@@ -30,7 +28,7 @@ from clowder_aimage.worker.engine import (
     Limits,
     StoppedError,
 )
-from clowder_aimage.worker.event import Loading, Picture, Preview, Progress, Queued
+from clowder_aimage.worker.event import Begun, Loading, Picture, Preview, Progress, Queued
 from clowder_aimage.worker.metric import Metrics
 from tests.conftest import TINY
 
@@ -83,8 +81,9 @@ def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
         return first, second
 
     first, second = played(store, play)
-    assert [type(event) for event in first] == [Queued, Loading, Progress, Progress, Picture]
-    assert [type(event) for event in second] == [Queued, Progress, Progress, Picture]
+    drawn = [Begun, Progress, Progress, Picture]
+    assert [type(event) for event in first] == [Queued, Loading, *drawn]
+    assert [type(event) for event in second] == [Queued, *drawn]
     assert first[-1].data == second[-1].data
     path = tmp_path / "picture.png"
     path.write_bytes(first[-1].data)
@@ -253,7 +252,7 @@ def test_stop_ends_what_runs(store):
 
 def test_a_deadline(store):
     async def play(engine):
-        with pytest.raises(DeadlineError, match="longer than 0.3 seconds"):
+        with pytest.raises(DeadlineError, match="took longer than"):
             await served(engine, job(steps=1000, wishes={"width": 256, "height": 256}))
         return await served(engine, job(steps=1))
 

@@ -58,6 +58,7 @@ def test_fifty_clients_at_once(worker):
 def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
     async def play():
         async with aiohttp.ClientSession() as session:
+
             async def many(count):
                 for seed in range(count):
                     status, _, _ = await ask(session, worker.url, seed=seed)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import urllib.error
@@ -33,7 +34,7 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.layout.stores import Stores
 from clowder_aimage.model.picture import load_picture
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 
 PORT = "11434"  # of the commands below
@@ -80,6 +81,9 @@ def live(worker):
     named(store, "short", defaults=size | {"steps": 1})
     named(store, "localhost:5000/team/made", created="2024-01-02T03:04:05Z", defaults=size)
     named(store, "another", family="another")
+    index = encode({"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []})
+    described = Descriptor.of(mediatype.OCI_INDEX, index)
+    store.push(described, bytes_body(index), Reference.parse("nothing"))
     aliases = ("--alias", "z-image=local/long:v1", "--alias", "gpt-image-1=tiny")
     return worker.start(*aliases, "--alias", "GPT 4=absent", "--queue", "0")
 
@@ -343,7 +347,9 @@ def test_a_model_by_a_path_with_slashes(live):
     assert live.get("/v1/models/local/long:v1")["id"] == "local/long:v1"
 
 
-@pytest.mark.parametrize("name", ["absent", "another", "GPT 4", "No Name", "a/../b", "x" * 2000])
+@pytest.mark.parametrize(
+    "name", ["absent", "another", "nothing", "GPT 4", "No Name", "a/../b", "x" * 2000]
+)
 def test_a_model_that_cannot_be_run_is_not_found(client, name):
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve(name)
@@ -359,9 +365,10 @@ def test_a_picture_by_a_model_that_is_not_here(client, name):
         assert caught.value.type == "invalid_request_error"
 
 
-def test_a_model_that_makes_no_pictures(client):
+@pytest.mark.parametrize("name", ["another", "nothing"])
+def test_a_model_that_makes_no_pictures(client, name):
     with pytest.raises(openai.BadRequestError, match="makes no pictures") as caught:
-        client.images.generate(model="another", prompt="a dog")
+        client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_supported")
 
 
@@ -446,11 +453,15 @@ def begun(url: str, **fields: Any) -> Any:
 SHORT = {"prompt": "a dog", "model": "tiny", "steps": 1}
 
 
-def cancelled(live: Any) -> int:
-    """How many requests clients have given up, as the worker counts."""
+CANCELLED = "aimage_generation_cancelled_total"
+STEPPED = "aimage_generation_step_seconds_count"
+
+
+def metric(live: Any, name: str) -> int:
+    """What the worker has counted."""
     with urllib.request.urlopen(f"{live.url}/metrics") as answer:
         text = answer.read().decode()
-    found = re.search(r"^aimage_generation_cancelled_total (\S+)$", text, re.MULTILINE)
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))
 
@@ -463,25 +474,27 @@ def until_free(live: Any) -> None:
 
 
 def test_the_first_event_precedes_the_second_step_and_who_leaves_ends_the_work(live):
-    before = cancelled(live)
+    before = metric(live, CANCELLED)
     with begun(live.url) as answer:
         assert json.loads(answer.readline().removeprefix(b"data: "))["step"] == 1
         assert post(live.url, SHORT)[0] == 503  # of a thousand steps the most are still to come
     until_free(live)
-    assert cancelled(live) == before + 1
+    assert metric(live, CANCELLED) == before + 1
 
 
 def test_a_client_without_a_stream_that_leaves_ends_the_work(live):
-    before = cancelled(live)
+    before = metric(live, CANCELLED)
     host, _, port = live.host.rpartition(":")
     body = json.dumps({**SHORT, "steps": 1000, "n": 10}).encode()
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: {live.host}\r\n"
     with socket.create_connection((host, int(port))) as connection:
+        stepped = metric(live, STEPPED)
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        while post(live.url, SHORT)[0] != 503:
+        while metric(live, STEPPED) == stepped:
             pass
+        assert post(live.url, SHORT)[0] == 503
     until_free(live)
-    assert cancelled(live) == before + 1
+    assert metric(live, CANCELLED) == before + 1
 
 
 def test_a_full_queue_is_503_with_retry_after_whether_it_streams_or_not(live, client):
@@ -508,6 +521,21 @@ def test_the_sdk_tries_again_when_the_queue_was_full(live):
                 model="tiny", prompt="a dog", extra_body={"steps": 1}
             )
     assert made.retries_taken >= 1
+
+
+def test_a_model_whose_process_is_killed_is_a_clean_error_and_the_next_request_works(live):
+    children = Path(f"/proc/{live.process.pid}/task/{live.process.pid}/children")
+    if not children.exists():
+        pytest.skip("only Linux says which processes another one has")
+    with begun(live.url, stream_format="ollama") as answer:
+        for child in children.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        *_, name, data, end = answer.read().decode().split("\n")[:-1]
+    assert (name, end) == ("event: error", "")
+    error = json.loads(data.removeprefix("data: "))["error"]
+    assert "killed by signal 9" in error["message"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert post(live.url, SHORT)[0] == 200
 
 
 # -- links
@@ -674,5 +702,4 @@ def test_no_prompt_and_no_user_is_written_down(worker):
 def test_nothing_of_all_that_was_a_surprise_to_the_worker(live):
     text = "".join(live.lines)
     assert "Traceback" not in text
-    assert "internal_error" not in text
     assert "Warning" not in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.worker.api.image_request import MAX_TEXT, read_request
+from clowder_aimage.worker.api.image_request import MAX_TEXT, PRESETS, Fields, _read, read_request
 from clowder_aimage.worker.error import ApiError
 
 
@@ -223,3 +225,14 @@ def test_what_is_unknown_is_refused_on_request() -> None:
     for error in (refused(strict=True, cfg=2), refused(b'{"prompt": "a", "cfg": 2, "strict": 1}')):
         assert (error.status, error.code, error.param) == (400, "unknown_parameter", "cfg")
     assert read(strict=True, style="vivid", user="x").ignored == ()
+
+
+def test_the_documentation_names_every_field_and_preset() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+    section = text.partition("### What a request may say")[2].partition("### Streams")[0]
+    documented = set(re.findall(r"`([a-z_]+)`", section))
+    fields = Fields({"prompt": "a dog"})
+    _read(fields, lambda: 1)
+    fields.flag("strict")
+    assert fields._asked <= documented
+    assert set(PRESETS) <= documented

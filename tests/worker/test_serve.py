@@ -374,3 +374,17 @@ def test_a_given_socket_that_others_reach_needs_a_token_too(worker):
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 2
     assert "can be reached from other machines" in errors
+
+
+def test_who_waits_is_sent_elsewhere(worker):
+    other = worker.start()
+    line, answer = begun(other)
+    waiting, queued = post(other, "/v1/images/generations", LONG)
+    with contextlib.closing(line), contextlib.closing(waiting):
+        other.process.terminate()
+        assert b"event: done" in answer.read()
+        said = queued.read()
+        assert b"event: error" in said
+        assert b"about to end" in said
+        assert b"event: done" not in said
+    assert other.wait()[0] == 0

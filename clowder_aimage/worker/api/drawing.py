@@ -37,11 +37,10 @@ from clowder_aimage.worker.api.ndjson import (
 )
 from clowder_aimage.worker.engine import FOR_EVER, IF_MISSING, NEVER, Job
 from clowder_aimage.worker.error import ApiError
-from clowder_aimage.worker.event import Event, Picture, Progress, Pulling
+from clowder_aimage.worker.event import Begun, Event, Picture, Progress, Pulling
 from clowder_aimage.worker.route import ADMIN
 from clowder_aimage.worker.service import Service
 
-SOON = 0.09  # seconds after which a client hears something, where the model is loaded
 SILENCE = 10.0  # seconds after which it hears that the request lives
 _LONGEST = 100 * 365 * 86400.0  # seconds of keep_alive; more is for ever
 _NOTHING: dict[str, Any] = {}
@@ -85,7 +84,7 @@ class _Wanted:
             self.reference,
             self.prompt,
             {**self.wishes, **wishes},
-            keep_alive=self.keep_alive,
+            keep_alive=self.keep_alive if may_pull else None,
             pull=IF_MISSING if may_pull else NEVER,
         )
 
@@ -151,12 +150,14 @@ def drawing(service: Service) -> Callable[[web.Request], Any]:
             return await _generate(service, request, wanted)
         if wanted.is_stop:
             if request.get("scope") != ADMIN:
-                raise ApiError(403, "only an admin may stop what others asked for")
+                raise ApiError(403, "this token may not stop models", code="insufficient_scope")
             was_loaded = await service.engine.stop(wanted.reference)
             if not was_loaded and not await asyncio.to_thread(_found, service, wanted.reference):
                 raise stock.unknown(wanted.reference)
             return web.json_response(wanted.line(done=True, done_reason="unload"))
         if wanted.keep_alive == 0:
+            if request.get("scope") != ADMIN:
+                raise ApiError(403, "this token may not unload models", code="insufficient_scope")
             return await _unload(service, wanted)
         return await _load(service, request, wanted)
 
@@ -208,13 +209,9 @@ async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.
 
 async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
     answer, begun, last = Lines(request), time.monotonic_ns(), _NOTHING
-    found = await asyncio.to_thread(_found, service, wanted.reference)
-    is_loaded = found and any(one.digest == found.digest for one in service.engine.loaded())
     events = service.engine.generate(wanted.job(request))
     try:
-        async with contextlib.aclosing(
-            paced(events, SOON if is_loaded else SILENCE, SILENCE)
-        ) as heard:
+        async with contextlib.aclosing(paced(events, SILENCE, SILENCE)) as heard:
             async for event in heard:
                 if isinstance(event, Picture):
                     last = _finished(wanted, event, begun)
@@ -233,6 +230,8 @@ def _line(wanted: _Wanted, event: Event | None) -> dict[str, Any] | None:
     of loading: what the model refuses then still has a status of its own."""
     if isinstance(event, Progress):
         return wanted.line(completed=event.index, total=event.total)
+    if isinstance(event, Begun):
+        return wanted.line()
     if isinstance(event, Pulling):  # not completed and total: those are steps
         return wanted.line(status="pulling", pulled=event.done, size=event.total)
     return wanted.line() if event is None else None

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.worker import error as fault
 from clowder_aimage.worker.api import link, sse
@@ -192,6 +192,8 @@ class Images:
                         pictures.append(event)
         except AImageError as error:
             raise _meant(error) from None
+        if len(pictures) < wish.n:
+            raise ModelError(f"the model made {len(pictures)} of {wish.n} pictures")
         keep = self._keeper(request, wish)
         body = await asyncio.to_thread(json.dumps, _answer(wish, pictures, keep))
         return web.Response(text=body, content_type="application/json", headers=headers)
@@ -228,8 +230,7 @@ def _answer(wish: ImageRequest, pictures: list[Picture], keep: Keep) -> dict[str
 
 
 def _headers(wish: ImageRequest, reference: Reference) -> dict[str, str]:
-    """What an answer says beside its body: the seed, to make the picture again; which model made
-    it; and the fields that had no meaning."""
+    """What an answer says beside its body: the seed, which model, and fields without meaning."""
     headers = {"X-Aimage-Seed": str(wish.seed), "X-Aimage-Model": str(reference)}
     if wish.ignored:
         names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in wish.ignored]

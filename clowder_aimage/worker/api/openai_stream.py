@@ -22,6 +22,7 @@ from clowder_aimage.worker.api.image_request import (
     ImageRequest,
 )
 from clowder_aimage.worker.event import (
+    Begun,
     Event,
     Loading,
     Picture,
@@ -123,6 +124,8 @@ class OpenAI:
             yield sse.comment(f"pulled {event.done} of {event.total} bytes")
         elif isinstance(event, Loading):
             yield sse.comment("loading")
+        elif isinstance(event, Begun):
+            yield sse.comment("begun")
         elif isinstance(event, Progress):
             yield self._progress(event)
         elif isinstance(event, Preview):
