@@ -73,14 +73,20 @@ def fetch(
 def _check_kind(store: ContentStore, reference: Reference) -> None:
     """Refuse what is no pipeline before the rest of it is fetched. Raises ModelError."""
     try:
-        config = read_aimage(store, reference).aimage.properties
+        aimage = read_aimage(store, reference).aimage
     except NotFoundError:
         return
-    if kind := config.get("format"):
-        raise ModelError(
-            f"{reference} is of the format {str(kind)[:60]!r}, which is not run here",
-            hint=f"for a program that runs it: aimage export {reference} DIR",
-        )
+    if any(layer.name == "model_index.json" for layer in aimage.layers):
+        return
+    kind = aimage.properties.get("format")
+    if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
+        return  # whoever loads it says what is missing
+    what = f"is of the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
+    raise ModelError(
+        f"{reference} {what}, which is not run here",
+        hint=f"aimage export {reference} DIR gives its files back; what is in a tar can be packed "
+        "from there with aimage create",
+    )
 
 
 def find(store: ContentStore, reference: Reference, lease: Lease) -> Stored:

@@ -212,7 +212,7 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
     if not PROGRAM.is_file():
         pytest.skip("aimage is not installed beside this Python")
     store, real = tmp_path / "store", ""
-    for dialect in ("clowder", "ollama", "container"):
+    for dialect in ("clowder", "ollama", "container", "modelpack"):
         command = [PROGRAM, "create", "-q", "tiny", ROOT / "examples" / "tiny"]
         command += ["--dialect", dialect, "--store", store]
         digest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -104,3 +104,34 @@ def test_safetensors_reads_types_of_every_width_in_place(artifact):
     found = load_file(artifact.out / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_peft_opens_an_adapter_and_computes_the_same(tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+
+    def base():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trained = loaded(lambda: peft.get_peft_model(base(), lora))
+    loaded(lambda: trained.save_pretrained(tmp_path / "peft"))
+    store = ImageLayout(tmp_path / "store")
+    create(store, NAME, tmp_path / "peft")
+    export(store, NAME, tmp_path / "out")
+    ids = torch.arange(8)[None]
+    again = loaded(lambda: peft.PeftModel.from_pretrained(base(), tmp_path / "out"))
+    with torch.no_grad():
+        plain, one, other = (model(ids).logits for model in (base(), trained, again.eval()))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, plain)
