@@ -366,7 +366,14 @@ def test_broken_fetch_is_gone_on_with(tmp_path: Path, serve_layout: Serve) -> No
         with pytest.raises(requests.RequestException):
             requests.get(url, timeout=30)
         up.set()
-        assert requests.get(url, timeout=30).content == data
+        for left in reversed(range(20)):  # the next client may still join the fetch that breaks
+            try:
+                content = requests.get(url, timeout=30).content
+                break
+            except requests.RequestException:
+                if not left:
+                    raise
+        assert content == data
     assert starts[0] == 0
     assert starts[-1] == there
     assert cache.blobs() == {digest_of(data).partition(":")[2]}
