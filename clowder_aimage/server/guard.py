@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hmac
 import logging
-from urllib.parse import urlsplit
 
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.server.error import ApiError, api_error
+from clowder_aimage.server.header import host_name, origin_host, shown_token
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -63,21 +62,14 @@ def check_host(allowed: frozenset[str] | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
-        if allowed is not None and _name(host) not in allowed:
+        if allowed is not None and host_name(host) not in allowed:
             raise ApiError("DENIED", {"host": host[:300]}, message="this host is not served here")
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin_host(origin) != host:
             raise ApiError("DENIED", {"origin": origin[:300]}, message="cross-site request")
         return await handler(request)
 
     return middleware
-
-
-def _name(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 def check_token(token: str) -> Middleware:
@@ -87,26 +79,13 @@ def check_token(token: str) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        shown = _shown(request.headers.get("Authorization", ""))
+        shown = shown_token(request.headers.get("Authorization", ""))
         if not hmac.compare_digest(shown.encode("utf-8", "surrogateescape"), token.encode()):
             headers = {"WWW-Authenticate": 'Basic realm="aimage registry", charset="UTF-8"'}
             raise ApiError("UNAUTHORIZED", headers=headers)
         return await handler(request)
 
     return middleware
-
-
-def _shown(authorization: str) -> str:
-    """The token in an Authorization header; empty where there is none."""
-    scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-    except ValueError:
-        return ""
 
 
 def refuse_writes(message: str) -> Middleware:

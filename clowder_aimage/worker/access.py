@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import hmac
@@ -11,12 +10,12 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.server.header import host_name, origin_host, shown_token
 from clowder_aimage.server.serve import SHORTEST_TOKEN, is_loopback, parse_address
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.route import ADMIN, INFER, OPEN
@@ -90,30 +89,16 @@ def check_host(allowed: frozenset[str] | None) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
-        if allowed is not None and _name(host) not in allowed:
+        if allowed is not None and host_name(host) not in allowed:
             raise ApiError(403, "this host is not served here", code="host_not_allowed")
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
-        if is_foreign or (origin is not None and _place(origin) != host):
+        if is_foreign or (origin is not None and origin_host(origin) != host):
             raise ApiError(403, "cross-site request", code="origin_not_allowed")
         return await handler(request)
 
     return middleware
-
-
-def _name(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
-
-
-def _place(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
 
 
 def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, str]) -> Middleware:
@@ -144,24 +129,12 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
 def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
     """The scope of the token that a request shows: as a bearer token, or as the password of any
     user (RFC 6750, RFC 7617). All tokens are compared, each in constant time."""
-    shown = _shown(request.headers.get("Authorization", "")).encode("utf-8", "surrogateescape")
+    shown = shown_token(request.headers.get("Authorization", "")).encode("utf-8", "surrogateescape")
     found = None
     for token, scope in tokens.items():
         if hmac.compare_digest(shown, token.encode()):
             found = scope
     return found
-
-
-def _shown(authorization: str) -> str:
-    scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-    except ValueError:
-        return ""
 
 
 def listen_unix(path: Path) -> socket.socket:
