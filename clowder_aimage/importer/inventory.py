@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer.prequantized import read_quantized
 from clowder_aimage.importer.shards import read_weights
 from clowder_aimage.importer.tree import check_inside, check_not_pointer, list_directory
@@ -225,7 +225,7 @@ def _parse_json(root: Path, name: str) -> object:
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
+        raise FormatError(f"{path} is not JSON: {error}") from None
 
 
 def _no_constant(name: str) -> None:

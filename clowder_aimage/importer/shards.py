@@ -47,9 +47,8 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     """The tensors of a component, sorted by name.
 
     Raises:
-        ModelError: a shard is missing, or there is one too many; the index and the shards do not
-            agree.
-        FormatError: a file is not what it claims to be.
+        ModelError: there is a shard too many; the index and the shards do not agree.
+        FormatError: a shard is missing, or a file is not what it claims to be.
     """
     indexes = [path for path in paths if path.name.endswith(_INDEX)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
@@ -114,7 +113,9 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     wanted = set(weight_map.values())
     again = "download the model again, in full"
     if missing := sorted(wanted - here):
-        raise ModelError(f"{index} names shards that are missing: {', '.join(missing)}", hint=again)
+        raise FormatError(
+            f"{index} names shards that are missing: {', '.join(missing)}", hint=again
+        )
     if extra := sorted(here - wanted):
         raise ModelError(
             f"{index} does not know these weight files: {', '.join(extra)}",

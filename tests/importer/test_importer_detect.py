@@ -203,9 +203,15 @@ def test_models_in_a_directory_of_their_own(tmp_path):
     assert detect(root) == "transformers"
 
 
-@pytest.mark.parametrize("config", [b"", b"[]", b"{}", b'{"model_type": ""}', b"\xff", b"[" * 9999])
+@pytest.mark.parametrize("config", [b"[]", b"{}", b'{"model_type": ""}'])
 def test_a_config_that_names_no_network(tmp_path, config):
     refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "no config.json")
+
+
+@pytest.mark.parametrize("config", [b"", b"\xff", b"[" * 9999, b'{"model_type": "lla'])
+def test_a_config_that_is_damaged(tmp_path, config):
+    with pytest.raises(FormatError, match=r"config\.json is not JSON"):
+        detect(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}))
 
 
 def test_directories_of_pickled_files(tmp_path):

@@ -137,7 +137,15 @@ def test_shards_keep_their_index(directory):
     assert index.name not in {layer.name for layer in packed(directory).aimage.layers}
     (directory / "model-00002-of-00002.safetensors").unlink()
     for form in (Form(), Form(whole_files=True)):
-        with pytest.raises(ModelError, match="shards that are missing: model-00002"):
+        with pytest.raises(FormatError, match="shards that are missing: model-00002"):
+            packed(directory, form=form)
+
+
+def test_a_config_that_is_cut_off(directory):
+    config = directory / "config.json"
+    config.write_text(config.read_text()[:-5])
+    for form in (Form(), Form(format="transformers")):
+        with pytest.raises(FormatError, match=r"config\.json is not JSON"):
             packed(directory, form=form)
 
 

@@ -168,8 +168,10 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
         return False
     try:
         config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return False
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path} is not JSON: {error}", hint="download the file again, in full"
+        ) from None
     return isinstance(config, dict) and bool(
         config.get("model_type") or config.get("architectures")
     )
