@@ -32,10 +32,10 @@ demo: $(RUN)
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

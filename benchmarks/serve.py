@@ -29,6 +29,8 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry import Connection
 from clowder_aimage.worker.engine import Engine, Job, Limits
 from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.transfers import Transfers
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "shapes" / "model"
 NAME = Reference.parse("shapes")
@@ -121,7 +123,9 @@ async def by_http(
 
 async def measure(store: Path, rounds: int, side: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    engine = Engine(Stores([store]), Connection(), Limits(), Metrics())
+    layout, metrics = Stores([store]), Metrics()
+    transfers = Transfers(layout, Connection(), metrics, News())
+    engine = Engine(layout, transfers, Limits(), metrics)
     bare, server = Bare(store), Server(store)
     try:
         async with aiohttp.ClientSession() as session:

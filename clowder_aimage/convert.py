@@ -15,8 +15,7 @@ from clowder_aimage.importer.stored import plan_conversion, read_stored, weights
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import inflate, read_aimage
-from clowder_aimage.model import blas
+from clowder_aimage.layout.aimage import hold, inflate, read_aimage
 from clowder_aimage.model.fields import parse_object
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor.stated import Stated
@@ -52,7 +51,8 @@ def convert(
     if not recipe.changes:
         raise UsageError("nothing is to be converted: give --quantize, --dtype or both")
     recipe.check_tools()
-    with store.lease(store.resolve(reference).digest) as lease:
+    with store.lease() as lease:
+        hold(store, reference, lease)
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         if missing := absence(store, stored):
@@ -66,8 +66,6 @@ def convert(
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact)
         check_config(plan)
         on_plan(plan)
-        if recipe.quantize:
-            blas.preload()  # before MLX is imported: this process may run models later
         return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
 
 

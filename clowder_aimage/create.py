@@ -26,7 +26,6 @@ from clowder_aimage.importer.source import Form, take
 from clowder_aimage.importer.survey import OnSurvey, survey_weights
 from clowder_aimage.importer.write import OnWritten
 from clowder_aimage.layout.aimage import read_aimage, read_manifest
-from clowder_aimage.model import blas
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
 Created = Packed
@@ -89,8 +88,6 @@ def create(
         )
         check_config(plan)
         on_plan(plan)
-        if recipe.quantize:
-            blas.preload()  # before MLX is imported: this process may run models later
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
 
 

@@ -85,7 +85,8 @@ class RegistryError(AccessError):
     """The registry answered with an error.
 
     ``status`` is the HTTP status, ``code`` the first error code of the distribution
-    specification ("Error Codes") in its body, ``detail`` that error's detail as text.
+    specification ("Error Codes") in its body, ``detail`` that error's detail as text;
+    ``retry_after`` for how many seconds it wants to be left alone.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class RegistryError(AccessError):
         status: int = 0,
         code: str = "",
         detail: str = "",
+        retry_after: float = 0.0,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
+        self.retry_after = retry_after
         self.code = code
         self.detail = detail
 
@@ -112,6 +115,11 @@ class StoreError(AccessError):
 
 
 class NoSpaceError(AccessError):
-    """The disk is full."""
+    """The disk is full. ``lacking`` are the bytes that there would have to be more, where that is
+    known."""
 
     exit_code = 6
+
+    def __init__(self, message: str, *, lacking: int = 0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.lacking = lacking

@@ -20,7 +20,7 @@ from clowder_aimage.exporter import (
     write_files,
 )
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, packed_layers, read_aimage
+from clowder_aimage.layout.aimage import Stored, hold, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 
 
@@ -61,7 +61,8 @@ def export(
         ModelError: a quantized weight has no name in any maker's form.
         StoreError, NoSpaceError: it cannot be written.
     """
-    with store.lease(store.resolve(reference).digest) as lease:
+    with store.lease() as lease:
+        hold(store, reference, lease)
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         _check_whole(store, reference, stored)

@@ -11,7 +11,7 @@ from clowder_aimage.content.event import ignore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
+from clowder_aimage.layout.aimage import Stored, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import Made, Pipeline, Request
@@ -126,6 +126,7 @@ class _PartError(NotFoundError):
 
 def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
     """The AImage, if all its blobs are in the store. Raises NotFoundError."""
+    hold(store, reference, lease)
     stored = read_aimage(store, reference)
     lease.add(
         stored.descriptor.digest,

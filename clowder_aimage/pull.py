@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import BinaryIO
@@ -24,8 +25,14 @@ from clowder_aimage.dialect.selection import Selection
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import MAX_CONFIG_SIZE, inflate, read_aimage
-from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import Connection, Repository
+
+Near = Callable[[Source], Source]
+
+
+def _itself(source: Source) -> Source:
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,15 @@ def pull(
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
     is_named: bool = True,
+    near: Near = _itself,
 ) -> Descriptor:
     """Fetch what ``reference`` names, byte for byte, and name it the same in ``store``.
 
     Of an index, the one manifest that ``wish`` or this machine's platform chooses is fetched; the
     whole index where ``wish`` is None. ``stored_name`` is what the store calls it then. Without a
     ``rate``, the one that ``connection`` knows for the registry counts. What is not to be named
-    (``is_named``) is only fetched.
+    (``is_named``) is only fetched. ``near`` puts something between us and the registry: it may know
+    a nearer place for blobs.
 
     Raises:
         UsageError: the reference has no registry host, or several manifests of an index fit.
@@ -61,7 +70,7 @@ def pull(
         StoreError, NoSpaceError: it cannot be kept.
     """
     with Repository(reference, connection) as repository:
-        source = _meant(repository, reference, wish)
+        source = _meant(near(repository), reference, wish)
         name = stored_name(reference, source.root)
         copy(
             source,
@@ -87,6 +96,7 @@ def pull_part(
     wish: Wish = ANY,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
+    near: Near = _itself,
 ) -> Part:
     """Fetch of the AImage ``reference`` what ``selection`` chooses, and its config; name it.
 
@@ -99,7 +109,7 @@ def pull_part(
         Whatever else ``pull`` raises.
     """
     with Repository(reference, connection) as repository:
-        meant = _meant(repository, reference, wish)
+        meant = _meant(near(repository), reference, wish)
         plan, config = _plan_part(meant, reference, selection, layout)
         name = stored_name(reference, meant.root)
         with layout.lease(*plan.digests):
@@ -134,6 +144,22 @@ def plan_pull(
         return _plan_part(meant, reference, *part)[0]
 
 
+def look(
+    reference: Reference, connection: Connection, known: Digest | None
+) -> tuple[Descriptor, Descriptor] | None:
+    """What ``reference`` means now: the manifest or index it names, and the manifest that a pull
+    would take of it; None where it still names ``known``. No blob is asked for.
+
+    Raises:
+        whatever resolving raises in ``pull``.
+    """
+    with Repository(reference, connection) as repository:
+        found = repository.resolve_changed(reference, known)
+        if found is None:
+            return None
+        return found, _meant(Rooted(repository, found), reference, ANY).root
+
+
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     """What the store calls a pulled manifest: the digest of an index is not that of its child."""
     if reference.digest is None:
@@ -141,11 +167,11 @@ def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     return replace(reference, digest=descriptor.digest)
 
 
-def _meant(repository: Repository, reference: Reference, wish: Wish | None) -> Rooted:
+def _meant(source: Source, reference: Reference, wish: Wish | None) -> Rooted:
     if wish is None:
-        return Rooted(repository, repository.resolve(reference))
+        return Rooted(source, source.resolve(reference))
     machine = os.uname()
-    return find(repository, reference, wish, Platform.of(machine.sysname, machine.machine))
+    return find(source, reference, wish, Platform.of(machine.sysname, machine.machine))
 
 
 class _Known(Rooted):

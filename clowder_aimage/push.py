@@ -28,7 +28,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, inflate, read_aimage
+from clowder_aimage.layout.aimage import Stored, hold, inflate, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
@@ -123,7 +123,7 @@ def _read(
         ModelError: no registry would take its manifest, or that of a child of it.
         FormatError: it is no AImage, and is to be rewritten in a dialect.
     """
-    root = store.resolve(reference)
+    root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
     lease.add(*plan_copy(store, reference).digests)
     store.use(root)

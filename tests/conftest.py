@@ -18,7 +18,11 @@ TINY = ROOT / "examples" / "tiny"
 
 
 def pytest_configure() -> None:
-    """Draw the models that are compared with diffusers once, for all workers of a run."""
+    """Draw the models that are compared with diffusers once, for all workers of a run. Of those
+    each computes with one thread: many that wait for each other by spinning take thrice as long."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
     os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
 
 

@@ -17,7 +17,7 @@ from clowder_aimage.content.verify import check_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.aimage import hold, read_aimage
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.index import LAYOUT_FILE
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
@@ -116,8 +116,7 @@ class _Archive:
         names: dict[Reference, Descriptor] = {}
         for reference in references:
             name = replace(reference, digest=None) if reference.tag else reference
-            root = self._layout.resolve(reference)
-            self._lease.add(root.digest)
+            root = hold(self._layout, reference, self._lease)
             if names.setdefault(name, root).digest != root.digest:
                 raise UsageError(f"{name} cannot name both {names[name].digest} and {root.digest}")
         return names

@@ -1,7 +1,6 @@
-"""A tar that is read once, from its beginning to its end, and not trusted.
+"""An OCI image layout in a tar, plain or compressed with gzip, that is read once and not trusted.
 
-Headers are tarfile's to read; what they may cost is bounded here. Nothing is ever extracted by its
-path: a member is a name, a size and bytes.
+Nothing is ever extracted by its path: a member is a name, a size and bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO, cast
 
-from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.tar import Tar
 from clowder_aimage.content.verify import readinto
 from clowder_aimage.errors import FormatError, StoreError
 
-_HEADER_LIMIT = 64 * 1024  # bytes of a member's header with all its extensions
 _ROOM = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is looked at
 _RATIO = 200  # weights do not shrink to a hundredth; deflate's most is 1032
 _TRAILER = 1024 * 1024  # bytes after the end that a writer is let write
@@ -34,7 +32,6 @@ _KINDS = {
     tarfile.BLKTYPE: "a device",
     tarfile.FIFOTYPE: "a named pipe",
 }
-_TAR_FAULTS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 _GZIP_FAULTS = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
@@ -113,9 +110,6 @@ class Tape:
     def __init__(self, source: Source) -> None:
         """Look at its first bytes. Raises FormatError for a compression that is not read."""
         self._source = source
-        self._position = 0  # in the archive, unpacked
-        self._budget = _HEADER_LIMIT
-        self._last = b""  # what tarfile read last: the end, or what breaks the archive off
         front = source.peek(6)
         for magic, tool in _COMPRESSIONS.items():
             if front.startswith(magic):
@@ -126,6 +120,9 @@ class Tape:
         self._is_packed = front.startswith(_GZIP)
         packed = gzip.GzipFile(fileobj=source, mode="rb") if self._is_packed else source
         self._stream = cast(BinaryIO, packed)
+        skip = (lambda _: False) if self._is_packed else source.skip
+        self._tar = Tar(self._read, source.name, hint="copy or save it again", skip=skip)
+        self._unpacked = 0  # bytes
 
     @property
     def name(self) -> str:
@@ -136,27 +133,13 @@ class Tape:
         """The regular files in the archive, in its order; directories are passed over.
 
         Raises:
-            FormatError: it is not a tar, breaks off, or has what no layout has in a tar: links,
+            FormatError: it is no tar, breaks off, or has what no layout has in a tar: links,
                 devices, names that lead out of it.
             StoreError: it cannot be read.
         """
-        with self._faults("is not a tar archive"):
-            tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
-                fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
-            )
-        while True:
-            self._budget = _HEADER_LIMIT
-            with self._faults(f"is damaged at byte {self._position}"):
-                found = tar.next()
-            if found is None:
-                break
-            tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
+        for found in self._tar.members():
             if (member := self._member(found)) is not None:
                 yield member
-        if len(self._last) < tarfile.BLOCKSIZE:
-            raise self._broken()
-        if self._last.strip(b"\0"):
-            raise FormatError(f"{self.name} is damaged at byte {self._position}: no header there")
         self._drain()
 
     def _member(self, found: tarfile.TarInfo) -> Member | None:
@@ -172,24 +155,12 @@ class Tape:
         if not found.isreg():
             kind = _KINDS.get(found.type, f"an entry of the kind {found.type!r}")
             raise FormatError(f"{where}, {kind}: no OCI image layout has any")
-        end, whole = self._position + found.size, self._source.size
+        end, whole = self._tar.position + found.size, self._source.size
         if found.size < 0 or (whole and not self._is_packed and end > whole):
             raise FormatError(
                 f"{where} with {found.size} bytes, more than there are: it is damaged, or not whole"
             )
-        return Member(parts, found.size, lambda: cast(BinaryIO, _Section(self, found.size)))
-
-    @contextmanager
-    def _faults(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except _TAR_FAULTS as error:
-            raise FormatError(f"{self.name} {what}: {error}") from None
-
-    def _broken(self) -> FormatError:
-        return FormatError(
-            f"{self.name} breaks off at byte {self._position}", hint="copy or save it again"
-        )
+        return Member(parts, found.size, lambda: cast(BinaryIO, _Section(self._tar, found.size)))
 
     def _drain(self) -> None:
         """Let whoever writes into a pipe finish its last record, as tar does."""
@@ -197,64 +168,26 @@ class Tape:
         while left > 0 and (count := self._source.readinto(buffer)):
             left -= count
 
-    # -- what tarfile calls: for headers alone
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        """Up to ``size`` bytes of headers. Raises FormatError where a member has too many."""
-        self._budget -= max(size, 1)
-        if size < 0 or self._budget < 0:
-            raise FormatError(
-                f"{self.name} has a header of more than {_HEADER_LIMIT} bytes "
-                f"at byte {self._position}"
-            )
-        buffer = bytearray(size)
-        self._last = bytes(buffer[: self.readinto(memoryview(buffer))])
-        return self._last
-
-    def seek(self, position: int) -> None:
-        """Pass over what was not read of a member. Raises FormatError for a way back."""
-        count = position - self._position
-        if count < 0:
-            raise FormatError(f"{self.name} is damaged: its headers contradict each other")
-        if not self._is_packed and self._source.skip(count):
-            self._position += count
-            return
-        buffer = new_buffer(min(CHUNK_SIZE, count))
-        while count and (passed := self.readinto(buffer[: min(len(buffer), count)])):
-            count -= passed
-
-    # -- what a member reads
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill ``view``; less is there only at the end."""
-        done = 0
+    def _read(self, view: memoryview) -> int:
+        """Some bytes, unpacked; 0 at the end."""
         try:
-            while done < len(view) and (count := readinto(self._stream, view[done:])):
-                done += count
+            count = readinto(self._stream, view)
         except _GZIP_FAULTS as error:
             raise FormatError(f"{self.name} is not whole, or no gzip: {error}") from None
-        self._position += done
-        if self._is_packed and self._position > max(_ROOM, _RATIO * self._source.count):
+        self._unpacked += count
+        if self._is_packed and self._unpacked > max(_ROOM, _RATIO * self._source.count):
             raise FormatError(
                 f"{self.name} unpacks to more than {_RATIO} times its size",
                 hint="if that is meant, unpack it yourself: gzip -dc FILE | aimage load -",
             )
-        return done
-
-    def read_member(self, view: memoryview) -> None:
-        """Fill ``view`` from the member. Raises FormatError where the archive breaks off."""
-        if self.readinto(view) < len(view):
-            raise self._broken()
+        return count
 
 
 class _Section(io.RawIOBase):
-    """The next ``size`` bytes of a tape."""
+    """The next ``size`` bytes of a tar."""
 
-    def __init__(self, tape: Tape, size: int) -> None:
-        self._tape = tape
+    def __init__(self, tar: Tar, size: int) -> None:
+        self._tar = tar
         self._left = size
 
     def readable(self) -> bool:
@@ -262,6 +195,6 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         view = memoryview(buffer)[: self._left]
-        self._tape.read_member(view)
+        self._tar.read_exactly(view)
         self._left -= len(view)
         return len(view)

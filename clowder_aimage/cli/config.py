@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -48,7 +47,7 @@ def show() -> None:
     """Show every setting as it holds, and where it comes from: the command line, a variable of the
     environment, the configuration, or nowhere (default). Secrets are not shown."""
     chosen, file = settings(), config_file()
-    found = [*_store(chosen.stores), *_worker(file), *_registries(file), *_environment(os.environ)]
+    found = [*_store(chosen.stores), *_servers(file), *_registries(file), *_environment(os.environ)]
     rows = [["SETTING", "VALUE", "FROM"]]
     rows += [[each.name, _text(each.value), each.origin] for each in found]
     value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
@@ -62,19 +61,22 @@ def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
     yield Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
 
 
-def _worker(file: Path) -> Iterator[Value]:
-    """What 'aimage serve' would go by. The extra that it needs may be missing."""
+def _servers(file: Path) -> Iterator[Value]:
+    """What 'aimage serve' and 'aimage node' would go by. The extra they need may be missing."""
     try:
-        from clowder_aimage.worker.settings import camel, effective
+        from clowder_aimage.worker.node.settings import NodeSettings
+        from clowder_aimage.worker.settings import Settings, camel, gather
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         note("the worker's settings are not shown: pip install 'clowder-aimage[worker]'")
         return
-    said, origins = effective({}, file)
-    for name in type(said).model_fields:
-        value = said.address if name == "addr" else getattr(said, name)
-        yield Value(f"worker.{camel(name)}", _plain(value), origins.get(name, "default"))
+    for kind in (Settings, NodeSettings):
+        said, origins = gather(kind, {}, file)
+        for name in kind.model_fields:
+            value = said.address if name == "addr" else getattr(said, name)
+            origin = origins.get(name, "default")
+            yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin)
 
 
 def _registries(file: Path) -> Iterator[Value]:
@@ -98,14 +100,12 @@ def masked(name: str, value: str) -> str:
     """A variable's value without what is to stay secret: a token, the password in an address."""
     if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
         return MASK
-    try:
-        parts = urlsplit(value if "://" in value else f"//{value}")
-        secret = parts.username or parts.password
-    except ValueError:
-        return MASK if "@" in value else value
-    if not secret:
+    if "@" not in value or value.startswith("/"):  # a path
         return value
-    return value.replace(parts.netloc, f"{MASK}@{parts.netloc.rpartition('@')[2]}")
+    # Not as a URL is read: of a password that holds # or / that would be a part only
+    before, _, place = value.rpartition("@")
+    scheme, found, _ = before.partition("://")
+    return f"{scheme}://{MASK}@{place}" if found else f"{MASK}@{place}"
 
 
 def _plain(value: Any) -> Any:

@@ -45,6 +45,7 @@ VERBS = {
     "logout": ("login", "Forget the credentials of a registry."),
     "registry": ("registry", "Be a registry."),
     "serve": ("serve", "Make pictures for clients."),
+    "node": ("node", "Keep models on this machine."),
     "ps": ("ps", "List the models that a worker has loaded."),
     "stop": ("stop", "Have a worker let a model go."),
     "config": ("config", "Show the configuration."),

@@ -193,7 +193,8 @@ class Progress:
         if thread is None or self._view is None:
             return
         try:
-            thread.join(_PARTING)
+            with contextlib.suppress(RuntimeError):  # an interrupt came before it had begun
+                thread.join(_PARTING)
         finally:
             if not thread.is_alive():  # else the terminal takes nothing, and would hold us too
                 with contextlib.suppress(OSError, ValueError):

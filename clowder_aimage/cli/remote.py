@@ -182,7 +182,7 @@ def _finished(
     with contextlib.closing(client.events("/v1/images/generations", body)) as events:
         for kind, value in events:
             if kind == "open":
-                _check_model(client, reference, value.get("x-aimage-model"))
+                _check_model(client, reference, value)
                 watch.accepted()
             elif kind == "pull":
                 watch.pulled(value)
@@ -193,9 +193,11 @@ def _finished(
     raise NetworkError(f"the worker at {client.place} hung up before the picture was finished")
 
 
-def _check_model(client: Client, reference: Reference, taken: str | None) -> None:
-    """A worker with a default model takes that for one that it lacks; here a name is a name."""
-    if taken not in (None, str(reference)):
+def _check_model(client: Client, reference: Reference, said: Mapping[str, Any]) -> None:
+    """A worker with a default model takes that for one that it lacks; here a name is a name, be it
+    one that the worker was told to know another model by."""
+    taken = said.get("x-aimage-model")
+    if taken not in (None, str(reference)) and said.get("x-aimage-alias") != str(reference):
         raise NotFoundError(
             f"the worker at {client.place} has no {reference}, and would take {taken} for it",
             hint="name that, or pull yours: aimage pull --remote",

@@ -132,6 +132,8 @@ def _here(
     """The pictures, made in this process."""
     generate = needs_mlx()
     from clowder_aimage.model.picture import encode_picture
+    from clowder_aimage.model.room import KEEP, device_memory
+    from clowder_aimage.worker import machine
 
     layout, quiet = job.chosen.layout, job.chosen.quiet
     with Progress("pulling", job.reference, quiet=quiet) as progress:
@@ -140,6 +142,7 @@ def _here(
     drawn = job.draw_seed()
     request = generate.make_request(stored.aimage, job.prompt, n=job.count, **job.wishes)
     model = generate.load(layout, stored, dtype=dtype)
+    model.pipeline.make_room(KEEP, None, device_memory() or machine.memory())
     events = model.generate(request)
     if drawn:
         note(f"seed {request.seed}")
@@ -167,7 +170,8 @@ def _by_worker(job: _Job) -> Generator[Picture, None, None]:
             note(f"the worker at {client.place} computes")
 
     yield from pictures(
-        *(client, job.reference, job.prompt, job.wishes, job.count),
+        # whatever the worker does by itself: this picture can be replayed
+        *(client, job.reference, job.prompt, job.wishes | {"png_facts": True}, job.count),
         quiet=quiet,
         on_accepted=accepted,
     )

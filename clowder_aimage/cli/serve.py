@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -18,19 +15,32 @@ from clowder_aimage.cli.option import (
     settings,
 )
 from clowder_aimage.cli.output import result
+from clowder_aimage.cli.serving import (
+    NODE_OPTIONS,
+    check_stores,
+    leave,
+    listening_options,
+    needs,
+    node_options,
+)
 from clowder_aimage.errors import UsageError
 
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(short_help="Make pictures for clients.")
-@click.option(
-    "--addr",
-    metavar="HOST:PORT",
-    help="Where to listen; port 0 picks a free one. [default: 127.0.0.1:11434 without --socket]",
-)
-@click.option("--socket", type=_PATH, help="Listen on this unix socket.")
+@listening_options("worker", "127.0.0.1:11434")
 @click.option("--max-models", type=click.IntRange(1), help="Models in memory. [default: 1]")
+@click.option(
+    "--text-encoder",
+    type=click.Choice(["auto", "keep", "release"]),
+    help="Between prompts: in memory, or loaded again for a new one. [default: auto, by --memory]",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="What models may take, such as 12GiB. [default: what the machine has]",
+)
 @click.option("--queue", type=click.IntRange(0), help="Requests that may wait. [default: 8]")
 @click.option(
     "--keep-alive",
@@ -40,35 +50,43 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--deadline", metavar="DURATION", help="How long a request may take. [default: no limit]"
 )
-@click.option(
-    "--grace",
-    metavar="DURATION",
-    help="How long requests get to end when the worker is to. [default: 30s]",
-)
 @click.option("--default-model", metavar="REF", help="For requests that name none.")
 @click.option("--alias", "aliases", multiple=True, metavar="NAME=REF", help="Another name. Repeat.")
 @click.option(
     "--wanted", multiple=True, metavar="REF", help="A model to have before being ready. Repeat."
 )
+@click.option(
+    "--pull",
+    type=click.Choice(["never", "if-missing", "always"]),
+    help="When a model is fetched that a request names. [default: if-missing]",
+)
+@click.option(
+    "--stream-format",
+    type=click.Choice(["auto", "openai", "openai+progress", "ollama"]),
+    help="Whose events streams have where the request does not say. [default: auto, by the client]",
+)
+@click.option(
+    "--png-facts/--no-png-facts",
+    default=None,
+    help="Whether PNG files say how they were made, prompt and seed. [default: they do]",
+)
 @click.option("--dtype", help="To compute in: float32 (f32) or bfloat16 (bf16).")
-@click.option("--token-file", type=_PATH, help="Serve only those who know a token in this file.")
 @click.option(
-    "--allow-host",
-    "allow_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name that clients may call this worker by. Repeat.",
+    "--public-url",
+    metavar="URL",
+    help="What links to pictures begin with. [default: the address that was asked]",
 )
-@click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="[default: info]",
-)
+@click.option("--node", "is_node", is_flag=True, help="Keep models here, too: see 'aimage node'.")
+@node_options
 @connection_options
 @common_options
 def serve(
-    plain_http: bool, insecure: bool, ca_file: Path | None, aliases: tuple[str, ...], **options: Any
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+    aliases: tuple[str, ...],
+    is_node: bool,
+    **options: Any,
 ) -> None:
     """Make pictures for clients, until it is interrupted.
 
@@ -78,33 +96,25 @@ def serve(
     What is not said here comes from AIMAGE_SERVE_ADDR and so on, then from "worker" in the
     configuration: see 'aimage config show'.
     """
-    try:
+    with needs("a worker", "mlx,worker"):
         from clowder_aimage.worker import log
         from clowder_aimage.worker import serve as worker
-        from clowder_aimage.worker.settings import effective
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        raise UsageError(
-            f"a worker needs {error.name}, which is not installed",
-            hint="pip install 'clowder-aimage[mlx,worker]'",
-        ) from None
+        from clowder_aimage.worker.node.settings import NodeSettings
+        from clowder_aimage.worker.settings import effective, gather
 
     chosen = settings()
-    said, _ = effective({**options, "aliases": ",".join(aliases)}, config_file())
+    kept = {name: options.pop(name) for name in NODE_OPTIONS}
+    if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
+        raise UsageError(f"--{odd.removesuffix('s')} is for a node", hint="add --node")
+    said, _ = effective({**options, "aliases": ",".join(aliases) or None}, config_file())
+    node = gather(NodeSettings, kept, config_file())[0] if is_node else None
+    check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
     worker.serve(
         said,
         chosen.layout,
         connection(plain_http, insecure, ca_file),
+        node=node,
         on_ready=lambda names: result({"urls": names}, "\n".join(names), as_json=chosen.as_json),
     )
-    _leave()
-
-
-def _leave() -> NoReturn:
-    """Leave at once: a thread that still downloads is not waited for; the next pull goes on."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave()

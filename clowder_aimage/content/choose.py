@@ -117,6 +117,11 @@ class Rooted:
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         return self._source.open(content, offset, length)
 
+    @property
+    def grain(self) -> int:
+        """Of how many bytes at once blobs are best asked for."""
+        return int(getattr(self._source, "grain", 1))
+
     def distrust(self, content: Descriptor, /) -> bool:
         return isinstance(self._source, Doubtful) and self._source.distrust(content)
 

@@ -45,6 +45,7 @@ class Fetch:
         rate: Rate | None = None,
     ) -> None:
         self._source = source
+        self._grain = int(getattr(source, "grain", 1))  # of what it gives at once
         self._target = target
         self._connections = max(1, connections)
         self._on_event = on_event
@@ -170,7 +171,7 @@ class Fetch:
         try:
             if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
                 self._on_event(Event("progress", content, -seen))
-            blob = Blob(content, ingest)
+            blob = Blob(content, ingest, self._grain)
             self._on_event(Event("start", content, content.size))
             if content.size - blob.left:
                 self._on_event(Event("progress", content, content.size - blob.left))

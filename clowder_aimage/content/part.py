@@ -31,9 +31,10 @@ class Part:
     than is read at a time.
     """
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, start: int, end: int, grain: int = 1) -> None:
         self.start = self.at = start
         self.end = end
+        self._grain = grain
         self._began = time.monotonic()
 
     @property
@@ -46,22 +47,31 @@ class Part:
         elapsed = time.monotonic() - self._began
         if self.left < 2 * SMALLEST_PART or elapsed < WORTH_SHARING:
             return False
+        if not self.at + SMALLEST_PART <= self._middle < self.end:
+            return False
         return self.left * elapsed > (self.at - self.start) * WORTH_SHARING
 
     def split(self) -> Part:
         """Give the second half of what is left to another connection."""
+        middle = self._middle
+        other, self.end = Part(middle, self.end, self._grain), middle
+        return other
+
+    @property
+    def _middle(self) -> int:
+        """Where it is split: where a grain begins, if the source has those."""
         half = self.left // 2
         middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
-        other, self.end = Part(middle, self.end), middle
-        return other
+        return -(-middle // self._grain) * self._grain
 
 
 class Blob:
     """A blob under way. All fields are guarded by the engine's lock."""
 
-    def __init__(self, content: Descriptor, ingest: Ingest) -> None:
+    def __init__(self, content: Descriptor, ingest: Ingest, grain: int = 1) -> None:
         self.content = content
         self.ingest = ingest
+        self._grain = grain  # parts end where a multiple of it does
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed
         self._began = math.inf  # when its first byte came
@@ -113,10 +123,11 @@ class Blob:
                 waiting = end - start + self.left_unclaimed
                 fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
                 size = min(LARGEST_PART, max(SMALLEST_PART, fair))
-                if end - start > size:
-                    self.unclaimed.insert(0, (start + size, end))
-                    end = start + size
-            part = Part(start, end)
+                middle = -(-(start + size) // self._grain) * self._grain
+                if middle < end:
+                    self.unclaimed.insert(0, (middle, end))
+                    end = middle
+            part = Part(start, end, self._grain)
         if part is not None:
             self.parts.append(part)
         return part

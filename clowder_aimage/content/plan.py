@@ -85,6 +85,7 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
         raise NoSpaceError(
             f"{needed} bytes are to be fetched, and {max(0, free - RESERVE)} would fit: "
             f"{needed + RESERVE - free} are missing",
+            lacking=needed + RESERVE - free,
             hint="free some space, or point --store at another disk",
         )
 

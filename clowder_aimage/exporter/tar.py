@@ -1,23 +1,22 @@
 """A neighbour's layer that is a tar: what is in it, written below the directory and nowhere else.
 
-Headers are tarfile's to read; what they may cost is bounded, and each name is checked before
-anything is made. The rules are those of Python's ``tarfile.data_filter``, and stricter where two
-file systems would differ: no absolute names, no ``..``, no devices and pipes, no setuid, no links
-that lead out, nothing twice, and no two names that differ in upper and lower case alone.
+Each name is checked before anything is made. The rules are those of Python's
+``tarfile.data_filter``, and stricter where two file systems would differ: no absolute names, no
+``..``, no devices and pipes, no setuid, no links that lead out, nothing twice, and no two names
+that differ in upper and lower case alone.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO
 
-from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.tar import Tar
 from clowder_aimage.content.verify import readinto
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
@@ -26,10 +25,8 @@ from clowder_aimage.exporter.file import make_directories, new_file, write_all
 from clowder_aimage.exporter.name import Names
 
 MAX_MEMBERS = 100_000
-_HEADER = 64 * 1024  # bytes of a member's header with all its extensions
 _TARGET = 1023  # bytes of what a link says that every system takes
 _PROGRAM = 0o755
-_FAULTS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
 @dataclass(slots=True)
@@ -44,7 +41,8 @@ class Untar:
     """Members of the tar in ``source``, the layer ``layer``, on their way below ``root``."""
 
     def __init__(self, source: BinaryIO, layer: str, root: Path, names: Names, room: int) -> None:
-        self._tape = _Tape(source, layer)
+        self._source = source
+        self._tar = Tar(partial(readinto, source), layer)
         self._layer = layer
         self._root = root
         self._names = names
@@ -60,10 +58,12 @@ class Untar:
             OSError: it cannot be written.
         """
         self._names.fold()
-        for count, member in enumerate(self._tape.members()):
+        for count, member in enumerate(self._tar.members()):
             if count >= MAX_MEMBERS:
                 raise FormatError(f"{self._layer} has more than {MAX_MEMBERS} members")
             self._unpack(member)
+        while readinto(self._source, self._buffer):  # so that its digest is seen
+            pass
         return self.done
 
     def _unpack(self, member: tarfile.TarInfo) -> None:
@@ -106,7 +106,7 @@ class Untar:
             left = member.size
             while left:
                 view = self._buffer[: min(left, len(self._buffer))]
-                self._tape.read_exactly(view)
+                self._tar.read_exactly(view)
                 write_all(file, view)
                 left -= len(view)
             os.fsync(file)
@@ -146,76 +146,3 @@ class Untar:
 
     def _refuse(self, name: str, what: str) -> FormatError:
         return FormatError(f"{self._layer} has {name[:200]!r}, {what}: it is not unpacked")
-
-
-class _Tape:
-    """A tar that is read once, from its beginning to its end. tarfile reads headers through it."""
-
-    def __init__(self, source: BinaryIO, layer: str) -> None:
-        self._source = source
-        self._layer = layer
-        self._position = 0
-        self._budget = _HEADER
-        self._last = b""  # what tarfile read last: the end, or what is no header
-
-    def members(self) -> Iterator[tarfile.TarInfo]:
-        """All entries. Raises FormatError."""
-        with self._faults("is no tar archive"):
-            tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
-                fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
-            )
-        while True:
-            self._budget = _HEADER
-            with self._faults(f"is damaged at byte {self._position}"):
-                found = tar.next()
-            if found is None:
-                break
-            tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
-            yield found
-        if len(self._last) < tarfile.BLOCKSIZE or self._last.strip(b"\0"):
-            raise FormatError(f"{self._layer} breaks off, or is damaged, at byte {self._position}")
-        buffer = new_buffer()
-        while readinto(self._source, buffer):
-            pass
-
-    @contextmanager
-    def _faults(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except _FAULTS as error:
-            raise FormatError(f"{self._layer} {what}: {error}") from None
-
-    def read_exactly(self, view: memoryview) -> None:
-        """Fill ``view``. Raises FormatError where the archive breaks off."""
-        if self._fill(view) < len(view):
-            raise FormatError(f"{self._layer} breaks off at byte {self._position}")
-
-    def _fill(self, view: memoryview) -> int:
-        done = 0
-        while done < len(view) and (count := readinto(self._source, view[done:])):
-            done += count
-        self._position += done
-        return done
-
-    # -- what tarfile calls, for headers alone
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        """Raises FormatError where a member's header is longer than any needs to be."""
-        self._budget -= max(size, 1)
-        if size < 0 or self._budget < 0:
-            raise FormatError(f"{self._layer} has a header of more than {_HEADER} bytes")
-        buffer = bytearray(size)
-        self._last = bytes(buffer[: self._fill(memoryview(buffer))])
-        return self._last
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> None:
-        """Pass over what was not read. Raises FormatError for a way back."""
-        count = position - self._position
-        if count < 0 or whence != io.SEEK_SET:
-            raise FormatError(f"{self._layer} is damaged: its headers contradict each other")
-        buffer = new_buffer(min(CHUNK_SIZE, count))
-        while count and (passed := self._fill(buffer[: min(len(buffer), count)])):
-            count -= passed

@@ -13,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
-import mlx.core as mx
 import numpy as np
 
-from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor import Quantization, blas
+
+blas.preload()  # before MLX is imported: this process may run models later
+
+import mlx.core as mx  # noqa: E402
 
 _CACHE = 32 * 1024 * 1024  # bytes that MLX may keep for the next block
 _LEAST = 32  # values: MLX takes multiples of that, which one group of nvfp4 is not

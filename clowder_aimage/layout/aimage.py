@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.store import Body, ContentStore
+from clowder_aimage.content.store import Body, ContentStore, Lease
 from clowder_aimage.content.unpack import compression_of, open_plain
 from clowder_aimage.content.verify import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
@@ -29,6 +29,18 @@ class Stored:
 def read_manifest(store: ContentStore, descriptor: Descriptor) -> Manifest:
     """The manifest, verified. Raises NotFoundError, ContentError."""
     return Manifest.parse(read_all(store.open(descriptor), descriptor), descriptor.media_type)
+
+
+def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
+    """What a name means, leased while it means that. A lease that is taken a moment after the name
+    has moved on may come after a collection, and keep what is gone. Raises NotFoundError."""
+    found = store.resolve(reference)
+    while True:
+        lease.add(found.digest)
+        meant = store.resolve(reference)
+        if meant.digest == found.digest:
+            return found
+        found = meant
 
 
 def read_aimage(store: ContentStore, reference: Reference) -> Stored:

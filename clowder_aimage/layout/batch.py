@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.oci import Digest
@@ -41,10 +42,14 @@ class Waiting(Protocol):
 
 
 class Batch:
-    """Blobs of the store at ``root`` that wait. Threads may share it."""
+    """Blobs of the store at ``root`` that wait. Threads may share it, and several copies: ``users``
+    counts them, ``failure`` is for all of them."""
 
     def __init__(self, root: Path) -> None:
+        self.users = 0
+        self.failure: AImageError | None = None
         self._root = root
+        self._is_closed = False
         self._lock = threading.Lock()
         self._waiting: dict[Digest, tuple[Waiting, int]] = {}
         self._settling: dict[Digest, tuple[Waiting, int]] = {}
@@ -63,13 +68,20 @@ class Batch:
             self._waiting[digest] = blob, size
             total = sum(size for _, size in self._waiting.values())
             is_full = len(self._waiting) >= _MOST or total >= _LARGEST
-        if is_full:
+        if is_full or self._is_closed:
             self.settle()
 
     def settle_old(self) -> None:
         """Publish what waits, if the first of it has waited for long. Raises as ``settle``."""
         if self._waiting and time.monotonic() - self._since > _LONGEST:
             self.settle()
+
+    def close(self) -> None:
+        """Let nothing wait any more: who comes late, as a connection that was left behind, is
+        published at once. Raises as ``settle``."""
+        with self._lock:
+            self._is_closed = True
+        self.settle()
 
     def settle(self) -> None:
         """Publish all that waits. Raises StoreError or NoSpaceError."""
@@ -87,6 +99,9 @@ class Batch:
                     while blobs:
                         blobs[-1].rename()
                         blobs.pop()
+            except AImageError as error:
+                self.failure = error
+                raise
             finally:
                 for blob in blobs:  # those that could not
                     blob.give_up()

@@ -133,10 +133,21 @@ class Collector:
         return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
 
     def _live(self, roots: Iterable[tuple[str, Digest]], held_now: set[str]) -> set[str]:
-        live = set(held_now)
+        live: set[str] = set()
         for name, digest in roots:
             live.update(self._closure(digest, name))
-        return live
+        for held_alone in held_now - live:  # a tag has moved on from what somebody is reading
+            live.update(self._of_held(Digest.parse(held_alone)))
+        return live | held_now
+
+    def _of_held(self, digest: Digest) -> tuple[str, ...]:
+        """What a leased document needs; of what is none, or cannot be read, just itself."""
+        try:
+            with self._layout.open(Descriptor("application/octet-stream", digest, 0)) as file:
+                is_document = file.read(1) == b"{"
+            return self._closure(digest, "") if is_document else ()
+        except (AImageError, OSError):
+            return ()
 
     def _closure(self, digest: Digest, name: str, depth: int = 0) -> tuple[str, ...]:
         """A document and all that it mentions: rather too much than too little."""

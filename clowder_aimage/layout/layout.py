@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ class ImageLayout:
         self.root = root
         self._names = Records(root, "names")
         self._batch: Batch | None = None
+        self._joining = threading.Lock()
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -94,7 +96,8 @@ class ImageLayout:
         )
 
     def exists(self, content: Descriptor, /) -> bool:
-        if self._batch is not None and content.digest in self._batch:
+        batch = self._batch  # which may be over the next moment
+        if batch is not None and content.digest in batch:
             return True
         with store_errors(self.root):
             try:
@@ -108,8 +111,9 @@ class ImageLayout:
         return blob_path(self.root, content)
 
     def path(self, content: Descriptor, /) -> Path:
-        if self._batch is not None and content.digest in self._batch:
-            self._batch.settle()
+        batch = self._batch
+        if batch is not None and content.digest in batch:
+            batch.settle()
         path = self.place(content)
         if not is_file(path):
             raise self._absent(content)
@@ -206,22 +210,35 @@ class ImageLayout:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Publish small blobs together: all that came are here at the latest when this ends.
+        """Publish small blobs together: all that came are here at the latest when this ends. Copies
+        in several threads share one, and each ends with what it brought published.
 
         Raises:
-            StoreError, NoSpaceError: some could not be kept.
+            StoreError, NoSpaceError: some could not be kept, of this copy or of another.
         """
-        if self._batch is not None:
-            yield
-            return
-        self._batch = batch = Batch(self.root)
+        with self._joining:
+            if self._batch is None or self._batch.failure is not None:
+                self._batch = Batch(self.root)
+            batch = self._batch
+            batch.users += 1
         try:
             yield
         finally:
-            try:
-                batch.settle()
-            finally:
-                self._batch = None
+            self._leave(batch)
+        if batch.failure is not None:
+            raise batch.failure
+
+    def _leave(self, batch: Batch) -> None:
+        try:
+            batch.settle()
+        finally:
+            with self._joining:
+                batch.users -= 1
+                is_last = not batch.users
+                if is_last and self._batch is batch:
+                    self._batch = None
+            if is_last:
+                batch.close()
 
     def lacking(self, content: Descriptor, /) -> int:
         """The bytes that must still be written: what lies in an ingest has its place already."""

@@ -1,6 +1,8 @@
 """Small facts beside the index, each in a file of its own.
 
 Two processes that write different keys never meet, locks or none; one key is replaced whole.
+What is not there is one thing, and what cannot be read another: where nobody knows what is wanted,
+or pinned, nothing may go.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import FormatError, StoreError
+from clowder_aimage.errors import FormatError
 from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -38,34 +40,44 @@ class Records:
         self._directory = os.path.join(root, PRIVATE, kind)
 
     def names(self) -> set[str]:
-        """The names of the files; ``file_name`` gives that of a key."""
-        try:
-            directory = check_own(self._root, self._kind)
-            return {name for name in os.listdir(directory) if "." not in name}
-        except (OSError, StoreError):
-            return set()
+        """The names of the files; ``file_name`` gives that of a key. None where there is no store,
+        or nothing was ever written. Raises StoreError: they cannot be read."""
+        directory = check_own(self._root, self._kind)
+        with store_errors(self._root):
+            try:
+                return {name for name in os.listdir(directory) if "." not in name}
+            except FileNotFoundError:
+                return set()
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All keys and what is known of them, in no order."""
+        """All keys and what is known of them, in no order. Raises StoreError as ``names``."""
         for name in self.names():
             value = self.read(name)
             if value is not None:
                 yield value["key"], value
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What is known of ``key``."""
-        with contextlib.suppress(StoreError):
-            check_own(self._root, self._kind)
-            value = self.read(file_name(key))
-            return value if value is not None and value["key"] == key else None
-        return None
+        """What is known of ``key``. Raises StoreError as ``read``."""
+        check_own(self._root, self._kind)
+        value = self.read(file_name(key))
+        return value if value is not None and value["key"] == key else None
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """What a file says; None where it is gone, or damaged."""
+        """What a file says; None where it is gone, or damaged. Raises StoreError: it cannot be
+        read, and may say anything."""
+        path = os.path.join(self._directory, name)
+        with store_errors(self._root):
+            try:
+                with open(open_plain(path), "rb", buffering=0) as file:
+                    raw = file.read(_MAX_SIZE) or b""
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                error.filename = error.filename or path
+                raise
         try:
-            with open(open_plain(os.path.join(self._directory, name)), "rb", buffering=0) as file:
-                value = read_json(file.read(_MAX_SIZE) or b"", name)
-        except (OSError, FormatError):
+            value = read_json(raw, name)
+        except FormatError:
             return None
         return value if isinstance(value, dict) and isinstance(value.get("key"), str) else None
 

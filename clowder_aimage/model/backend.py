@@ -6,7 +6,7 @@ one thread: a lazy array cannot be evaluated on another one than the thread that
 
 from __future__ import annotations
 
-from clowder_aimage.model import blas
+from clowder_aimage.tensor import blas
 
 BLAS = blas.preload()
 

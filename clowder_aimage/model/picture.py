@@ -19,7 +19,6 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from clowder_aimage.errors import NotFoundError, UsageError
 
 KEY = "aimage"
-FORMATS = ("png", "jpeg", "webp")
 
 
 def encode_picture(
@@ -28,7 +27,7 @@ def encode_picture(
     kind: str = "png",
     quality: int | None = None,
 ) -> bytes:
-    """``pixels`` (height, width, 3) as the bytes of a file of FORMATS.
+    """``pixels`` (height, width, 3) as the bytes of a file of ``pipeline.FORMATS``.
 
     A PNG remembers ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
     """

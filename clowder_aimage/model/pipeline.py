@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from clowder_aimage.errors import UsageError
 
+if TYPE_CHECKING:  # a worker that only keeps models has no numpy, and still reads requests
+    import numpy as np
+    import numpy.typing as npt
+
+FORMATS = ("png", "jpeg", "webp")  # of files with pictures
 MAX_STEPS = 1000
 MAX_PICTURES = 1024
 MAX_SEED = (1 << 64) - 1
@@ -94,12 +96,38 @@ class Pipeline(Protocol):
         """
         ...
 
+    def make_room(self, wish: str, memory: int | None, whole: int | None = None) -> None:
+        """``wish``: whether what is not needed for each picture stays in memory, as ``Room`` has
+        it, with ``memory`` bytes to share; ``whole``: bytes that there are at all."""
+        ...
+
 
 Made = Step | Preview | Image
 
 
-def check_request(request: Request, *, multiple: int, max_width: int, max_height: int) -> None:
-    """Refuse a request out of bounds: sides must be multiples of ``multiple`` pixels.
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The largest arrays while a picture is made: ``size`` in bytes, and ``numbers`` in one that is
+    multiplied. Or how large they may be; None for no bound."""
+
+    size: int | None = None
+    numbers: int | None = None
+
+
+_ANY = Arrays()
+
+
+def check_request(
+    request: Request,
+    *,
+    multiple: int,
+    max_width: int,
+    max_height: int,
+    needs: Callable[[int, int], Arrays] | None = None,
+    most: Arrays = _ANY,
+) -> None:
+    """Refuse a request out of bounds: sides must be multiples of ``multiple`` pixels. ``needs``
+    says how large the arrays of a picture of width and height are; ``most`` bounds them.
 
     Raises:
         UsageError: in one sentence, with the field and the bound.
@@ -127,6 +155,39 @@ def check_request(request: Request, *, multiple: int, max_width: int, max_height
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
+    if needs is not None:
+        _check_arrays(request, multiple, needs, most)
+
+
+def _check_arrays(
+    request: Request, multiple: int, needs: Callable[[int, int], Arrays], most: Arrays
+) -> None:
+    """Refuse a picture whose arrays would be too large: no error comes of such ones, the process
+    ends, or what it computes is wrong."""
+    width, height = request.width, request.height
+    if (why := _excess(needs(width, height), most)) is None:
+        return
+    side = math.isqrt(width * height) // multiple * multiple
+    while side and _excess(needs(side, side), most):
+        side -= multiple
+    such = f", such as {side}x{side}" if side else ""
+    raise UsageError(
+        f"width {width} and height {height} make too large a picture here: {why}",
+        hint=f"ask for a smaller one{such}",
+    )
+
+
+def _excess(needed: Arrays, most: Arrays) -> str | None:
+    """Why arrays cannot be; None where they can."""
+    if needed.size is not None and most.size is not None and needed.size > most.size:
+        return f"it takes {_gib(needed.size)} of memory at least, and there is {_gib(most.size)}"
+    if needed.numbers is None or most.numbers is None or needed.numbers <= most.numbers:
+        return None
+    return f"attention has {needed.numbers} numbers, and this device takes {most.numbers}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
 
 
 def _is_int(value: object) -> bool:
@@ -153,4 +214,14 @@ def _check_text(name: str, value: object) -> None:
 
 def to_pixels(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Values from 0 to 1 as bytes: times 255 in float32, rounded half to even."""
+    import numpy as np
+
     return (np.clip(values, 0, 1) * np.float32(255)).round().astype(np.uint8)
+
+
+def halved(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """A picture at half its size, of which each pixel is the mean of four."""
+    height, width, colours = pixels.shape
+    quarters = pixels.reshape(height // 2, 2, width // 2, 2, colours)
+    mean: npt.NDArray[np.uint8] = quarters.mean(axis=(1, 3)).round().astype(pixels.dtype)
+    return mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     VerificationError,
 )
-from clowder_aimage.registry.retry import BrokenOffError
+from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 
 _MAX_ERROR_BODY = 64 * 1024
+_PATIENCE = 3600.0  # seconds that whoever tries again later may be asked to wait
 _PROXY_PROJECT = "proxy project"  # Harbor: one that only keeps what it fetched elsewhere
 _NO_PROJECT = "create the project in the registry first, or check its name"
 _HINTS = (  # what a registry's words mean for the user: Harbor's, by its documentation
@@ -84,11 +86,14 @@ class Failure:
     code: str
     message: str
     detail: str
+    retry_after: float = 0.0
 
     @classmethod
     def of(cls, response: requests.Response) -> Failure:
         """Read an error answer, whatever its body is."""
         host, status = _host(response), response.status_code
+        # in seconds; a date is for the session alone, which has a clock
+        after = retry_after(response.headers.get("Retry-After", ""), math.inf, _PATIENCE)
         try:
             errors = json.loads(read_capped(response, _MAX_ERROR_BODY))["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
@@ -96,11 +101,11 @@ class Failure:
             detail = error.get("detail") or ""
             text = detail if isinstance(detail, str) else json.dumps(detail)
             code, message = str(error.get("code", "")), str(error.get("message", ""))
-            return cls(host, status, code[:60], message[:300], text[:500])
+            return cls(host, status, code[:60], message[:300], text[:500], after)
         except (
             ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AImageError
         ):  # fmt: skip
-            return cls(host, status, "", "", "")
+            return cls(host, status, "", "", "", after)
 
     @property
     def said(self) -> str:
@@ -172,12 +177,15 @@ def error_for(found: Failure, what: str) -> AImageError:
             f"({found.said})",
             hint=known or "check the name and the tag for typing errors",
         )
+    if known is None and found.retry_after > LONGEST_PAUSE:
+        known = f"it wants to be left alone for {found.retry_after:.0f} seconds: try again then"
     return RegistryError(
         f"{found.host} answered {found.said} to {what}",
         hint=known,
         status=found.status,
         code=found.code,
         detail=found.detail,
+        retry_after=found.retry_after,
     )
 
 

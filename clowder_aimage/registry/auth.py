@@ -127,7 +127,8 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         self._tokens: dict[tuple[_Challenge, frozenset[str]], _Held] = {}
         self._credential = Credential(basic=basic_auth) if basic_auth is not None else None
         files = () if self._credential else connection.auth_files
-        self._configs = [read_config(path) for path in files]
+        told = [{"auths": dict(connection.auths)}] if connection.auths else []
+        self._configs = told + [read_config(path) for path in files]
 
     def known(self, actions: str) -> str | None:
         """The header for requests that need ``actions`` (such as ``pull,push``), if there is one.

@@ -35,6 +35,7 @@ class Connection:
 
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file of the
     same form that is asked before it, ``container_auth`` are ones asked after it.
+    ``auths`` is what the caller gave, as such a file's object of that name: it is asked before all.
     ``trusted_realms`` are hosts that may be given a registry's credentials although they are not
     that registry. ``ca_bundle`` is what the environment trusts instead of the usual authorities,
     ``cert_dirs`` are directories of ``certs.d``. ``registries`` says more about single hosts.
@@ -49,6 +50,7 @@ class Connection:
     told_jobs: int = 0
     user_agent: str = "aimage"
     auth_file: Path | None = None
+    auths: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     container_auth: tuple[Path, ...] = ()
     ca_bundle: Path | None = None
     cert_dirs: tuple[Path, ...] = ()

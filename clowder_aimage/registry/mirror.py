@@ -48,6 +48,10 @@ class Mirrors:
         self._failed |= senders
         return bool(senders)
 
+    def sent(self, target: str) -> bool:
+        """Whether one of them, and none that was found out, has sent ``target``."""
+        return bool(self._sent.get(target))
+
     def request(
         self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
     ) -> requests.Response | None:
@@ -66,6 +70,8 @@ class Mirrors:
             try:
                 url = session.url(path)
                 response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
+                if response.status_code == 304:
+                    return response
                 if response.status_code in (200, 206):
                     self._sent.setdefault(target, set()).add(session)
                     return _checked(response, target) if kind == "manifests" else response

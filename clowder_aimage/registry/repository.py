@@ -65,8 +65,25 @@ class Repository:
         """Fetch the manifest that ``reference`` names; a digest in it is checked (end-3)."""
         return retrying(lambda: self._resolve(reference))
 
+    def resolve_changed(self, reference: Reference, known: Digest | None, /) -> Descriptor | None:
+        """The same where it is no longer ``known``; None where it still is: one request without a
+        body (RFC 9110, 13.1.2)."""
+        return retrying(lambda: self._resolve_changed(reference, known))
+
+    def _resolve_changed(self, reference: Reference, known: Digest | None) -> Descriptor | None:
+        headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{known}"'} if known else {})
+        response = self._get(f"manifests/{reference.target}", headers)
+        if response.status_code == 304:
+            finish(response)
+            return None
+        found = self._described(response, reference)
+        return None if found.digest == known else found
+
     def _resolve(self, reference: Reference) -> Descriptor:
         response = self._get(f"manifests/{reference.target}", {"Accept": ACCEPT})
+        return self._described(response, reference)
+
+    def _described(self, response: requests.Response, reference: Reference) -> Descriptor:
         if response.status_code != 200:
             raise failure(response, f"manifest {reference}")
         media_type = response.headers.get("Content-Type", "")
@@ -115,6 +132,10 @@ class Repository:
     def distrust(self, content: Descriptor, /) -> bool:
         """What came for a blob was wrong; whether another place may have the right one."""
         return self._session.distrust(content.digest)
+
+    def was_mirrored(self, content: Descriptor) -> bool:
+        """Whether what came for a blob was a mirror's, not the registry's own."""
+        return self._session.was_mirrored(content.digest)
 
     def _manifest(self, content: Descriptor) -> bytes:
         if content.digest not in self._manifests:

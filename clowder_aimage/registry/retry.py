@@ -33,8 +33,8 @@ def is_transient(error: BaseException) -> bool:
     A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient:
     the user hears of them at once.
     """
-    if isinstance(error, RegistryError):
-        return error.status in TRANSIENT_STATUS
+    if isinstance(error, RegistryError):  # one that wants a long rest gets it: from who calls
+        return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
     return isinstance(error, BrokenOffError)
 
 
@@ -93,19 +93,19 @@ class _Stop(tenacity.stop.stop_base):
         return self._failed >= self._attempts or waited > DEADLINE
 
 
-def retry_after(value: str, now: float) -> float:
+def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float:
     """For how many seconds a Retry-After header asks; 0 where it says nothing that can be meant.
 
     Source: RFC 9110, 10.2.3: a number of seconds, or a date.
     """
     text = value.strip()
     if re.fullmatch(r"[0-9]{1,9}", text):
-        return min(float(text), LONGEST_PAUSE)
+        return min(float(text), longest)
     try:
         until = email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return 0.0
-    return min(max(until - now, 0.0), LONGEST_PAUSE)
+    return min(max(until - now, 0.0), longest)
 
 
 class Pause:

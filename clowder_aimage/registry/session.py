@@ -92,6 +92,10 @@ class Session:
         """
         return self._mirrors.distrust(str(digest))
 
+    def was_mirrored(self, digest: Digest) -> bool:
+        """Whether what came for ``digest`` was a mirror's."""
+        return self._mirrors.sent(str(digest))
+
     def avoid_mirrors(self, digest: Digest) -> None:
         """What comes for ``digest`` breaks off: ask the mirrors that send it for nothing more."""
         self._mirrors.avoid(str(digest))

@@ -70,6 +70,20 @@ def build_app(
     return app
 
 
+def reading(layout: ImageLayout, kept: Kept, base: str = "") -> list[web.RouteDef]:
+    """The routes that only read, for an application of another kind: they need no middleware but
+    ``guard.answer_errors``. ``kept`` is the caller's to turn and to close; with a ``base`` only
+    names below it are served."""
+    catalog = Catalog(layout, base)
+    shelf = Shelf(layout, catalog, kept)
+    return [
+        web.get("/v2/", TagRoutes(catalog, None).version),
+        web.get(_NAME + "/tags/list", TagRoutes(catalog, None).tags),
+        web.get(_NAME + "/blobs/{digest}", BlobRoutes(shelf, None).get),
+        web.get(_NAME + "/manifests/{reference}", ManifestRoutes(layout, catalog, shelf, None).get),
+    ]
+
+
 def _table(
     tag: TagRoutes,
     blob: BlobRoutes,

@@ -43,6 +43,7 @@ async def common_headers(_: web.Request, response: web.StreamResponse) -> None:
     """What every answer says, blobs and errors alike; a browser must not guess at content."""
     response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
     response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Server"] = "aimage"  # whoever asks need not hear what it is made of
 
 
 def _of_framework(error: web.HTTPException) -> ApiError:

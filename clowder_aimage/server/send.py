@@ -13,8 +13,17 @@ PIECE = 4 * 1024 * 1024  # bytes that must be taken in time
 PATIENCE = 300.0  # seconds for one piece: a slower client holds a file and a connection for ever
 
 
-async def send(request: web.Request, file: BinaryIO, offset: int, count: int) -> None:
-    """Send ``count`` bytes of ``file``. The head is out: a failure closes the connection.
+async def send(
+    request: web.Request,
+    file: BinaryIO,
+    offset: int,
+    count: int,
+    *,
+    piece: int = PIECE,
+    patience: float = PATIENCE,
+) -> None:
+    """Send ``count`` bytes of ``file``, each ``piece`` within ``patience`` seconds. The head is
+    out: a failure closes the connection.
 
     Raises:
         ConnectionError: the client is gone, or takes nothing, or the file is too short.
@@ -25,8 +34,8 @@ async def send(request: web.Request, file: BinaryIO, offset: int, count: int) ->
     loop = asyncio.get_running_loop()
     try:
         while count:
-            async with asyncio.timeout(PATIENCE):
-                sent = await loop.sendfile(transport, file, offset, min(count, PIECE))
+            async with asyncio.timeout(patience):
+                sent = await loop.sendfile(transport, file, offset, min(count, piece))
             if not sent:
                 raise ConnectionResetError("the blob was cut short while it was sent")
             offset, count = offset + sent, count - sent

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import BinaryIO, TypeVar
 
@@ -17,10 +16,10 @@ from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.registry import Connection, Repository
 from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.session import Session
+from clowder_aimage.server.lending import Lending
 from clowder_aimage.server.name import PEER
 
 REST = 10.0  # seconds in which a registry that did not answer is not asked again
-MOST = 32  # repositories whose connections are kept
 USES = 256  # of one, after which it begins anew: it remembers every manifest it has fetched
 _T = TypeVar("_T")
 
@@ -37,16 +36,6 @@ class _OfCache(Connection):
         return replace(found, user_agent=f"{found.user_agent} {PEER}")
 
 
-@dataclass(eq=False)
-class _Lent:
-    """A repository that several threads may use; the last one closes it if it is retired."""
-
-    repository: Repository
-    uses: int = 0
-    users: int = 0
-    retired: bool = False
-
-
 class Upstream:
     """The registry ``host``, below ``prefix`` where there is one."""
 
@@ -55,8 +44,7 @@ class Upstream:
         self._prefix = f"{prefix}/" if prefix else ""
         known = {each.name: getattr(connection, each.name) for each in fields(connection)}
         self._connection = _OfCache(**known)
-        self._lock = threading.Lock()
-        self._lent: OrderedDict[str, _Lent] = OrderedDict()
+        self._lending = Lending(self._connection, uses=USES)
         self._down: tuple[float, NetworkError] | None = None
 
     @classmethod
@@ -128,11 +116,7 @@ class Upstream:
 
     def close(self) -> None:
         """Close all connections; requests under way fail."""
-        with self._lock:
-            lent = list(self._lent.values())
-            self._lent.clear()
-        for each in lent:
-            each.repository.__exit__(None, None, None)
+        self._lending.close()
 
     def _asked(self, call: Callable[[], _T]) -> _T:
         """``call()``, unless the registry has just not answered another one."""
@@ -147,34 +131,8 @@ class Upstream:
         self._down = None
         return answer
 
-    @contextlib.contextmanager
-    def _lend(self, name: str) -> Iterator[Repository]:
-        with self._lock:
-            lent = self._lent.get(name)
-            if lent is None:
-                reference = self.reference(name, "latest", None)
-                lent = self._lent[name] = _Lent(Repository(reference, self._connection))
-            self._lent.move_to_end(name)
-            lent.users += 1
-            lent.uses += 1
-            if lent.uses >= USES:
-                self._retire(name)
-            while len(self._lent) > MOST:
-                self._retire(next(iter(self._lent)))
-        try:
-            yield lent.repository
-        finally:
-            with self._lock:
-                lent.users -= 1
-                ended = lent.retired and lent.users == 0
-            if ended:
-                lent.repository.__exit__(None, None, None)
-
-    def _retire(self, name: str) -> None:
-        lent = self._lent.pop(name)
-        lent.retired = True
-        if lent.users == 0:
-            lent.repository.__exit__(None, None, None)
+    def _lend(self, name: str) -> AbstractContextManager[Repository]:
+        return self._lending.lend(self.reference(name, "latest", None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,17 +18,21 @@ from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.server.header import host_name, origin_host, shown_token
 from clowder_aimage.server.serve import SHORTEST_TOKEN, is_loopback, parse_address
 from clowder_aimage.worker.error import ApiError
-from clowder_aimage.worker.route import ADMIN, INFER, OPEN
+from clowder_aimage.worker.route import ADMIN, INFER, NODE, OPEN
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+_MAY = {
+    INFER: "this token may make pictures and list models, and no more",
+    NODE: "this token is one of a node, which may read what another one has, and no more",
+}
 _SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
 
 
 def read_tokens(path: Path) -> dict[str, str]:
     """The tokens in a file, and the scope of each.
 
-    A line is ``admin TOKEN`` or ``infer TOKEN``; a token alone is an admin's. Empty lines and those
-    that begin with ``#`` say nothing.
+    A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; a token alone is an admin's. Empty
+    lines and those that begin with ``#`` say nothing.
 
     Raises:
         UsageError: it cannot be read, or a line holds no token that is worth the name.
@@ -43,11 +47,11 @@ def read_tokens(path: Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         scope, token = (words[0], words[1]) if len(words) == 2 else (ADMIN, words[0])
-        if len(words) > 2 or scope not in (ADMIN, INFER) or not _is_token(token):
+        if len(words) > 2 or scope not in (ADMIN, INFER, NODE) or not _is_token(token):
             raise UsageError(
                 f"line {number} of {path} is no token",
-                hint=f"a line is 'admin TOKEN' or 'infer TOKEN'; a token has {SHORTEST_TOKEN} or "
-                "more letters and digits, for example: openssl rand -hex 32",
+                hint="a line is 'admin TOKEN', 'infer TOKEN' or 'node TOKEN'; a token has "
+                f"{SHORTEST_TOKEN} or more letters and digits, for example: openssl rand -hex 32",
             )
         if found.setdefault(token, scope) != scope:
             raise UsageError(f"the token in line {number} of {path} has two scopes")
@@ -118,9 +122,8 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
             raise ApiError(
                 401, "this worker wants a token", code="invalid_api_key", headers=headers
             )
-        if needed == ADMIN and scope != ADMIN:
-            message = "this token may make pictures and list models, and no more"
-            raise ApiError(403, message, code="insufficient_scope")
+        if needed != OPEN and scope not in (needed, ADMIN):
+            raise ApiError(403, _MAY[scope or INFER], code="insufficient_scope")
         return await handler(request)
 
     return middleware

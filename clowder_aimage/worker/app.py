@@ -18,10 +18,10 @@ from aiohttp.typedefs import Handler, Middleware
 from clowder_aimage.errors import AImageError
 from clowder_aimage.worker import error as fault
 from clowder_aimage.worker.access import LOOPBACK_HOSTS, check_host, check_scope
-from clowder_aimage.worker.api import content, health, ollama, openai, openapi
-from clowder_aimage.worker.engine import StoppedError
+from clowder_aimage.worker.api import content, health, ollama, openapi
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.refusal import StoppedError
 from clowder_aimage.worker.route import BODY, Route
 from clowder_aimage.worker.service import Service
 
@@ -37,8 +37,9 @@ def build_app(
     *,
     hosts: frozenset[str] | None = LOOPBACK_HOSTS,
     tokens: Mapping[str, str] | None = None,
+    routes: Iterable[Route] | None = None,
 ) -> web.Application:
-    """The application, to be run by ``serve``.
+    """The application, to be run by ``serve``, with ``routes``, or all that a worker has.
 
     ``hosts`` are the names that a request's Host header may carry; None stands for any. ``tokens``
     are what callers must know, each with its scope; where there are none, whoever comes is admin.
@@ -59,17 +60,24 @@ def build_app(
         client_max_size=LARGEST_BODY,
     )
     app.on_response_prepare.append(_common_headers)
-    for route in _with_head(all_routes(service)):
+    for route in _with_head(all_routes(service) if routes is None else routes):
         added = app.router.add_route(route.method, route.path, route.handler)
         scopes[added], bodies[added] = route.scope, route.body
     return app
 
 
 def all_routes(service: Service) -> list[Route]:
-    """Every route that the worker has."""
+    """Every route that a worker has."""
+    from clowder_aimage.worker.api import openai  # which needs what pictures need
+
+    return [*openai.routes(service), *ollama.picture_routes(service), *store_routes(service)]
+
+
+def store_routes(service: Service) -> list[Route]:
+    """Those that keep models, and make no pictures."""
     return [
         route
-        for interface in (health, openapi, openai, ollama, content)
+        for interface in (health, openapi, ollama, content)
         for route in interface.routes(service)
     ]
 
@@ -103,7 +111,9 @@ def _account(metrics: Metrics) -> Middleware:
             route = resource.canonical if resource is not None else "unknown"
             metrics.requests.labels(route, str(status)).inc()
             facts = {"model": str(request["model"])} if "model" in request else {}
-            _log.info(
+            # nodes ask each other for ranges by the hundred
+            say = _log.debug if route.startswith("/v1/neighbour") else _log.info
+            say(
                 "request",
                 method=request.method if resource is not None else "-",
                 route=route,

@@ -191,6 +191,7 @@ _CODES: Mapping[str, type[AImageError]] = {  # of worker.error, where the status
     "registry_unauthorized": UnauthorizedError,
     "insufficient_storage": NoSpaceError,
     "verification_failed": VerificationError,
+    "invalid_content": FormatError,
 }
 _STATUS = {  # what OpenAI's types of errors stand for in a stream, whose own status was 200
     "invalid_request_error": 400,

@@ -8,13 +8,17 @@ from aiohttp import web
 
 from clowder_aimage.errors import (
     AImageError,
+    FormatError,
+    NetworkError,
     NoSpaceError,
     NotFoundError,
+    RegistryError,
     StoreError,
     UnauthorizedError,
     UsageError,
+    VerificationError,
 )
-from clowder_aimage.worker.engine import BusyError, DeadlineError, StoppedError
+from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
 
 RETRY_AFTER = 5  # seconds, where nothing better is known
 # The first kind that fits says the status and OpenAI's word ("Error codes")
@@ -25,8 +29,13 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (NotFoundError, 404, "model_not_found"),
     (UsageError, 400, "invalid_value"),
     (UnauthorizedError, 502, "registry_unauthorized"),
+    (VerificationError, 502, "verification_failed"),
+    (FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
+    (NetworkError, 502, "registry_unreachable"),
+    (RegistryError, 502, "registry_failed"),
 )
+_OTHER = (500, "internal_error")
 
 
 class ApiError(AImageError):
@@ -53,11 +62,9 @@ def api_error(error: AImageError) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    status, code = next(
-        ((status, code) for kind, status, code in _STATUS if isinstance(error, kind)),
-        (500, "internal_error"),
-    )
-    message = f"{error.message}; {error.hint}" if error.hint and status < 500 else error.message
+    status, code = _known(error)
+    is_told = error.hint and (status < 500 or status == 502)
+    message = f"{error.message}; {error.hint}" if is_told else error.message
     if isinstance(error, StoreError):
         message = "the store cannot be used"
     headers = {}
@@ -66,12 +73,17 @@ def api_error(error: AImageError) -> ApiError:
     return ApiError(status, message, code=code, headers=headers)
 
 
+def code_of(error: AImageError, other: str) -> str:
+    """The word for an error of a lower floor; ``other`` where it has none of its own."""
+    status, code = _known(error)
+    return other if (status, code) == _OTHER else code
+
+
 def response(request: web.Request, error: ApiError) -> web.Response:
     """The error in the words of the interface that was asked (OpenAI's, but for ollama's)."""
     if request.path.startswith("/api/"):
-        return web.json_response(
-            {"error": error.message}, status=error.status, headers=error.headers
-        )
+        said = {"error": error.message} | ({"code": error.code} if error.code else {})
+        return web.json_response(said, status=error.status, headers=error.headers)
     fault = {
         "message": error.message,
         "type": _kind(error.status),
@@ -79,6 +91,12 @@ def response(request: web.Request, error: ApiError) -> web.Response:
         "code": error.code,
     }
     return web.json_response({"error": fault}, status=error.status, headers=error.headers)
+
+
+def _known(error: AImageError) -> tuple[int, str]:
+    """The status and the word of an error of a lower floor."""
+    found = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
+    return next(found, _OTHER)
 
 
 def _kind(status: int) -> str:

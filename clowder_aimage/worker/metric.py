@@ -5,12 +5,20 @@ No label holds a prompt, a user or a digest: their number would grow without end
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from clowder_aimage import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# What came of asking what a tag means; refused: the registry answered, but not with what it means;
+# failed: it did not, or not now
+TAG_CHECKS = ("unchanged", "moved", "refused", "failed")
+SOURCES = ("registry", "mirror", "neighbour", "cache")
+_HOSTS = 20  # registries that are told apart
+_MODELS = 50  # and models
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -55,8 +63,77 @@ class Metrics:
         self.requests = Counter(
             "aimage_http_requests", "Requests answered.", ["route", "code"], registry=registry
         )
-        self.pulls = Counter("aimage_pulls", "Pulls.", ["outcome"], registry=registry)
-        self.pull_bytes = Counter("aimage_pull_bytes", "Bytes fetched.", registry=registry)
+        self.pulls = Counter("aimage_pulls", "Pulls.", ["outcome", "registry"], registry=registry)
+        self.pull_failures = Counter(
+            "aimage_pull_failures",
+            "Pulls that failed, by the word for it in a node's status.",
+            ["code", "registry"],
+            registry=registry,
+        )
+        self.tag_checks = Counter(
+            "aimage_tag_checks",
+            "Questions what a tag means, of models that are here.",
+            ["outcome", "registry"],
+            registry=registry,
+        )
+        self.pull_seconds = Histogram(
+            "aimage_pull_duration_seconds",
+            "From a pull's turn to its end.",
+            buckets=_LONG,
+            registry=registry,
+        )
+        self.pull_bytes = Counter(
+            "aimage_pull_bytes",
+            "Bytes of pulls, by where they came from; cache: they were here.",
+            ["source"],
+            registry=registry,
+        )
+        for source in SOURCES:
+            self.pull_bytes.labels(source)
+        self.dedup = Counter(
+            "aimage_blob_dedup_bytes", "Bytes that need not be fetched again.", registry=registry
+        )
+        self.pull_queue = Gauge(
+            "aimage_pull_queue_depth", "Pulls that wait.", ["class"], registry=registry
+        )
+        self.pull_inflight = Gauge("aimage_pull_inflight", "Pulls at work.", registry=registry)
+        self.pull_stalls = Counter(
+            "aimage_pull_stalls", "Pulls that stood still for a while.", registry=registry
+        )
+        self.mismatches = Counter(
+            "aimage_digest_mismatch", "Content that was not what it claimed to be.",
+            registry=registry,
+        )  # fmt: skip
+        self._hosts: set[str] = set()
+        self._names: set[str] = set()
+        self._shown: set[str] = set()
+
+    def host(self, name: str) -> str:
+        """A registry as a label: there are not many, whatever people ask for."""
+        if len(self._hosts) < _HOSTS:
+            self._hosts.add(name)
+        return name if name in self._hosts else "other"
+
+    def tag_checked(self, registry: str, outcome: str) -> None:
+        """Count a question what a tag means; ``outcome`` is one of TAG_CHECKS. All of them are
+        there from the first one on: a counter that begins at one has not grown."""
+        host = self.host(registry)
+        for each in TAG_CHECKS:
+            self.tag_checks.labels(each, host)
+        self.tag_checks.labels(outcome, host).inc()
+
+    def model(self, name: str) -> str:
+        """A model as a label: there are not many, whatever people ask for."""
+        if len(self._names) < _MODELS:
+            self._names.add(name)
+        return name if name in self._names else "other"
+
+    def show_models(self, loaded: Iterable[str]) -> None:
+        """Which models are in memory, and that others are not any more."""
+        there = {self.model(name) for name in loaded}
+        for name in self._shown | there:
+            self.models.labels(name).set(name in there)
+        self._shown |= there
 
     def text(self) -> bytes:
         """All of them, in Prometheus' text format."""

@@ -7,6 +7,8 @@ import os
 import socket
 from collections.abc import Mapping
 
+from clowder_aimage.errors import UsageError
+
 FIRST = 3  # SD_LISTEN_FDS_START
 
 
@@ -33,11 +35,29 @@ def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
 
 
 def given(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
-    """The listening sockets that we were started with."""
+    """The listening sockets that we were started with.
+
+    Raises:
+        UsageError: what we were given is none.
+    """
     try:
         if int(environment["LISTEN_PID"]) != os.getpid():
             return []
         count = int(environment["LISTEN_FDS"])
     except (KeyError, ValueError):
         return []
-    return [socket.socket(fileno=number) for number in range(FIRST, FIRST + count)]
+    found: list[socket.socket] = []
+    for number in range(FIRST, FIRST + count):
+        try:
+            found.append(socket.socket(fileno=number))
+            if not found[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                raise OSError("it does not listen")
+        except OSError as error:
+            for each in found:
+                each.close()
+            raise UsageError(
+                f"LISTEN_FDS says {count}, but descriptor {number} is no listening socket: "
+                f"{error.strerror or error}",
+                hint="see the socket unit, or unset LISTEN_FDS and LISTEN_PID",
+            ) from None
+    return found

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-OPEN, INFER, ADMIN = "open", "infer", "admin"
-SCOPES = (OPEN, INFER, ADMIN)
+OPEN, INFER, NODE, ADMIN = "open", "infer", "node", "admin"
+SCOPES = (OPEN, INFER, NODE, ADMIN)
 BODY = 1 << 20  # bytes: a prompt and its wishes need a thousandth of it
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -17,9 +17,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @dataclass(frozen=True, slots=True)
 class Route:
     """``scope``: "open" for anyone (health, version), "infer" for who may generate and list,
-    "admin" for who may pull, push, delete, copy, stop.
+    "node" for other nodes, which may read what is here and no more, "admin" for who may pull, push,
+    delete, copy, stop, and everything else.
 
-    ``request["scope"]`` is what the caller may do, where one is known: "admin" or "infer".
+    ``request["scope"]`` is what the caller may do, where one is known: "admin", "infer", "node".
     ``request["id"]`` is the request's id. A route may set ``request["model"]`` for the log. The
     body has been read, up to ``body`` bytes, when the route begins.
     """

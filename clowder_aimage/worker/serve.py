@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
 from aiohttp import web
 
-from clowder_aimage.errors import AccessError, AImageError
+from clowder_aimage.errors import AccessError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Reference
 from clowder_aimage.registry import Connection
 from clowder_aimage.server.idle import Idle
 from clowder_aimage.server.serve import is_loopback
 from clowder_aimage.worker import notify
 from clowder_aimage.worker.access import LOOPBACK_HOSTS, check_address, listen_unix, read_tokens
 from clowder_aimage.worker.api import health
-from clowder_aimage.worker.app import build_app
-from clowder_aimage.worker.engine import Engine
+from clowder_aimage.worker.app import all_routes, build_app, store_routes
+from clowder_aimage.worker.engine import Engine, Limits
+from clowder_aimage.worker.life import Signals, beside, drain
 from clowder_aimage.worker.metric import Metrics
 from clowder_aimage.worker.news import News
+from clowder_aimage.worker.node.daemon import Daemon
+from clowder_aimage.worker.node.settings import NodeSettings
 from clowder_aimage.worker.service import Service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.worker.settings import Listening, Settings
 from clowder_aimage.worker.stall import Stalled
+from clowder_aimage.worker.transfers import Transfers
+from clowder_aimage.worker.wanted import want
 
 HEAD = 16 * 1024  # bytes of a request's line, and of each of its header fields
 EXPIRY = 1.0  # seconds between two looks for idle models
@@ -54,13 +57,15 @@ class Places:
 
 
 def serve(
-    settings: Settings,
+    settings: Listening,
     store: ImageLayout,
     connection: Connection,
     *,
+    node: NodeSettings | None = None,
     on_ready: Callable[[list[str]], None],
 ) -> None:
-    """Serve pictures until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM: pictures where ``settings`` are a worker's, and be a ``node``
+    where that is set up.
 
     ``on_ready`` gets the URLs once connections are accepted (``unix://PATH`` for a socket); port 0
     becomes a free one. What still runs in threads at the end, a download, is not waited for: the
@@ -74,14 +79,16 @@ def serve(
     places = listen(settings, has_tokens=bool(tokens))
     loop = asyncio.new_event_loop()
     try:
-        loop.run_until_complete(_run(settings, store, connection, tokens, places, on_ready))
+        service = make_service(settings, store, connection)
+        daemon = Daemon(service, node, tokens, ca_file=connection.ca_file) if node else None
+        loop.run_until_complete(_run(settings, service, daemon, tokens, places, on_ready))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
         places.close()
 
 
-def listen(settings: Settings, *, has_tokens: bool) -> Places:
+def listen(settings: Listening, *, has_tokens: bool) -> Places:
     """The sockets that the settings ask for, or else those that systemd gave. Raises as serve."""
     places = Places()
     try:
@@ -132,22 +139,33 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 async def _run(
-    settings: Settings,
-    store: ImageLayout,
-    connection: Connection,
+    settings: Listening,
+    service: Service,
+    daemon: Daemon | None,
     tokens: Mapping[str, str],
     places: Places,
     on_ready: Callable[[list[str]], None],
 ) -> None:
-    service = make_service(settings, store, connection)
     hosts = None if places.hosts is None else frozenset(places.hosts)
-    app = build_app(service, hosts=hosts, tokens=tokens)
-    app[health.WANTED], app[health.CLOSING] = settings.wanted, asyncio.Event()
+    is_worker = isinstance(settings, Settings)
+    routes = all_routes(service) if is_worker else store_routes(service)
+    app = build_app(
+        service,
+        hosts=hosts,
+        tokens=tokens,
+        routes=[*routes, *(daemon.routes() if daemon else [])],
+    )
+    wanted = settings.wanted if isinstance(settings, Settings) else ()
+    app[health.WANTED] = lambda: (*wanted, *(daemon.node.missing() if daemon else ()))
+    if daemon is not None:
+        app[health.AGAINST], app[health.WARNINGS] = daemon.node.against, daemon.node.warnings
+    app[health.CLOSING] = asyncio.Event()
     signals = Signals()
     signals.watch()
     async with (
         _listening(app, places),
-        _beside(_expire(service), _beat(), _want(service, settings)),
+        daemon.running() if daemon else contextlib.nullcontext(),
+        beside(_expire(service), _beat(), want(service.transfers, wanted), _heed(signals, daemon)),
     ):
         on_ready(places.names)
         notify.notify("READY=1")
@@ -162,46 +180,30 @@ async def _run(
     _log.info("stopped")
 
 
-def make_service(settings: Settings, store: ImageLayout, connection: Connection) -> Service:
+def make_service(settings: Listening, store: ImageLayout, connection: Connection) -> Service:
     """What the routes stand on."""
     metrics, news = Metrics(), News()
-    return Service(
-        engine=Engine(store, connection, settings.limits, metrics, news=news),
+    transfers = Transfers(store, connection, metrics, news)
+    limits = settings.limits if isinstance(settings, Settings) else Limits()
+    service = Service(
+        engine=Engine(store, transfers, limits, metrics, news=news),
+        transfers=transfers,
         store=store,
         connection=connection,
         metrics=metrics,
         news=news,
+    )
+    if not isinstance(settings, Settings):
+        return service
+    return replace(
+        service,
         aliases=settings.aliases,
         default=settings.default_model,
+        pull=settings.pull,
+        stream_format=settings.stream_format,
+        facts=settings.png_facts,
+        public_url=settings.public_url,
     )
-
-
-class Signals:
-    """The first wish to end, and the second."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-
-    def watch(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self.hear)
-
-    def hear(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
-async def drain(engine: Engine, grace: float, now: asyncio.Event) -> None:
-    """Take nothing more; let what runs end within ``grace`` seconds, or until ``now``."""
-    closing = asyncio.create_task(engine.close(grace))
-    hurry = asyncio.create_task(now.wait())
-    await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    if not closing.done():
-        closing.cancel()
-        await asyncio.gather(closing, return_exceptions=True)
-        await engine.close(0)
-        return
-    closing.result()
 
 
 @contextlib.asynccontextmanager
@@ -224,22 +226,10 @@ async def _listening(app: web.Application, places: Places) -> AsyncIterator[None
         for each in places.sockets:
             await web.SockSite(runner, each).start()
         assert runner.server is not None  # noqa: S101 - it was set up
-        async with _beside(idle.watch(runner.server), stalled.watch(runner.server)):
+        async with beside(idle.watch(runner.server), stalled.watch(runner.server)):
             yield
     finally:
         await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def _beside(*works: object) -> AsyncIterator[None]:
-    """Have coroutines run meanwhile."""
-    tasks = [asyncio.ensure_future(work) for work in works]  # type: ignore[call-overload]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _expire(service: Service) -> None:
@@ -248,6 +238,7 @@ async def _expire(service: Service) -> None:
         await asyncio.sleep(EXPIRY)
         try:
             await service.engine.expire()
+            service.transfers.look()
         except Exception:
             _log.exception("cannot let a model go")
 
@@ -260,15 +251,13 @@ async def _beat() -> None:
         await asyncio.sleep(period)
 
 
-async def _want(service: Service, settings: Settings) -> None:
-    """Fetch the models that are to be here. What cannot be fetched is said, and readyz says it."""
-    for name in settings.wanted:
-        reference = Reference.parse(name)
-        if reference.registry is None:
-            continue
-        try:
-            async with contextlib.aclosing(service.engine.pull(reference)) as events:
-                async for _ in events:
-                    pass
-        except AImageError as error:
-            _log.warning("cannot fetch a wanted model", model=name, reason=error.message)
+async def _heed(signals: Signals, daemon: Daemon | None) -> None:
+    """Read again what can be read again, whenever that is asked for."""
+    while True:
+        await signals.reload.wait()
+        signals.reload.clear()
+        if daemon is not None:
+            _log.info("reading the desired state again")
+            daemon.node.wake(reload=True)
+        else:
+            _log.info("nothing is read again: a worker's settings count from its start on")

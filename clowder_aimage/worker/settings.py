@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import (
@@ -23,24 +23,32 @@ from pydantic_settings import (
 )
 
 from clowder_aimage import schema
+from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.worker.engine import FOR_EVER, Limits
 
 DEFAULT_ADDRESS = "127.0.0.1:11434"
 PREFIX = "AIMAGE_SERVE_"
+LONGEST = 100 * 365 * 86400.0  # seconds that are not for ever
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+_URL = re.compile(
+    r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
+    r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"
+)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def duration(value: object) -> float:
-    """Seconds: 90, "90s", "5m", "1h30m", "500ms" (as Go writes them); what is negative is for ever.
+    """Seconds: 90, "90s", "5m", "1h30m", "500ms" (as Go writes them); what is negative, or longer
+    than a hundred years, is for ever.
 
     Raises:
         ValueError: it is no duration.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-        return FOR_EVER if value < 0 else float(value)
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and not is_nan:
+        return FOR_EVER if value < 0 or value >= LONGEST else float(value)
     text = str(value).strip().lower()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
@@ -49,12 +57,19 @@ def duration(value: object) -> float:
         seconds = sum(float(count) * _UNITS[unit] for count, unit in _PARTS.findall(text))
     else:
         raise ValueError(f"{str(value)!r} is not a duration such as 90, 30s, 5m or 1h30m")
-    return FOR_EVER if sign < 0 and seconds else seconds
+    return FOR_EVER if (sign < 0 and seconds) or seconds >= LONGEST else seconds
 
 
 def _limit(value: object) -> float:
     """A duration that limits something; 0 does not."""
     return duration(value) or FOR_EVER
+
+
+def _size(value: object) -> int | None:
+    """Bytes: a number, or as people write it."""
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    return parse_size(str(value))
 
 
 def _pairs(value: object) -> object:
@@ -76,6 +91,16 @@ def _words(value: object) -> object:
     )
 
 
+def _base(value: object) -> str | None:
+    """What links begin with: a scheme, a host, perhaps a port and a path (RFC 3986, 3)."""
+    if value is None:
+        return None
+    text = str(value).strip().rstrip("/")
+    if _URL.fullmatch(text) is None:
+        raise ValueError("it must be a URL such as https://pictures.example.com, and no more")
+    return text
+
+
 def _reference(text: str) -> str:
     try:
         Reference.parse(text)
@@ -86,26 +111,22 @@ def _reference(text: str) -> str:
 
 Name = Annotated[str, BeforeValidator(lambda value: _reference(str(value)))]
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+_ListeningT = TypeVar("_ListeningT", bound="Listening")
 
 
-class Settings(BaseSettings):
-    """What a worker can be told. Made by ``effective``."""
+class Listening(BaseSettings):
+    """What every server can be told. Made by ``effective``. ``SECTION`` is the part of the
+    configuration that is meant, ``ADDRESS`` the usual place."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(extra="ignore", frozen=True)
+    SECTION: ClassVar[str]
+    ADDRESS: ClassVar[str]
 
     addr: str | None = None
     socket: Path | None = None
     token_file: Path | None = None
     allow_hosts: Words = ()
-    max_models: int = Field(1, ge=1)
-    queue: int = Field(8, ge=0)
-    keep_alive: Annotated[float, BeforeValidator(duration)] = 300.0
-    deadline: Annotated[float, BeforeValidator(_limit)] = FOR_EVER
     grace: Annotated[float, BeforeValidator(duration)] = 30.0
-    default_model: Name | None = None
-    aliases: Annotated[dict[str, Name], NoDecode, BeforeValidator(_pairs)] = {}
-    wanted: Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_words)] = ()
-    dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -122,6 +143,34 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @property
+    def address(self) -> str | None:
+        """Where to listen on TCP: the usual place unless something else was said."""
+        return self.addr or (None if self.socket else self.ADDRESS)
+
+
+class Settings(Listening):
+    """What a worker can be told."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
+    SECTION = "worker"
+    ADDRESS = DEFAULT_ADDRESS
+
+    public_url: Annotated[str | None, BeforeValidator(_base)] = None
+    max_models: int = Field(1, ge=1)
+    text_encoder: Literal["auto", "keep", "release"] = "auto"
+    memory: Annotated[int | None, BeforeValidator(_size)] = None
+    queue: int = Field(8, ge=0)
+    keep_alive: Annotated[float, BeforeValidator(duration)] = 300.0
+    deadline: Annotated[float, BeforeValidator(_limit)] = FOR_EVER
+    default_model: Name | None = None
+    aliases: Annotated[dict[str, Name], NoDecode, BeforeValidator(_pairs)] = {}
+    wanted: Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_words)] = ()
+    pull: Literal["never", "if-missing", "always"] = "if-missing"
+    stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
+    png_facts: bool = True
+    dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             queue=self.queue,
@@ -129,16 +178,20 @@ class Settings(BaseSettings):
             keep_alive=self.keep_alive,
             deadline=self.deadline,
             dtype=self.dtype,
+            text_encoder=self.text_encoder,
+            memory=self.memory,
         )
-
-    @property
-    def address(self) -> str | None:
-        """Where to listen on TCP: the usual place unless something else was said."""
-        return self.addr or (None if self.socket else DEFAULT_ADDRESS)
 
 
 def effective(options: Mapping[str, Any], file: Path | None) -> tuple[Settings, dict[str, str]]:
-    """The settings, and where each comes from that is no default.
+    """A worker's settings, and where each comes from that is no default. Raises UsageError."""
+    return gather(Settings, options, file)
+
+
+def gather(
+    kind: type[_ListeningT], options: Mapping[str, Any], file: Path | None
+) -> tuple[_ListeningT, dict[str, str]]:
+    """The settings of a ``kind`` of server, and where each comes from that is no default.
 
     Raises:
         UsageError: the file cannot be used, or something cannot be meant; it says what and where.
@@ -147,27 +200,31 @@ def effective(options: Mapping[str, Any], file: Path | None) -> tuple[Settings, 
     origins: dict[str, str] = {}
     said = {key: value for key, value in options.items() if value not in (None, (), {})}
     for found, place in (
-        (read_section(file) if file else {}, f"{file}"),
-        (_environment(), "environment"),
+        (read_section(file, kind) if file else {}, f"{file}"),
+        (_environment(kind), "environment"),
         (said, "command line"),
     ):
         for key, value in found.items():
             values[key] = value
-            origins[key] = f"{PREFIX}{key.upper()}" if place == "environment" else place
+            origins[key] = f"{_prefix(kind)}{key.upper()}" if place == "environment" else place
     try:
-        return Settings(**values), origins
+        return kind(**values), origins
     except ValidationError as error:
         raise UsageError(_sentence(error, origins)) from None
 
 
-def _environment() -> dict[str, Any]:
+def _prefix(kind: type[Listening]) -> str:
+    return str(kind.model_config.get("env_prefix", ""))
+
+
+def _environment(kind: type[Listening]) -> dict[str, Any]:
     from pydantic_settings import EnvSettingsSource
 
-    return {key: value for key, value in EnvSettingsSource(Settings)().items() if value != ""}
+    return {key: value for key, value in EnvSettingsSource(kind)().items() if value != ""}
 
 
-def read_section(file: Path) -> dict[str, Any]:
-    """The worker's part of a configuration, by the names of fields. Raises UsageError."""
+def read_section(file: Path, kind: type[Listening] = Settings) -> dict[str, Any]:
+    """A server's part of a configuration, by the names of fields. Raises UsageError."""
     try:
         document = json.loads(file.read_bytes())
         schema.validate("config", document)
@@ -177,12 +234,12 @@ def read_section(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"cannot use the configuration {file}: {error}", hint="see schemas/config.schema.json"
         ) from None
-    section: dict[str, Any] = document.get("worker", {})
+    section: dict[str, Any] = document.get(kind.SECTION, {})
     found = {_snake(key): value for key, value in section.items()}
-    for name in ("socket", "token_file"):
+    for name in ("socket", "token_file", "desired"):
         if name in found:  # a relative path begins at the configuration
             found[name] = str(file.parent / found[name])
-    return {key: value for key, value in found.items() if key in Settings.model_fields}
+    return {key: value for key, value in found.items() if key in kind.model_fields}
 
 
 def _snake(name: str) -> str:
@@ -197,6 +254,8 @@ def camel(name: str) -> str:
 
 def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors(include_url=False)[0]
+    if not first["loc"]:  # two of them do not go together
+        return first["msg"].removeprefix("Value error, ")
     name = str(first["loc"][0])
     place = origins.get(name, "")
     option = "--" + {"aliases": "alias", "allow_hosts": "allow-host"}.get(name, name)

@@ -303,6 +303,19 @@ def test_steps():
     assert stream.screen == []
 
 
+def test_an_interrupt_while_a_bar_begins_is_an_interrupt(monkeypatch):
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    terminal = Terminal()
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Progress("pulling", REFERENCE, quiet=False, view=Lines(terminal)) as progress,
+    ):
+        progress.begin(3)
+
+
 def test_nothing_is_lost_between_threads():
     blobs = [blob(i, 100_000) for i in range(8)]
     with Progress("pulling", quiet=True) as progress:

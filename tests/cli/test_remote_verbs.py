@@ -84,6 +84,7 @@ def test_run_asks_for_what_was_asked_for(at):
         "guidance": 1.5,
         "response_format": "b64_json",
         "output_format": "png",
+        "png_facts": True,
         "stream": True,
         "stream_format": "ollama",
         "strict": True,
@@ -177,6 +178,21 @@ def test_where_a_worker_fails_there_is_no_picture_and_the_code_says_why(at, answ
     assert said.out == ""
     assert not list(here.home.glob("*.png"))
     assert not list(here.home.glob(".x*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "alias", "code"),
+    [("x", "x:latest", 0), ("x:v1", "x:v1", 0), ("x", "y:latest", 3), ("x", "", 3)],
+)
+def test_another_name_that_the_worker_was_told_is_a_name(at, name, alias, code):
+    def script(asked: Asked) -> Says:
+        headers = {"X-Aimage-Model": "team/other:v1", "X-Aimage-Alias": alias}
+        return Says(drawing(asked).pieces, headers=headers)
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        here("run", name, "a fox", "--seed", 1, code=code)
+    assert [path.name for path in here.home.glob("*.png")] == ([] if code else ["x-1.png"])
 
 
 @pytest.mark.parametrize(
@@ -430,6 +446,9 @@ def test_the_size_of_a_pull_by_a_worker_is_told_seldom(at, size):
     [
         (line(error="no such manifest", status=404), 3, "no such manifest"),
         (line(error="log in", status=502), 1, "log in"),
+        (line(error="log in", status=502, code="registry_unauthorized"), 4, "log in"),
+        (line(error="not that", status=502, code="verification_failed"), 5, "not that"),
+        (line(error="full", status=507, code="insufficient_storage"), 6, "full"),
         (line(status="writing manifest"), 1, "hung up before"),
         (line(status="pulling", digest="x", total="many", completed=None), 1, "hung up before"),
     ],

@@ -4,8 +4,11 @@ In a ``console`` block, lines after ``$`` are commands and the others what they 
 stands for anything, and lines may be left out. A comment ``# exit code 3`` at the end of a command
 says that it fails. A document's commands share one shell, in a directory that holds
 ``examples/tiny`` and ``examples/shapes/model``; ``localhost:5000`` is a registry,
-``localhost:5001`` one that wants the user ``operator`` with the password in ``password.txt``. What
-cannot be run stands in an ``sh`` block, under a comment ``<!-- not run: why -->``.
+``localhost:5001`` one that wants the user ``operator`` with the password in ``password.txt``, and
+``~/.ollama/models`` a store of ollama's with ``llama3.2:1b`` in it. ``aimage serve``, ``aimage
+registry serve`` and ``aimage node`` go to the background when they are ready, and end with the
+document; the ports 11434, 8050, and 5050 to 5099 stand for free ones. What cannot be run
+stands in an ``sh`` block, under a comment ``<!-- not run: why -->``.
 """
 
 from __future__ import annotations
@@ -15,19 +18,17 @@ import json
 import os
 import re
 import shutil
-import signal
+import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
-from tests.real_registry import PASSWORD, find_registry, free_port
+from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
+from tests.real_registry import find_registry, free_port
 
-PROGRAM = Path(sys.executable).with_name("aimage")
-TIMEOUT = 120  # seconds for a document
 DOCUMENTS = [Document(path) for path in GUIDES]
 WITH_COMMANDS = [document for document in DOCUMENTS if document.commands]
 
@@ -42,15 +43,25 @@ def test_commands(document: Document, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     if not PROGRAM.is_file():
         pytest.skip("aimage is not installed beside this Python")
+    for tool in ("curl", "jq", "openssl"):
+        if any(tool in command.text.split() for command in document.commands):
+            _need(tool)
     with registries(document, tmp_path / "registries") as places:
-        commands = [_placed(command, places) for command in document.commands]
-        results = run_all(commands, tmp_path, _environment(tmp_path))
+        commands = [placed(command, places) for command in document.commands]
+        results = run_all(commands, tmp_path, environment(tmp_path), places)
     for command, (code, output) in zip(commands, results, strict=True):
         where = f"{document.name}, line {command.line}: $ {command.text}\n"
         assert "Traceback" not in output, where + output
         assert code == command.code, f"{where}exit code {code}, not {command.code}\n{output}"
         missing = first_missing(command.expected, output)
         assert missing is None, f"{where}does not print {missing!r}, but\n{output[:4000]}"
+
+
+def _need(tool: str) -> None:
+    if shutil.which(tool) is None:
+        missing = f"{tool} is not installed"
+        is_required = os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1"
+        pytest.fail(missing) if is_required else pytest.skip(missing)
 
 
 @contextlib.contextmanager
@@ -66,6 +77,10 @@ def registries(document: Document, directory: Path) -> Iterator[dict[str, str]]:
                 places[name] = stack.enter_context(_registry(place, private))
         for port in set(re.findall(r"(?:localhost|127\.0\.0\.1)(:50[5-9]\d)\b", typed)):
             places[port] = f":{free_port()}"
+        if WORKER in typed or re.search(r"\baimage serve\b", typed):
+            places[WORKER] = f":{free_port()}"
+        if NODE in typed:
+            places[NODE] = f":{free_port()}"
         yield places
 
 
@@ -87,81 +102,6 @@ def _registry(directory: Path, private: bool) -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate(timeout=20)
-
-
-def _placed(command: Command, places: dict[str, str]) -> Command:
-    text, expected = command.text, "\n".join(command.expected)
-    for name, place in places.items():
-        text, expected = text.replace(name, place), expected.replace(name, place)
-    if re.search(r"registry serve.*:0\b", text):  # any free port
-        expected = re.sub(r":\d+$", ":...", expected, flags=re.MULTILINE)
-    return Command(text, tuple(expected.splitlines()), command.line)
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """A reader's shell: aimage on PATH, a home of its own, no settings."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("AIMAGE_", "DOCKER_", "XDG_")) and key != "SOURCE_DATE_EPOCH"
-    }
-    return kept | {
-        "PATH": f"{PROGRAM.parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(home),
-        "XDG_DATA_HOME": str(home / "data"),
-        "DOCKER_CONFIG": str(home / "docker"),
-        "NO_PROXY": "localhost,127.0.0.1",
-        "no_proxy": "localhost,127.0.0.1",
-        "LC_ALL": "C.UTF-8",
-    }
-
-
-def run_all(
-    commands: list[Command], home: Path, environment: dict[str, str]
-) -> list[tuple[int, str]]:
-    """Type the commands into one shell; the exit code and the output of each."""
-    place = home / "place"
-    shutil.copytree(ROOT / "examples" / "tiny", place / "examples" / "tiny")
-    shutil.copytree(ROOT / "examples" / "shapes" / "model", place / "examples" / "shapes" / "model")
-    (place / "password.txt").write_text(f"{PASSWORD}\n")
-    answers = home / "answers"
-    answers.mkdir()
-    script = home / "script"
-    script.write_text(
-        "\n".join(_step(command, answers / str(i)) for i, command in enumerate(commands))
-    )
-    shell = subprocess.Popen(
-        ["bash", script],
-        cwd=place,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = shell.communicate(timeout=TIMEOUT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # servers that were left running
-            os.killpg(shell.pid, signal.SIGTERM)
-    assert not said, said
-    return [
-        (int((answers / f"{i}.code").read_text()), (answers / f"{i}.out").read_text())
-        for i in range(len(commands))
-    ]
-
-
-def _step(command: Command, answer: Path) -> str:
-    """One command for the shell. A server goes to the background once it has said something."""
-    if not re.search(r"\bregistry serve\b", command.text):
-        return f'{{\n{command.text}\n}} > "{answer}.out" 2>&1\necho $? > "{answer}.code"'
-    text = command.text.rstrip().removesuffix("&")
-    return (
-        f'{{\n{text}\n}} > "{answer}.out" 2>&1 &\n'
-        f'for _ in $(seq 200); do [ -s "{answer}.out" ] && break; sleep 0.05; done\n'
-        f'echo 0 > "{answer}.code"'
-    )
 
 
 def first_missing(expected: tuple[str, ...], output: str) -> str | None:
@@ -195,6 +135,43 @@ def test_the_shell_keeps_codes_output_and_variables(tmp_path: Path) -> None:
         (0, "a b\n"),
     ]
     assert [command.code for command in commands] == [0, 1, 0]
+
+
+def test_the_shell_starts_a_server_and_ends_it(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    port = free_port()
+    commands = [
+        Command(f"aimage registry serve --addr 127.0.0.1:{port} --store s &", (), 1),
+        Command(f"curl -s http://127.0.0.1:{port}/v2/_catalog", (), 2),
+        Command(f"aimage registry serve --addr 127.0.0.1:{port} --store s", (), 3),
+        Command("aimage registry serve --help | head -n 1", (), 4),
+    ]
+    _need("curl")
+    begun, listed, taken, told = run_all(commands, tmp_path, environment(tmp_path))
+    assert begun == (0, f"http://127.0.0.1:{port}\n")
+    assert listed == (0, '{"repositories": []}')
+    assert taken[0] == 1 and "in use" in taken[1]
+    assert told[1].startswith("Usage: aimage registry serve")
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_addresses_of_a_worker_are_placed() -> None:
+    places = {"localhost:5000": "localhost:7", WORKER: ":9"}
+
+    def typed(text: str, *expected: str) -> tuple[str, tuple[str, ...]]:
+        found = placed(Command(text, expected, 1), places)
+        return found.text, found.expected
+
+    url = "http://127.0.0.1:11434"
+    moved = ("http://127.0.0.1:9",)
+    assert typed("aimage serve &", url) == ("AIMAGE_SERVE_ADDR=127.0.0.1:9 aimage serve &", moved)
+    assert typed("aimage serve --addr 127.0.0.1:11434", url) == (
+        "aimage serve --addr 127.0.0.1:9",
+        moved,
+    )
+    assert typed(f"curl {url}/localhost:5000/x")[0] == "curl http://127.0.0.1:9/localhost:7/x"
+    assert typed("aimage config show", url) == ("aimage config show", (url,))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names)

@@ -14,6 +14,7 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout, collect
+from clowder_aimage.layout.aimage import hold
 from clowder_aimage.layout.collect import GRACE, STALE, Collector
 from clowder_aimage.oci import Digest, Reference, mediatype
 from tests.content.artifact import CONFIG, blob, index, manifest, put, put_artifact
@@ -640,6 +641,48 @@ def test_what_a_living_process_has_just_set_aside_stays(layout):
     assert aside.exists()
     collected(layout, later=3600)
     assert not aside.exists()
+
+
+def test_a_lease_on_a_manifest_keeps_what_it_needs_though_its_tag_has_moved(layout):
+    old = put_artifact(layout, "h.io/a:v1", b"old", b"older")
+    with layout.lease(old.descriptor.digest):
+        new = put_artifact(layout, "h.io/a:v1", b"new")
+        collected(layout)
+        assert blobs(layout) == all_of(old) | all_of(new)
+    collected(layout)
+    assert blobs(layout) == all_of(new)
+
+
+def test_a_lease_on_what_is_no_document_or_damaged_keeps_that_alone(layout):
+    old = put_artifact(layout, "h.io/a:v1", b"{ not json", b"other")
+    layer = next(each for each in old.children if each.size == 10)
+    with layout.lease(layer.digest, Digest.of(b"not here")):
+        layout.untag(Reference.parse("h.io/a:v1"))
+        collected(layout)
+        assert blobs(layout) == encoded(layer)
+
+
+def test_what_a_name_means_is_held_though_it_moves_and_is_collected_meanwhile(layout):
+    """The name moves, and a collection runs, between the first look and the lease."""
+    reference = Reference.parse("h.io/a:v1")
+    old = put_artifact(layout, str(reference), b"old")
+    made = []
+
+    class Slow(ImageLayout):
+        def resolve(self, asked, /):
+            found = super().resolve(asked)
+            if not made:
+                made.append(put_artifact(layout, str(reference), b"new"))
+                collected(layout)
+            return found
+
+    slow = Slow(layout.root)
+    with slow.lease() as lease:
+        found = hold(slow, reference, lease)
+        assert found.digest == made[0].descriptor.digest != old.descriptor.digest
+        layout.untag(reference)
+        collected(layout)
+        assert blobs(layout) == all_of(made[0])
 
 
 def test_leases_of_dead_processes_are_removed(layout):

@@ -13,12 +13,14 @@ from model_blobs import FolderStore, replace
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model import blas
 from clowder_aimage.model.activation import silu
 from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx
 from clowder_aimage.model.load import load_pipeline
 from clowder_aimage.model.pipeline import MAX_SEED, Image, Preview, Request, Step, to_pixels
+from clowder_aimage.model.room import size_of
+from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CAPTIONS, ZImagePipeline
+from clowder_aimage.tensor import blas
 
 Model = tuple[FolderStore, AImage]
 SMALL = Request("a fox", 32, 32, 2)
@@ -217,7 +219,7 @@ def test_silu() -> None:
 
 def test_importing_the_package_does_not_import_mlx() -> None:
     program = (
-        "import sys, clowder_aimage.model.pipeline, clowder_aimage.model.blas;"
+        "import sys, clowder_aimage.model.pipeline, clowder_aimage.tensor.blas;"
         "sys.exit(any(name.startswith('mlx') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -234,6 +236,106 @@ def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert blas.preload() in (None, "mkl", "openblas")  # broken files are passed over
     monkeypatch.setattr(sys, "platform", "darwin")
     assert blas.preload() is None
+
+
+def made(pipeline: ZImagePipeline, request: Request) -> bytes:
+    *_, image = pipeline.generate(request)
+    assert isinstance(image, Image)
+    return image.pixels.tobytes()
+
+
+def test_a_text_encoder_that_was_let_go_gives_its_memory_back_and_the_same_pictures(
+    tiny: Model, pipeline: ZImagePipeline
+) -> None:
+    other = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(other, ZImagePipeline)
+    other.make_room("release", None)
+    request = dataclasses.replace(SMALL, prompt="a fox that goes", guidance=2.0, negative="a hare")
+    whole = mx.get_active_memory()
+    assert made(other, request) == made(pipeline, request)
+    gone = mx.get_active_memory()
+    assert not other.held.is_here
+    assert other.held.size > 100_000
+    assert gone < whole - other.held.size + 50_000  # the captions that are remembered
+    assert made(other, request) == made(pipeline, request)
+    assert not other.held.is_here  # nothing is loaded for texts that are remembered
+    new = dataclasses.replace(request, prompt="another fox")
+    assert made(other, new) == made(pipeline, new)
+
+
+def test_a_text_encoder_is_loaded_again_for_a_new_text_alone(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    opened = ModelWeights.open
+
+    def counted(store: Any, aimage: AImage, component: str = "") -> ModelWeights:
+        loads.append(component)
+        return opened(store, aimage, component)
+
+    monkeypatch.setattr(ModelWeights, "open", counted)
+    held = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(held, ZImagePipeline)
+    held.make_room("release", None)
+    assert loads == ["text_encoder", "transformer", "vae"]
+    for prompt in ("one", "one", "two", "one", "two"):
+        made(held, dataclasses.replace(SMALL, prompt=prompt))
+    assert loads[3:] == ["text_encoder"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "spare", "stays"),
+    [
+        *(("auto", None, True), ("auto", 100_000_000, True), ("auto", 0, False)),
+        *(("keep", 0, True), ("release", 100_000_000, False)),
+    ],
+)
+def test_the_text_encoder_stays_where_all_fits(
+    tiny: Model, wish: str, spare: int | None, stays: bool
+) -> None:
+    held = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(held, ZImagePipeline)
+    weights = sum(size_of(one) for one in (held.text_encoder, held.transformer, held.vae))
+    held.make_room(wish, None if spare is None else weights + spare)
+    made(held, SMALL)
+    assert held.held.is_here == stays
+
+
+def test_a_picture_shows_how_much_room_the_next_one_needs(tiny: Model) -> None:
+    held = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(held, ZImagePipeline)
+    room, large = held.room, dataclasses.replace(SMALL, width=128, height=128)
+    held.make_room("auto", 0)
+    assert room.has_room(0, 32 * 32, 0.0)  # as was guessed
+    made(held, large)
+    needed = room._needs(128 * 128, 0.0)
+    assert needed > 128 * 128 * 3 * 4  # it holds the values of the picture at least
+    assert room._needs(256 * 256, 0.0) == 4 * needed
+    assert room._needs(32 * 32, 0.0) == needed  # no less than the next larger picture
+    made(held, SMALL)
+    assert room._needs(32 * 32, 0.0) < needed
+    held.make_room("auto", int(needed))
+    assert room.has_room(0, 128 * 128, 0.0)
+    assert not room.has_room(1, 128 * 128, 0.0)
+
+
+def test_a_text_encoder_that_is_not_there_any_more_is_an_error_and_no_crash(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(held, ZImagePipeline)
+    held.make_room("release", None)
+    first = made(held, SMALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelWeights, "open", _gone)
+        with pytest.raises(ModelError, match="gone"):
+            made(held, dataclasses.replace(SMALL, prompt="new"))
+        assert made(held, SMALL) == first
+    made(held, dataclasses.replace(SMALL, prompt="new"))
+
+
+def _gone(*_: object) -> ModelWeights:
+    raise ModelError("gone")
 
 
 def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline) -> None:

@@ -170,7 +170,19 @@ def test_a_registry_is_left_alone_as_long_as_it_asks(tmp_path, status, value):
 
 def test_a_registry_that_asks_for_too_much(tmp_path):
     time = Time()
-    with busy(1, **{"Retry-After": "86400"}).running() as registry:
+    with (
+        busy(1, **{"Retry-After": "86400"}).running() as registry,
+        pytest.raises(RegistryError) as caught,
+    ):
+        resolve(registry, tmp_path, time)
+    assert not time.slept and len(registry.seen) == 1
+    assert caught.value.retry_after == 3600
+    assert "left alone for 3600 seconds" in caught.value.hint
+
+
+def test_a_registry_that_asks_for_as_much_as_is_waited_for_is_asked_again(tmp_path):
+    time = Time()
+    with busy(1, **{"Retry-After": "60"}).running() as registry:
         resolve(registry, tmp_path, time)
     assert time.slept == [LONGEST_PAUSE]
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,13 +80,14 @@ class Worker:
                 stream.close()
 
 
-def begin(here: Aimage, *arguments: object, **environment: str) -> Worker:
-    """Start a worker; it listens on a free port of 127.0.0.1 unless ``arguments`` say where."""
+def begin(here: Aimage, *arguments: object, verb: str = "serve", **environment: str) -> Worker:
+    """Start a worker, or a node; it listens on a free port of 127.0.0.1 unless ``arguments`` say
+    where."""
     said = [str(each) for each in arguments]
     if not {"--addr", "--socket"} & set(said) and "AIMAGE_SERVE_ADDR" not in environment:
         said = ["--addr", "127.0.0.1:0", *said]
     settings = here.environment | {"PYTHONWARNINGS": "error"} | environment
-    process = Aimage(here.home, here.store, settings).start("serve", "--json", *said)
+    process = Aimage(here.home, here.store, settings).start(verb, "--json", *said)
     assert process.stdout is not None
     worker = Worker("", here.store, here, process)
     worker._reader = threading.Thread(target=_read, args=(process, worker.lines), daemon=True)
@@ -104,6 +106,16 @@ def _read(process: subprocess.Popen[str], lines: list[str]) -> None:
     assert process.stderr is not None
     with contextlib.suppress(ValueError):
         lines.extend(iter(process.stderr.readline, ""))
+
+
+def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
+    """The status, the headers and the body of an answer, whatever it is."""
+    try:
+        with urllib.request.urlopen(asked, timeout=100) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
 
 
 @pytest.fixture(scope="session")

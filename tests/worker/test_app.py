@@ -22,13 +22,14 @@ from clowder_aimage.errors import (
     StoreError,
     UnauthorizedError,
     UsageError,
+    VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import Connection
 from clowder_aimage.server import idle
 from clowder_aimage.worker import app, stall
-from clowder_aimage.worker.engine import BusyError, DeadlineError, StoppedError
 from clowder_aimage.worker.error import api_error
+from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
 from clowder_aimage.worker.route import Route
 from clowder_aimage.worker.serve import _listening, listen, make_service
 from clowder_aimage.worker.settings import Settings
@@ -78,7 +79,8 @@ def failing(tmp_path, monkeypatch):
         (UnauthorizedError("who are you"), 502, "registry_unauthorized"),
         (NoSpaceError("full"), 507, "insufficient_storage"),
         (ModelError("it died"), 500, "internal_error"),
-        (FormatError("damaged"), 500, "internal_error"),
+        (VerificationError("another"), 502, "verification_failed"),
+        (FormatError("damaged"), 500, "invalid_content"),
         (json.JSONDecodeError("x", SECRET, 0), 400, "invalid_json"),
         (RecursionError(SECRET), 400, "invalid_json"),
         (ValueError(SECRET), 500, "internal_error"),
@@ -98,7 +100,7 @@ def test_every_error_has_a_status_and_a_shape(failing, capsys, error, status, co
 def test_ollamas_clients_read_errors_in_their_shape(failing):
     found, headers, body = failing(BusyError(9, 30), "/api/x")
     assert (found, headers["Retry-After"]) == (503, "30")
-    assert body == {"error": "9 requests wait already"}
+    assert body == {"error": "9 requests wait already", "code": "overloaded"}
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(failing, monkeypatch):

@@ -120,6 +120,8 @@ def openai(status: int, code: str | None = None, kind: str = "server_error") -> 
         (500, {"error": "no: 500"}, errors.AccessError),
         (500, openai(500, "verification_failed"), errors.VerificationError),
         (502, openai(502, "registry_unauthorized"), errors.UnauthorizedError),
+        (502, {"error": "no: 502", "code": "verification_failed"}, errors.VerificationError),
+        (502, {"error": "no: 502", "code": "a word of tomorrow"}, errors.AccessError),
         (503, openai(503), errors.AccessError),
         (507, {"error": "no: 507"}, errors.NoSpaceError),
     ],
@@ -259,6 +261,16 @@ def test_an_error_in_a_stream_is_raised():
             errors.UsageError,
         ),
         "/4": (Says([event("error", openai(507, "insufficient_storage"))]), errors.NoSpaceError),
+        "/0/1": (
+            Says([line(error="who?", status=502, code="registry_unauthorized")]),
+            errors.UnauthorizedError,
+        ),
+        "/0/2": (
+            Says([line(error="odd", status=502, code="verification_failed")]),
+            errors.VerificationError,
+        ),
+        "/0/3": (Says([line(error="{", status=502, code="invalid_content")]), errors.FormatError),
+        "/0/4": (Says([line(error="x", status=502, code="registry_failed")]), errors.AccessError),
     }
     with ScriptedWorker(lambda asked: answers[asked.path][0]).running() as worker:
         client = Client(worker.host)

@@ -13,6 +13,7 @@ pytest.importorskip("pydantic_settings", reason="pydantic-settings is not instal
 
 from clowder_aimage.cli.config import MASK, masked
 from clowder_aimage.cli.serve import serve
+from clowder_aimage.cli.serving import NODE_OPTIONS
 from clowder_aimage.errors import UsageError
 from clowder_aimage.schema import load
 from clowder_aimage.worker.settings import (
@@ -49,6 +50,8 @@ def written(file, **worker):
     [
         *((0, 0.0), ("0", 0.0), (90, 90.0), (1.5, 1.5), ("90", 90.0), ("1.5", 1.5)),
         *(("500ms", 0.5), ("30s", 30.0), ("5m", 300.0), ("1h30m", 5400.0), ("1H", 3600.0)),
+        *(("99999999h", math.inf), (10**400, math.inf), ("9" * 400, math.inf)),
+        *(("100h" * 5000, 100.0 * 3600 * 5000), ("876000h", math.inf), (3153599999, 3153599999.0)),
         *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("-0", 0.0)),
     ],
 )
@@ -71,6 +74,8 @@ def test_nothing_said(file):
     said, origins = effective({}, file)
     assert origins == {}
     assert said.address == DEFAULT_ADDRESS == "127.0.0.1:11434"
+    assert (said.text_encoder, said.memory) == ("auto", None)
+    assert (said.pull, said.stream_format, said.png_facts) == ("if-missing", "auto", True)
     limits = said.limits
     assert (limits.queue, limits.models, limits.keep_alive) == (8, 1, 300.0)
     assert limits.deadline == math.inf
@@ -102,6 +107,28 @@ def test_lists_and_pairs_in_the_environment(file, monkeypatch):
     assert said.allow_hosts == ("pictures.example",)
 
 
+def test_what_models_may_take_in_memory(file, monkeypatch):
+    written(file, memory="12GiB", textEncoder="keep")
+    said, _ = effective({}, file)
+    assert (said.memory, said.text_encoder) == (12 << 30, "keep")
+    monkeypatch.setenv("AIMAGE_SERVE_MEMORY", "1.5g")
+    monkeypatch.setenv("AIMAGE_SERVE_TEXT_ENCODER", "auto")
+    said, _ = effective({"text_encoder": "release"}, file)
+    assert (said.memory, said.text_encoder) == (1_500_000_000, "release")
+    assert effective({"memory": "500M"}, file)[0].memory == 500_000_000
+    assert effective({}, written(file, memory=1000))[0].pull == "if-missing"
+
+
+def test_what_requests_do_not_say(file, monkeypatch):
+    written(file, pull="never", streamFormat="openai", pngFacts=False)
+    said, _ = effective({}, file)
+    assert (said.pull, said.stream_format, said.png_facts) == ("never", "openai", False)
+    monkeypatch.setenv("AIMAGE_SERVE_PNG_FACTS", "true")
+    assert effective({}, file)[0].png_facts
+    said, origins = effective({"png_facts": False}, file)
+    assert (said.png_facts, origins["png_facts"]) == (False, "command line")
+
+
 def test_a_relative_path_begins_at_the_file(file):
     written(file, socket="run/s", tokenFile="/etc/tokens", nothingWeKnow=1)
     assert read_section(file) == {
@@ -112,6 +139,20 @@ def test_a_relative_path_begins_at_the_file(file):
 
 
 @pytest.mark.parametrize(
+    ("said", "url"),
+    [
+        ("https://a.example", "https://a.example"),
+        ("https://a.example:8443/here/", "https://a.example:8443/here"),
+        ("http://[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_where_links_begin(file, said, url):
+    assert effective({"public_url": said}, file)[0].public_url == url
+    assert effective({}, written(file, publicUrl=said))[0].public_url == url
+    assert effective({}, written(file))[0].public_url is None
+
+
+@pytest.mark.parametrize(
     ("options", "environment", "sentence"),
     [
         ({"keep_alive": "soon"}, {}, "--keep-alive: 'soon' is not a duration"),
@@ -119,6 +160,17 @@ def test_a_relative_path_begins_at_the_file(file):
         ({"aliases": "x=Tiny"}, {}, "'Tiny' is not a reference"),
         ({"default_model": "Tiny"}, {}, "--default-model: 'Tiny' is not a reference"),
         ({"dtype": "float16"}, {}, "--dtype: Input should be 'float32'"),
+        ({"memory": "much"}, {}, "--memory: 'much' is not a size such as"),
+        ({"memory": "-1"}, {}, "--memory: '-1' is not a size"),
+        ({"public_url": "pictures.example"}, {}, "--public-url: it must be a URL such as https://"),
+        ({"public_url": "ftp://a.example"}, {}, "--public-url: it must be"),
+        ({"public_url": "https://me:x@a.example"}, {}, "--public-url: it must be"),
+        ({"public_url": "https://a.example/?x"}, {}, "--public-url: it must be"),
+        ({}, {"AIMAGE_SERVE_PUBLIC_URL": "x"}, "publicUrl (AIMAGE_SERVE_PUBLIC_URL): it must be"),
+        ({"text_encoder": "leave"}, {}, "--text-encoder: Input should be 'auto'"),
+        ({}, {"AIMAGE_SERVE_PULL": "sometimes"}, "pull (AIMAGE_SERVE_PULL): Input should be"),
+        ({}, {"AIMAGE_SERVE_STREAM_FORMAT": "sse"}, "streamFormat (AIMAGE_SERVE_STREAM_FORMAT): "),
+        ({}, {"AIMAGE_SERVE_PNG_FACTS": "perhaps"}, "pngFacts (AIMAGE_SERVE_PNG_FACTS): "),
         ({}, {"AIMAGE_SERVE_QUEUE": "many"}, "queue (AIMAGE_SERVE_QUEUE): "),
         ({}, {"AIMAGE_SERVE_MAX_MODELS": "0"}, "maxModels (AIMAGE_SERVE_MAX_MODELS): "),
     ],
@@ -139,6 +191,8 @@ def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence)
             '{"worker": {"maxModels": 1.0}}',
             '{"worker": null}',
         ),
+        *('{"worker": {"memory": "much"}}', '{"worker": {"memory": -1}}'),
+        *('{"worker": {"pngFacts": "no"}}', '{"worker": {"pull": true}}'),
         *('{"worker": {"aliases": ["a"]}}', '{"worker": {"logFormat": "xml"}}'),
     ],
 )
@@ -157,7 +211,7 @@ def test_the_schema_the_settings_and_the_options_know_the_same():
     assert set(described) == {camel(name) for name in fields}
     options = {one.name for one in serve.params if isinstance(one, click.Option)}
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet"}
-    assert options - others == set(fields)
+    assert options - others - {"is_node", *NODE_OPTIONS} == set(fields)
 
 
 def test_the_schema_says_the_defaults_that_hold():
@@ -188,6 +242,9 @@ def test_everything_is_shown_with_where_it_was_said(aimage, tmp_path):
     assert found["worker.grace"] == (60.0, "AIMAGE_SERVE_GRACE")
     assert found["worker.maxModels"] == (1, "default")
     assert found["worker.deadline"] == (-1, "default")
+    assert found["worker.textEncoder"] == ("auto", "default")
+    assert found["worker.memory"] == (None, "default")
+    assert found["worker.pngFacts"] == (True, "default")
     assert found["registries.registry.example.com.jobs"] == (4, str(file))
     lines = here("config", "show", "--store", tmp_path / "other").out.splitlines()
     assert lines[0].split() == ["SETTING", "VALUE", "FROM"]
@@ -225,7 +282,13 @@ def test_secrets_are_not_shown(aimage):
         ("AIMAGE_TOKEN_FILE", "/etc/t", "/etc/t"),
         ("HTTPS_PROXY", "http://a:b@h:1/", f"http://{MASK}@h:1/"),
         ("HTTPS_PROXY", "http://h:1", "http://h:1"),
-        ("HTTPS_PROXY", "http://a:b@[", MASK),
+        ("HTTPS_PROXY", "http://a:b@[", f"http://{MASK}@["),
+        ("HTTPS_PROXY", "http://a:b#c@h:1/", f"http://{MASK}@h:1/"),
+        ("HTTPS_PROXY", "http://a:b/c@h:1", f"http://{MASK}@h:1"),
+        ("HTTPS_PROXY", "http://a:b?c@d@h:1", f"http://{MASK}@h:1"),
+        ("http_proxy", "a:b#c@h:1", f"{MASK}@h:1"),
+        ("AIMAGE_HOST", "http://me@h", f"http://{MASK}@h"),
+        ("DOCKER_CONFIG", "/home/me@h/.docker", "/home/me@h/.docker"),
         ("NO_PROXY", "localhost,.example.com", "localhost,.example.com"),
     ],
 )
@@ -238,3 +301,11 @@ def test_what_the_worker_is_told_it_does(worker):
     assert other.stop()[0] == 0
     assert all(json.loads(line) for line in other.lines)
     assert "is not a duration" in worker.aimage("serve", "--keep-alive", "soon", code=2).err
+
+
+def test_aliases_that_are_none_are_refused_wherever_they_were_said(aimage):
+    here = aimage()
+    here.environment["AIMAGE_SERVE_ALIASES"] = "a"
+    said = here("serve", "--addr", "127.0.0.1:0", code=2).err
+    assert "aliases (AIMAGE_SERVE_ALIASES): 'a' is not NAME=REF" in said
+    assert "'b' is not NAME=REF" in here("serve", "--alias", "b", code=2).err

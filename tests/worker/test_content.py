@@ -16,6 +16,7 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
 from clowder_aimage.oci import Digest
+from clowder_aimage.registry.connection import DEFAULT_JOBS
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER, RealRegistry
@@ -179,7 +180,7 @@ def test_a_pull_that_does_not_end_cannot_be_deleted_yet(ask, proxy):
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
         posted = threads.submit(Asker(ask.worker).post, url)
-        proxy.wait_until(lambda: proxy.held > 0)
+        proxy.wait_until(lambda: proxy.held >= DEFAULT_JOBS)  # not a byte comes any more
         status, answer = ask.delete(url)
         assert status == 409 and "does not end" in answer["error"]["message"]
         assert int(ask.headers["Retry-After"]) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 
@@ -12,7 +13,6 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.generate import find, load, make_request
 from clowder_aimage.layout.stores import Stores
@@ -20,58 +20,15 @@ from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import Image
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import Connection
-from clowder_aimage.worker.engine import (
-    BusyError,
-    DeadlineError,
-    Engine,
-    Job,
-    Limits,
-    StoppedError,
-)
 from clowder_aimage.worker.event import Begun, Loading, Picture, Preview, Progress, Queued
-from clowder_aimage.worker.metric import Metrics
-from tests.conftest import TINY
-
-NAME = Reference.parse("tiny")
+from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
+from clowder_aimage.worker.runner import Runner
+from tests.worker.playing import NAME, job, played, sample, served, stocked
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    store = Stores([tmp_path_factory.mktemp("engine") / "store"])
-    create(store, NAME, TINY)
-    create(store, Reference.parse("other"), TINY, provenance=_provenance())
-    return store
-
-
-def _provenance():
-    from clowder_aimage.importer import Provenance
-
-    return Provenance(source="elsewhere")  # another digest
-
-
-def job(name="tiny", steps=2, seed=1, **options):
-    wishes = options.pop("wishes", {}) | {"steps": steps, "seed": seed}
-    return Job(Reference.parse(name), "a dog", wishes, **options)
-
-
-async def served(engine, one):
-    async with contextlib.aclosing(engine.generate(one)) as events:
-        return [event async for event in events]
-
-
-def played(store, play, **limits):
-    """Run ``play(engine)`` on an engine of its own, and close that."""
-
-    async def run():
-        engine = Engine(store, Connection(), Limits(**limits), Metrics())
-        try:
-            async with asyncio.timeout(100):
-                return await play(engine)
-        finally:
-            await engine.close(5)
-            assert not engine.loaded()
-
-    return asyncio.run(run())
+    return stocked(tmp_path_factory.mktemp("engine") / "store")
 
 
 def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
@@ -252,11 +209,20 @@ def test_stop_ends_what_runs(store):
 
 def test_a_deadline(store):
     async def play(engine):
+        await served(engine, job())
+        engine.limits = dataclasses.replace(engine.limits, deadline=0.3)
         with pytest.raises(DeadlineError, match="took longer than"):
             await served(engine, job(steps=1000, wishes={"width": 256, "height": 256}))
-        return await served(engine, job(steps=1))
+        failed = sample(
+            engine, "aimage_generation_duration_seconds_count", model="tiny", outcome="failed"
+        )
+        given_up = sample(engine, "aimage_generation_cancelled_total")
+        engine.limits = dataclasses.replace(engine.limits, deadline=float("inf"))
+        return failed, given_up, await served(engine, job(steps=1))
 
-    assert isinstance(played(store, play, deadline=0.3)[-1], Picture)
+    failed, given_up, heard = played(store, play)
+    assert (failed, given_up) == (1, 0)  # nobody has left
+    assert isinstance(heard[-1], Picture)
 
 
 def test_a_bad_request_is_refused_and_the_model_stays(store):
@@ -315,3 +281,29 @@ def _count(engine, name):
         if line.startswith(name):
             return int(float(line.rpartition(" ")[2]))
     raise AssertionError(name)
+
+
+def test_a_tag_that_moves_while_its_model_is_loaded_changes_nothing_for_who_asked_before(
+    tmp_path, monkeypatch
+):
+    store = stocked(tmp_path / "store")
+    before, other = store.resolve(NAME), store.resolve(Reference.parse("other"))
+    assert before.digest != other.digest
+    start = Runner.start
+
+    async def moved(*arguments, **options):
+        store.tag(other, NAME)
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(Runner, "start", moved)
+
+    async def play(engine):
+        events = await served(engine, job())
+        assert [one.digest for one in engine.loaded()] == [before.digest]
+        return events[-1]
+
+    picture = played(store, play)
+    assert store.resolve(NAME).digest == other.digest
+    path = tmp_path / "picture.png"
+    path.write_bytes(picture.data)
+    assert load_picture(path)[1]["digest"] == str(before.digest)

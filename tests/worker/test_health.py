@@ -38,7 +38,7 @@ def service(tmp_path):
 def spoken(service, talk, *, wanted=(), tokens=None):
     """What ``talk(client, app)`` returns, with a client of the whole application."""
     app = build_app(service, tokens=tokens)
-    app[WANTED] = wanted
+    app[WANTED] = lambda: wanted
 
     async def run():
         app[CLOSING] = asyncio.Event()

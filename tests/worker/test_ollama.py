@@ -173,6 +173,14 @@ def test_for_ever_is_far_away(client):
     assert model.expires_at.astimezone().year < 9000  # time zones still fit
 
 
+def test_what_the_worker_was_told_to_keep_for_thousands_of_years_is_kept_for_ever(worker):
+    other = worker.start("--keep-alive", "99999999h", "--grace", "99999999999h")
+    with ollama.Client(other.url) as client:
+        assert client.generate(**DRAW).image
+        (model,) = client.ps().models
+    assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
+
+
 def test_an_empty_prompt_loads_and_with_keep_alive_0_unloads(client, ask):
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
@@ -270,6 +278,18 @@ def test_a_copy_is_listed_and_can_be_deleted(client):
     assert client.delete("another:v1").status == "success"
     assert [model.model for model in client.list().models] == ["tiny:latest"]
     assert client.generate(**DRAW).image  # what the other name needs is still here
+
+
+def test_a_copy_of_what_is_named_by_its_digest(client, ask, worker):
+    """As pictures are made of it: by any name, or none, that goes with the digest."""
+    digest = worker.aimage("show", "--json", "tiny").value["digest"]
+    for name in (f"tiny@{digest}", f"tiny:v7@{digest}", f"other@{digest}"):
+        assert client.generate(**DRAW | {"model": name}).image
+        assert client.copy(name, "again:v1").status == "success"
+        assert {model.digest for model in client.list().models} == {digest.removeprefix("sha256:")}
+        assert client.delete("again:v1").status == "success"
+    body = {"source": f"tiny@sha256:{'0' * 64}", "destination": "again"}
+    assert ask("/api/copy", body)[0] == 404
 
 
 def test_what_is_not_here_is_neither_copied_nor_deleted(client):
@@ -370,6 +390,38 @@ def test_no_answer_tells_where_the_store_is(ask, worker):
         body = DRAW | {"model": "127.0.0.1:1/nothing" if path == "push" else "nothing"}
         status, answer = ask(f"/api/{path}", body)
         assert status == 404 and str(worker.store) not in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/generate", DRAW | {"images": ["x"]}),
+        ("/api/generate", DRAW | {"keep_alive": "soon"}),
+        ("/api/generate", DRAW | {"prompt": "\ud800"}),
+        ("/api/generate", DRAW | {"prompt": "x" * 32_001}),
+        ("/api/generate", DRAW | {"width": 8192, "height": 8192}),
+        ("/api/generate", DRAW | {"width": 1 << 40}),
+        ("/api/generate", DRAW | {"model": "../../etc/passwd"}),
+        ("/api/show", {"model": "../../etc/passwd"}),
+        ("/content/", {"url": "oci://h.example/x", "credentials": "two words"}),
+        ("/content/", {"url": "oci://h.example/x", "credentialsType": "Digest"}),
+        ("/content/", {"url": "oci://h.example/x", "credentials": "?", "credentialsType": "Basic"}),
+    ],
+)
+def test_every_refusal_has_a_word_for_programs(ask, path, body):
+    status, answer = ask(path, body)
+    said = answer if path.startswith("/api/") else answer["error"]
+    assert (status, said["code"] in ("invalid_value", "unsupported_value")) == (400, True)
+
+
+def test_a_model_by_an_alias_with_the_tag_that_clients_add(worker):
+    other = worker.start("--alias", "gpt-image-1=tiny")
+    with ollama.Client(other.url) as client:
+        for name in ("gpt-image-1", "gpt-image-1:latest"):
+            assert client.show(name).capabilities == ["image"]
+            assert client.generate(**DRAW | {"model": name}).image
+        with pytest.raises(ollama.ResponseError):
+            client.show("gpt-image-1:v1")
 
 
 # -- who may

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -15,26 +13,8 @@ import pytest
 pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.errors import (
-    FormatError,
-    NetworkError,
-    NoSpaceError,
-    NotFoundError,
-    RegistryError,
-    StoreError,
-    UnauthorizedError,
-    UsageError,
-    VerificationError,
-)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.api.transfer import MOST, Transfers, of_registry, transfers
-from clowder_aimage.worker.engine import BusyError, Engine, Limits, StoppedError
-from clowder_aimage.worker.error import api_error
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.service import Service
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
@@ -247,132 +227,3 @@ def test_a_picture_by_a_model_that_must_be_pulled_first(client, registry, pushed
         (1, 2),
         (2, 2),
     ]
-
-
-# -- transfers, without HTTP
-
-
-def played(tmp_path, play: Callable[[Service, Transfers], Any]) -> Any:
-    async def run() -> Any:
-        store, metrics = ImageLayout(tmp_path / "played"), Metrics()
-        engine = Engine(store, Connection(), Limits(), metrics)
-        service = Service(engine, store, Connection(), metrics, News())
-        async with asyncio.timeout(60):
-            return await play(service, transfers(service))
-
-    return asyncio.run(run())
-
-
-def test_a_pull_that_nobody_waits_for_is_given_up(tmp_path, proxy):
-    reference = Reference.parse(f"{proxy.host}/{PATH}")
-    proxy.hold = 1
-
-    async def play(service: Service, all_of_them: Transfers) -> None:
-        with all_of_them.pull(service, reference) as pull:
-            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
-            assert all_of_them.of(reference) is pull
-        proxy.release()
-        with pytest.raises(StoppedError, match="given up"):
-            await pull.end()
-        assert all_of_them.of(reference) is None
-        with pytest.raises(NotFoundError):
-            service.store.resolve(reference)
-        assert b'aimage_pulls_total{outcome="stopped"} 1.0' in service.metrics.text()
-        with all_of_them.pull(service, reference) as again:  # and can be begun again
-            await again.end()
-        assert service.store.resolve(reference)
-
-    played(tmp_path, play)
-
-
-def test_a_pull_that_is_kept_goes_on_without_anyone(tmp_path, proxy):
-    reference = Reference.parse(f"{proxy.host}/{PATH}")
-    proxy.hold = 1
-
-    async def play(service: Service, all_of_them: Transfers) -> None:
-        with all_of_them.pull(service, reference) as pull:
-            pull.is_kept = True
-            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
-        proxy.release()
-        await pull.end()
-        assert service.store.resolve(reference)
-        assert pull.completed == pull.total
-        counted = service.metrics.registry.get_sample_value
-        assert counted("aimage_pulls_total", {"outcome": "done"}) == 1
-        assert counted("aimage_pull_bytes_total") == pull.total
-        async with aclosing(service.news.listen()) as news:
-            item = await anext(news)
-        assert (item.kind, item.facts["outcome"]) == ("pull", "done")
-        assert item.facts["reference"] == str(reference)
-
-    played(tmp_path, play)
-
-
-def test_a_worker_about_to_end_begins_no_transfer_and_stops_those_under_way(tmp_path, proxy):
-    reference = Reference.parse(f"{proxy.host}/{PATH}")
-    proxy.hold = 1
-
-    async def play(service: Service, all_of_them: Transfers) -> None:
-        with all_of_them.pull(service, reference) as pull:
-            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
-            service.engine.is_draining = True
-            proxy.release()
-            with pytest.raises(StoppedError):
-                await pull.end()
-        with pytest.raises(StoppedError), all_of_them.pull(service, reference):
-            pass
-
-    played(tmp_path, play)
-
-
-def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
-    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
-    released = threading.Event()
-
-    async def play(service: Service, all_of_them: Transfers) -> None:
-        with ExitStack() as stack:
-            pulls = [
-                stack.enter_context(
-                    all_of_them.pull(service, Reference.parse(f"{proxy.host}/tests/x{number}"))
-                )
-                for number in range(MOST)
-            ]
-            with (
-                pytest.raises(BusyError),
-                all_of_them.pull(service, Reference.parse(f"{proxy.host}/tests/more")),
-            ):
-                pass
-            released.set()
-            results = await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
-        assert all(isinstance(each, NotFoundError) for each in results), results
-
-    played(tmp_path, play)
-
-
-def test_a_local_name_begins_no_transfer(tmp_path):
-    async def play(service: Service, all_of_them: Transfers) -> None:
-        local = Reference.parse("tiny")
-        with pytest.raises(UsageError, match="names no registry"), all_of_them.pull(service, local):
-            pass
-
-    played(tmp_path, play)
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (NetworkError("x"), 502),
-        (RegistryError("x", status=500), 502),
-        (UnauthorizedError("x"), 502),
-        (VerificationError("x"), 502),
-        (FormatError("x"), 502),
-        (NotFoundError("x"), 404),
-        (UsageError("x"), 400),
-        (NoSpaceError("x"), 507),
-        (StoreError("x"), 500),
-        (StoppedError("x"), 503),
-        (BusyError(1, 5), 503),
-    ],
-)
-def test_what_the_registry_did_is_told_from_what_the_worker_did(error, status):
-    assert api_error(of_registry(error)).status == status

@@ -13,7 +13,10 @@ pytest.importorskip("numpy")
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.worker.api.image_request import MAX_TEXT, PRESETS, Fields, _read, read_request
+from clowder_aimage.errors import UsageError
+from clowder_aimage.worker.api.fields import Fields
+from clowder_aimage.worker.api.image_request import MAX_TEXT, PRESETS, Usual, _read, read_request
+from clowder_aimage.worker.api.openai import _meant
 from clowder_aimage.worker.error import ApiError
 
 
@@ -39,7 +42,7 @@ def test_what_is_not_said_is_the_models_to_decide() -> None:
     assert wishes.pop("seed") == 42
     assert wishes.pop("n") == 1
     assert set(wishes.values()) == {None}
-    assert wish.encoding == {"kind": "png", "quality": None}
+    assert wish.encoding == {"kind": "png", "quality": None, "facts": True}
     assert (wish.size, wish.is_url, wish.is_stream) == ("auto", False, False)
 
 
@@ -52,6 +55,8 @@ def test_everything_that_can_be_said() -> None:
         steps=4,
         negative_prompt="a cat",
         guidance=2.5,
+        shift=3,
+        png_facts=False,
         quality="high",
         output_format="webp",
         output_compression=80,
@@ -72,8 +77,9 @@ def test_everything_that_can_be_said() -> None:
         "steps": 4,
         "negative": "a cat",
         "guidance": 2.5,
+        "shift": 3.0,
     }
-    assert wish.encoding == {"kind": "webp", "quality": 80}
+    assert wish.encoding == {"kind": "webp", "quality": 80, "facts": False}
     assert (wish.is_url, wish.is_stream, wish.partial_images) == (True, True, 2)
     assert wish.ignored == ()
     assert "somebody" not in repr(wish)
@@ -155,6 +161,18 @@ def test_a_negative_prompt_needs_guidance_from_somewhere() -> None:
         ("guidance", 10**400, "invalid_value"),
         ("guidance", "2", "invalid_type"),
         ("guidance", True, "invalid_type"),
+        ("shift", 0, "invalid_value"),
+        ("shift", 0.0009, "invalid_value"),
+        ("shift", 1001, "invalid_value"),
+        ("shift", "3", "invalid_type"),
+        ("width", 0, "invalid_value"),
+        ("width", 100, "invalid_value"),
+        ("width", 518416, "invalid_value"),
+        ("width", "64", "invalid_type"),
+        ("height", -16, "invalid_value"),
+        ("height", 64.0, "invalid_type"),
+        ("height", True, "invalid_type"),
+        ("png_facts", "no", "invalid_type"),
         ("quality", "ultra", "invalid_value"),
         ("quality", 1, "invalid_type"),
         ("output_format", "gif", "invalid_value"),
@@ -185,6 +203,52 @@ def test_the_largest_seed_leaves_room_for_all_pictures() -> None:
 def test_the_largest_size() -> None:
     assert read(size="3840x2160").size == "3840x2160"
     assert read(size="16x16").size == "16x16"
+
+
+def test_one_side_leaves_the_other_to_the_model() -> None:
+    wish = read(width=64)
+    assert (wish.size, wish.sides) == ("auto", ("width",))
+    wishes = wish.wishes(aimage(width=32, height=48))
+    assert (wishes["width"], wishes["height"]) == (64, None)
+
+
+def test_sides_make_a_size_and_may_say_the_same_as_one() -> None:
+    assert read(width=64, height=48).size == read(size="auto", width=64, height=48).size == "64x48"
+    assert read(size="64x48", width=64).size == "64x48"
+    error = refused(size="64x48", height=64)
+    assert (error.param, error.message) == ("height", "height is 64, but 48 in size")
+
+
+def test_sides_make_no_larger_picture_than_a_size() -> None:
+    assert refused(width=3856, height=2160).param == "width"
+    tall = read(height=518400)
+    with pytest.raises(ApiError, match="8294400 pixels at most, not 530841600") as caught:
+        tall.wishes(aimage())
+    assert caught.value.param == "height"
+    assert tall.wishes(aimage(width=16))["height"] == 518400
+
+
+def test_the_size_of_the_pictures_is_known_before_they_are_made() -> None:
+    assert read(size="32x48").both_sides(aimage(width=64)) == (32, 48)
+    assert read(width=32).both_sides(aimage(width=64, height=48)) == (32, 48)
+    assert read().both_sides(aimage()) == (1024, 1024)
+
+
+def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
+    message = "width 64 and height 8192 make too large a picture here: it takes much"
+    for fields, param in ({"height": 8192}, "height"), ({"size": "64x8192"}, "size"):
+        error = _meant(UsageError(message, hint="ask for a smaller one"), read(**fields))
+        assert isinstance(error, ApiError)
+        assert (error.param, error.message) == (param, f"{message}; ask for a smaller one")
+
+
+def test_what_is_not_said_is_as_the_worker_does_it() -> None:
+    usual = Usual("never", "openai", facts=False)
+    wish = read_request(b'{"prompt": "a"}', usual=usual)
+    assert (wish.pull, wish.stream_format, wish.facts) == ("never", "openai", False)
+    said = b'{"prompt": "a", "pull": "always", "stream_format": "auto", "png_facts": true}'
+    wish = read_request(said, usual=usual)
+    assert (wish.pull, wish.stream_format, wish.facts) == ("always", "auto", True)
 
 
 def test_a_request_without_a_prompt() -> None:
@@ -225,6 +289,24 @@ def test_what_is_unknown_is_refused_on_request() -> None:
     for error in (refused(strict=True, cfg=2), refused(b'{"prompt": "a", "cfg": 2, "strict": 1}')):
         assert (error.status, error.code, error.param) == (400, "unknown_parameter", "cfg")
     assert read(strict=True, style="vivid", user="x").ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("width can be 512 pixels at most with this model, not 1024", "width"),
+        ("height must be a multiple of 32 pixels, not 48", "size"),
+        ("the prompt is too long: 65 tokens, 64 positions", "prompt"),
+        ("this model derives its shift from the picture size; leave shift out", "shift"),
+        ("something else is wrong", None),
+    ],
+)
+def test_what_the_model_refuses_is_told_by_the_name_that_the_client_used(
+    message: str, param: str | None
+) -> None:
+    error = _meant(UsageError(message, hint="do this"), read(width=1024))
+    assert isinstance(error, ApiError)
+    assert (error.status, error.param, error.message) == (400, param, f"{message}; do this")
 
 
 def test_the_documentation_names_every_field_and_preset() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
@@ -29,6 +30,7 @@ OPERATIONS = {
     for method, operation in methods.items()
 }
 EXAMPLES = {"prompt": "a", "size": "16x16", "model": "tiny", "user": "me", "negative_prompt": "b"}
+EXAMPLES |= {"width": 16, "height": 16}
 
 
 @pytest.fixture
@@ -127,11 +129,17 @@ def before_call(context, case, kwargs):
     for name in ("n", "steps", "num_inference_steps"):
         if type(body.get(name)) is int:
             body[name] = min(body[name], 1)
+    sides = [body.get(name) for name in ("width", "height")]
+    if any(type(side) is int and side > 64 for side in sides):  # too large a picture, and told so
+        body |= {"width": 4096, "height": 2016}
+    for name in ("width", "height"):
+        if type(body.get(name)) is int:
+            body[name] = body[name] if body[name] > 64 else min(body[name], 16)
     if body.get("size") == "32x32":  # the example of the description
         body["size"] = "16x16"
     if type(body.get("prompt")) is str and len(body["prompt"]) % 2:
         body["size"] = "16x16"
-        for name in ("negative_prompt", "guidance_scale", "num_inference_steps", "model"):
+        for name in ("negative_prompt", "guidance_scale", "num_inference_steps", "model", "width"):
             body.pop(name, None)
 """
 CHECKS = (
@@ -167,9 +175,13 @@ def test_schemathesis_finds_no_server_error(worker, tmp_path):
     assert " a route failed " not in log
     assert len(re.findall("route=/v1/images/generations .* status=200", log)) > 20
     assert other.get("/healthz") == {"status": "ok"}
+    asked = urllib.request.Request(f"{other.url}/metrics", headers={"Authorization": BEARER})
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        assert b'"died"' not in answer.read()  # no size has ended a model's process
 
 
 TOKEN = "t" * 20
+BEARER = f"Bearer {TOKEN}"
 
 
 def tokens(directory):

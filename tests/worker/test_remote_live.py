@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ import pytest
 from PIL import Image
 
 from tests.process import Aimage
-from tests.worker.conftest import Worker
+from tests.proxy import Passed, Proxy, Reply
+from tests.worker.conftest import Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
 
@@ -128,6 +132,59 @@ def test_models_come_and_go(here, local, repository):
     assert here("pull", "--remote", f"{repository}-not", code=3).out == ""
 
 
+@contextmanager
+def running(worker: Worker) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        worker.end()
+
+
+def spoiled_blobs(passed: Passed, reply: Reply) -> None:
+    if passed.is_blob and reply.body:
+        reply.put(bytes(len(reply.body)))
+
+
+def spoiled_manifest(passed: Passed, reply: Reply) -> None:
+    if passed.method == "GET" and "/manifests/" in passed.path:
+        reply.put(b"[]")
+        reply.headers.pop("Docker-Content-Digest", None)
+
+
+def full_of_errors(passed: Passed, reply: Reply) -> None:
+    reply.status = 405
+
+
+@pytest.mark.parametrize(
+    ("change", "code"), [(spoiled_blobs, 5), (spoiled_manifest, 5), (full_of_errors, 1)]
+)
+def test_a_pull_that_fails_ends_as_one_without_a_worker(
+    here, local, registry, repository, change, code
+):
+    local("tag", "tiny", repository)
+    local("push", repository)
+    local("rm", repository)
+    mine, its = (Aimage(here.home, here.home / name) for name in ("mine", "its"))
+    there = begin(its)  # a store without the blobs, which must be fetched
+    here.environment["AIMAGE_HOST"] = there.url
+    with Proxy(registry.host, change=change).running() as proxy, running(there):
+        name = repository.replace(registry.host, proxy.host)
+        assert mine("pull", name, code=code).out == ""
+        said = here("pull", "--remote", name, code=code)
+    assert (said.out, said.err[:8]) == ("", "aimage: ")
+    assert its("ls", "--json").value == []
+
+
+def test_a_private_registry_refuses_the_worker_as_it_would_this_process(here, private_registry):
+    name = f"{private_registry.host}/tests/private:v1"
+    elsewhere = Aimage(here.home, here.home / "another")
+    assert elsewhere("pull", name, code=4).out == ""
+    said = here("pull", "--remote", name, code=4)
+    assert private_registry.host in said.err
+    assert "aimage login" in said.err  # for the worker's user, but still what to do
+    assert here("run", name, "a fox", code=4).out == ""
+
+
 def test_a_model_that_a_worker_lacks_is_pulled_first(here, local, repository):
     local("tag", "tiny", repository)
     local("push", repository)
@@ -159,6 +216,23 @@ def test_a_unix_socket(here, worker):
     here.environment["AIMAGE_HOST"] = other.url
     assert here("run", "tiny", "a fox", "--steps", 1, "--seed", 1).line == "tiny-1.png"
     assert "tiny:latest" in here("ps").out
+
+
+def test_a_worker_without_mlx_keeps_models_and_says_what_it_lacks(here, stocked):
+    """As where the extra [worker] is installed alone: what [mlx] brings cannot be imported."""
+    blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
+    text = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
+    (here.home / "sitecustomize.py").write_text(text)
+    shutil.copytree(stocked, here.home / "its")
+    its = Aimage(here.home, here.home / "its")
+    there = begin(its, PYTHONPATH=f"{here.home}{os.pathsep}{here.env()['PYTHONPATH']}")
+    here.environment["AIMAGE_HOST"] = there.url
+    with running(there):
+        assert here("ls", "--remote", "--json").value[0]["reference"] == "tiny:latest"
+        said = here("run", "tiny", "a fox", code=1)
+        assert here("ps", "--json").value == []
+    assert "mlx" in said.err and "pip install 'clowder-aimage[mlx]'" in said.err
+    assert "Traceback" not in "".join(there.lines)
 
 
 def test_tokens_and_their_scopes(here, worker):

@@ -24,8 +24,8 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 import structlog
 
 from clowder_aimage.worker import notify
+from clowder_aimage.worker.life import Signals, drain
 from clowder_aimage.worker.log import FORMATS, configure, redact
-from clowder_aimage.worker.serve import Signals, drain
 from tests.conftest import TINY
 from tests.process import PROGRAM
 

@@ -20,14 +20,17 @@ from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.file import read_object
 from clowder_aimage.model.pipeline import (
+    Arrays,
     Image,
     Made,
     Preview,
     Request,
     Step,
     check_request,
+    halved,
     to_pixels,
 )
+from clowder_aimage.model.room import Held, Room, decoding, scores, size_of, surroundings
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import (
     PATCH,
@@ -57,15 +60,17 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZImagePipeline:
-    """The loaded networks. ``skipped`` names the tensors that were left out on purpose."""
+    """The loaded networks. ``skipped`` names the tensors that were left out on purpose; ``room``
+    says whether the text encoder stays in memory when it has done its work."""
 
     tokenizer: Tokenizer
-    text_encoder: TextEncoder
+    held: Held[TextEncoder]
     transformer: Transformer
     vae: Vae
     scheduler: Scheduler
     dtype: mx.Dtype
     skipped: tuple[str, ...] = ()
+    room: Room = field(default_factory=Room)
     _captions: dict[str, Caption] = field(default_factory=dict)
 
     @classmethod
@@ -97,11 +102,21 @@ class ZImagePipeline:
             skipped.extend(f"{component}/{name}" for name in left_out)
             return module
 
-        text_encoder = network("text_encoder", _text_encoder)
+        held = Held(lambda: network("text_encoder", _text_encoder))
         transformer = network("transformer", _transformer)
         vae = network("vae", _vae)
-        _check_fit(text_encoder, transformer, vae)
-        return cls(tokenizer, text_encoder, transformer, vae, scheduler, dtype, tuple(skipped))
+        _check_fit(held.get(), transformer, vae)
+        return cls(tokenizer, held, transformer, vae, scheduler, dtype, tuple(skipped))
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        """Loaded again if it was let go. Raises as ``load`` does."""
+        return self.held.get()
+
+    def make_room(self, wish: str, memory: int | None, whole: int | None = None) -> None:
+        """Have the text encoder stay or go as ``Room`` says; pictures are the same."""
+        self.room.wish, self.room.memory = wish, memory
+        self.room.whole = whole or self.room.whole
 
     @property
     def multiple(self) -> int:
@@ -116,7 +131,22 @@ class ZImagePipeline:
             multiple=self.multiple,
             max_width=columns * self.multiple,
             max_height=rows * self.multiple,
+            needs=lambda width, height: self.arrays(request, width, height),
+            most=self.room.most,
         )
+
+    def arrays(self, request: Request, width: int, height: int) -> Arrays:
+        """The largest arrays of a picture: scores of attention, and the decoder's at full size."""
+        cells = width * height // self.vae.config.scale**2
+        widths, config = self.vae.config.block_out_channels, self.transformer.config
+        texts = [request.prompt, *([request.negative or ""] if request.guidance else [])]
+        words = max(padded(len(self.tokenizer.encode(text))) for text in texts)
+        image = padded(width * height // self.multiple**2)
+        numbers = scores(config.n_heads, config.head_dim, image + words)
+        if self.vae.config.mid_block_add_attention:
+            numbers = max(numbers, scores(1, widths[-1], cells))
+        decoded = surroundings(max(widths[:2]), width * height, self.dtype)
+        return Arrays(max(numbers * self.dtype.size, decoded), numbers)
 
     def generate(self, request: Request) -> Generator[Made, None, None]:
         """Steps, previews and pictures, as they come; closing the generator cancels.
@@ -130,9 +160,11 @@ class ZImagePipeline:
 
     def _generate(self, request: Request, schedule: Schedule) -> Generator[Made, None, None]:
         guide = self.guide(request)
+        self._settle(request)
         wanted = sorted(request.previews_after())
         for picture in range(request.n):
             seed = request.seed + picture
+            self.room.begin()
             latents = mx.array(self.noise(request, seed))
             for index, state in enumerate(self.denoise(latents, schedule, guide), 1):
                 before, latents = latents, state
@@ -140,7 +172,16 @@ class ZImagePipeline:
                 if index in wanted:
                     small = self.preview(before, latents, schedule, index - 1)
                     yield Preview(small, wanted.index(index), picture)
-            yield Image(self.decode(latents), seed, picture)
+            pixels = self.decode(latents)
+            self.room.end(request.width * request.height)
+            yield Image(pixels, seed, picture)
+
+    def _settle(self, request: Request) -> None:
+        """Let the text encoder go where the picture needs its room."""
+        networks = self.held.size + size_of(self.transformer) + size_of(self.vae)
+        guess = decoding(max(self.vae.config.block_out_channels[:2]), self.dtype)
+        if not self.room.has_room(networks, request.width * request.height, guess):
+            self.held.release()
 
     def preview(
         self, before: mx.array, after: mx.array, schedule: Schedule, step: int
@@ -150,11 +191,7 @@ class ZImagePipeline:
         sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
         end = float(schedule.sigmas[-1])
         seen = before + (after - before) * ((sigma - end) / (sigma - lower))
-        pixels = self.decode(seen)  # smaller latents would be faster, and may mean other colours
-        height, width, colours = pixels.shape
-        quarters = pixels.reshape(height // 2, 2, width // 2, 2, colours)
-        mean: npt.NDArray[np.uint8] = quarters.mean(axis=(1, 3)).round().astype(np.uint8)
-        return mean
+        return halved(self.decode(seen))  # smaller latents may mean other colours
 
     def schedule(self, request: Request) -> Schedule:
         """The noise levels for the request's steps, size and shift. Raises UsageError."""
@@ -173,6 +210,7 @@ class ZImagePipeline:
         known = self._captions.pop(text, None)
         if known is None:
             known = self.transformer.caption(self.encode(text))
+            mx.eval(known.tokens, *known.rope)  # or else it would hold on to the text encoder
             while len(self._captions) >= CAPTIONS:
                 del self._captions[next(iter(self._captions))]
         self._captions[text] = known
@@ -194,12 +232,13 @@ class ZImagePipeline:
             ModelError: when tokenizer and text encoder are not of one mind.
         """
         tokens = self.tokenizer.encode(prompt)
-        if max(tokens) >= self.text_encoder.config.vocab_size:
-            raise ModelError("the tokenizer makes tokens that the text encoder does not know")
         positions = self.transformer.config.axes_lens[0]
         if padded(len(tokens)) + 2 > positions:
             raise UsageError(f"the prompt is too long: {len(tokens)} tokens, {positions} positions")
-        return self.text_encoder(mx.array(tokens))
+        encoder = self.text_encoder
+        if max(tokens) >= encoder.config.vocab_size:
+            raise ModelError("the tokenizer makes tokens that the text encoder does not know")
+        return encoder(mx.array(tokens))
 
     def noise(self, request: Request, seed: int) -> npt.NDArray[np.float32]:
         """The initial latents, (channels, height / scale, width / scale), as torch draws them."""

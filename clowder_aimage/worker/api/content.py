@@ -25,11 +25,11 @@ from clowder_aimage.pull import stored_name
 from clowder_aimage.registry.docker_config import Credential
 from clowder_aimage.worker.api import stock
 from clowder_aimage.worker.api.ndjson import read_object, text
-from clowder_aimage.worker.api.told import Credentials
-from clowder_aimage.worker.api.transfer import Transfer, of_registry, transfers
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.route import ADMIN, Route
 from clowder_aimage.worker.service import Service
+from clowder_aimage.worker.transfer import Transfer
+from clowder_aimage.worker.transfers import Credentials, of_registry
 
 PARTING = 3.0  # seconds that a pull gets to end in when its content is deleted
 _LONGEST = 1500  # characters of a URL
@@ -132,17 +132,20 @@ def _credentials(body: Mapping[str, Any]) -> Credentials | None:
     ``Basic``. Raises ApiError: 400; what they are is not repeated."""
     value, kind = text(body, "credentials"), text(body, "credentialsType").lower()
     if kind not in ("", "bearer", "basic"):
-        raise ApiError(400, "credentialsType must be Bearer or Basic", param="credentialsType")
+        raise _unfit("credentialsType", "must be Bearer or Basic")
     if not value:
         return None
     if kind == "basic":
         if Credential.of_basic(value) is None:
-            message = "credentials must be base64 of 'user:password'"
-            raise ApiError(400, message, param="credentials")
+            raise _unfit("credentials", "must be base64 of 'user:password'")
         return Credentials(("auth", value))
     if re.fullmatch(r"[!-~]+", value) is None:
-        raise ApiError(400, "credentials must be a token without spaces", param="credentials")
+        raise _unfit("credentials", "must be a token without spaces")
     return Credentials(("registrytoken", value))
+
+
+def _unfit(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param} {message}", code="invalid_value", param=param)
 
 
 # -- requests
@@ -152,7 +155,7 @@ async def _list(service: Service, _: web.Request) -> web.StreamResponse:
     found = await asyncio.to_thread(stock.items, service.store)
     listed = [_here(one) for one in found]
     known = {str(one.reference) for one in found if not one.missing}
-    pulls = [one for one in transfers(service).pulls() if str(one.reference) not in known]
+    pulls = [one for one in service.transfers.pulls() if str(one.reference) not in known]
     listed = [one for one in listed if one["url"] not in {_url(pull.reference) for pull in pulls}]
     return web.json_response({"content": listed + [_under_way(pull) for pull in pulls]})
 
@@ -162,7 +165,7 @@ async def _get(service: Service, request: web.Request) -> web.StreamResponse:
     item = await asyncio.to_thread(stock.item, service.store, reference)
     if item is not None and not item.missing:
         return web.json_response(_here(item))
-    if (pull := transfers(service).of(reference)) is not None:
+    if (pull := service.transfers.of(reference)) is not None:
         return web.json_response(_under_way(pull), status=206)
     if item is None:
         raise _unknown(reference)
@@ -175,7 +178,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
     item = await asyncio.to_thread(stock.item, service.store, reference)
     if item is not None and not item.missing:
         return _created(item, 200)
-    with transfers(service).pull(service, reference, credentials) as pull:
+    with service.transfers.pull(reference, credentials) as pull:
         pull.is_kept = True  # whoever asked may leave, and look again later
         try:
             root = await pull.end()
@@ -207,9 +210,9 @@ async def _give_up(service: Service, reference: Reference) -> bool:
     Raises:
         ApiError: 409, one does not end.
     """
-    pulls = [one for one in transfers(service).pulls() if one.reference == reference]
+    pulls = [one for one in service.transfers.pulls() if one.reference == reference]
     for pull in pulls:
-        pull.is_stopped = True
+        pull.stop()
     if pulls:
         _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=PARTING)
         if pending:

@@ -22,9 +22,11 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.worker.api import stock
+from clowder_aimage.worker.api.fields import wrong as invalid
+from clowder_aimage.worker.api.image_request import MAX_TEXT, check_pixels
 from clowder_aimage.worker.api.ndjson import (
     Lines,
     fields,
@@ -59,6 +61,8 @@ class _Wanted:
     keep_alive: float | None
     is_streaming: bool
     is_stop: bool = False
+    pull: str = IF_MISSING
+    facts: bool = True
 
     @classmethod
     def of(cls, service: Service, body: Mapping[str, Any]) -> _Wanted:
@@ -66,26 +70,35 @@ class _Wanted:
         name = text(body, "model", "name")
         reference = service.reference(name)
         if body.get("images"):
-            raise ApiError(400, "no model here takes pictures", param="images")
+            raise ApiError(
+                400, "no model here takes pictures", code="unsupported_value", param="images"
+            )
+        prompt = text(body, "prompt")
+        if len(prompt) > MAX_TEXT:
+            message = f"can have {MAX_TEXT} characters at most, not {len(prompt)}"
+            raise invalid("prompt", message)
         return cls(
             name or str(reference),
             reference,
-            text(body, "prompt"),
+            prompt,
             _wishes(body),
             keep_alive(body.get("keep_alive")),
             flag(body, "stream", True),
             flag(body, "stop", False),
+            service.pull,
+            flag(body, "png_facts", service.facts),
         )
 
-    def job(self, request: web.Request, **wishes: int) -> Job:
+    def job(self, request: web.Request) -> Job:
         """Who may not pull is served with what is here."""
         may_pull = request.get("scope") == ADMIN
         return Job(
             self.reference,
             self.prompt,
-            {**self.wishes, **wishes},
+            self.wishes,
+            {"facts": self.facts},
             keep_alive=self.keep_alive if may_pull else None,
-            pull=IF_MISSING if may_pull else NEVER,
+            pull=self.pull if may_pull else NEVER,
         )
 
     def line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
@@ -104,6 +117,9 @@ def _wishes(body: Mapping[str, Any]) -> dict[str, int]:
         is_said = value is not None and (value >= 0 if name == "seed" else value != 0)
         if value is not None and is_said:
             found[name] = value
+    width, height = found.get("width", 0), found.get("height", 0)
+    if min(width, height) > 0:  # before a model is loaded for it
+        check_pixels("width" if width >= height else "height", width, height)
     found.setdefault("seed", secrets.randbits(32))
     return found
 
@@ -124,6 +140,7 @@ def keep_alive(value: object) -> float | None:
         raise ApiError(
             400,
             "keep_alive must be a number of seconds, or a duration such as '5m' or '1h30m'",
+            code="invalid_value",
             param="keep_alive",
         )
     return FOR_EVER if seconds < 0 or seconds >= _LONGEST else seconds
@@ -185,19 +202,15 @@ def _found(service: Service, reference: Reference) -> Descriptor | None:
 
 
 async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
-    """Load without making anything: a request for no steps is refused by the loaded model."""
+    """Load without making anything."""
     answer = Lines(request)
     try:
         async with contextlib.aclosing(
-            paced(service.engine.generate(wanted.job(request, steps=0)), SILENCE, SILENCE)
+            paced(service.engine.load(wanted.job(request)), SILENCE, SILENCE)
         ) as events:
             async for event in events:
                 if event is None and wanted.is_streaming:
                     await answer.write(wanted.line())
-    except UsageError as error:
-        found = await asyncio.to_thread(_found, service, wanted.reference)
-        if found is None or all(one.digest != found.digest for one in service.engine.loaded()):
-            return await answer.fail(error)
     except AImageError as error:
         return await answer.fail(error)
     last = wanted.line(done=True, done_reason="load")

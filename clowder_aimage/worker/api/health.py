@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -21,7 +22,12 @@ from clowder_aimage.worker.news import Item
 from clowder_aimage.worker.route import INFER, OPEN, Route
 from clowder_aimage.worker.service import Service
 
-WANTED = web.AppKey("wanted", tuple)
+# What is to be here that is not pinned, what else keeps requests away, and what is wrong although
+# they may come
+WANTED: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("wanted")
+AGAINST: web.AppKey[Callable[[], list[dict[str, str]]]] = web.AppKey("against")
+WARNINGS: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("warnings")
+BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
 CLOSING = web.AppKey("closing", asyncio.Event)
 ALIVE = 15.0  # seconds of silence after which a stream says that it lives
 
@@ -49,13 +55,17 @@ class Health:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Whether requests should be sent here. Who shows no token hears no names of models."""
-        wanted = request.app.get(WANTED, ())
+        wanted = request.app[WANTED]() if WANTED in request.app else ()
         reasons = await asyncio.to_thread(reasons_against, self._service.store, wanted)
+        if AGAINST in request.app:
+            reasons = request.app[AGAINST]() + reasons
         if self._service.engine.is_draining:
             reasons.insert(0, {"reason": "draining"})
         if request.get("scope") is None:
             reasons = [{"reason": each["reason"]} for each in reasons]
-        body = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        if WARNINGS in request.app:
+            body["warnings"] = list(request.app[WARNINGS]())
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
@@ -115,14 +125,18 @@ def _frame(mark: str, item: Item) -> bytes:
 
 
 def reasons_against(store: ImageLayout, wanted: Sequence[str]) -> list[dict[str, str]]:
-    """Why requests should go elsewhere: the store, or a model that is to be here and is not."""
-    found = []
-    if not _is_writable(store):
-        found.append({"reason": "store not writable"})
-    for name in dict.fromkeys((*wanted, *_pinned(store))):
+    """Why requests should go elsewhere: the store, or a model that is to be here and is not. A
+    store that fails is a reason, too, and no error."""
+    found = [] if _is_writable(store) else [{"reason": "store not writable"}]
+    try:
+        pinned = _pinned(store)
+    except (AImageError, OSError):  # which models are to be here, nobody knows
+        pinned = []
+        found = found or [{"reason": "store not readable"}]
+    for name in dict.fromkeys((*wanted, *pinned)):
         try:
             is_here = _is_complete(store, Reference.parse(name))
-        except AImageError:
+        except (AImageError, OSError):
             is_here = False
         if not is_here:
             found.append({"reason": "model missing", "model": name})
@@ -132,9 +146,9 @@ def reasons_against(store: ImageLayout, wanted: Sequence[str]) -> list[dict[str,
 def _is_writable(store: ImageLayout) -> bool:
     """Whether a byte can be written where the store is, or will be. No file is left."""
     place = store.root / ".aimage"
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:  # it may not even be looked at
+            place = place.parent
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"x")
             file.flush()
@@ -153,4 +167,4 @@ def _is_complete(store: ImageLayout, reference: Reference) -> bool:
 
 
 def _pinned(store: ImageLayout) -> list[str]:
-    return sorted(name for name, _ in store.pins.items())
+    return sorted(name for name, value in store.pins.items() if value.get("by") != BY_NODE)

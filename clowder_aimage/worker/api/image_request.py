@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError
-from clowder_aimage.model.picture import FORMATS
-from clowder_aimage.model.pipeline import MAX_SEED, MAX_STEPS, Request
+from clowder_aimage.model.pipeline import FORMATS, MAX_SEED, MAX_STEPS, Request
 from clowder_aimage.oci import read_json
+from clowder_aimage.worker.api.fields import Fields, shown, wrong
 from clowder_aimage.worker.engine import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.worker.error import ApiError
 
@@ -26,9 +26,11 @@ MAX_PIXELS = 3840 * 2160
 MAX_PICTURES = 10
 MAX_TEXT = 32_000  # characters of a prompt
 MAX_GUIDANCE = 1000
+SHIFTS = (0.001, 1000)  # beyond these there is one noise level
 MAX_PREVIEWS = 3
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
+DIALECTS = (AUTO, OPENAI, WITH_PROGRESS, OLLAMA)
 # What a preset multiplies the model's own number of steps with
 PRESETS = {
     "auto": 1.0,
@@ -40,24 +42,37 @@ PRESETS = {
     "xhigh": 3.0,
     "max": 4.0,
 }
-# What clients send and nothing here depends on; ``user`` is neither kept nor logged
-_NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
+class Usual:
+    """What a worker does where a request does not say."""
+
+    pull: str = IF_MISSING
+    stream_format: str = AUTO
+    facts: bool = True
+
+
+_USUAL = Usual()
+
+
+@dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """A request in which every field is in its bounds. None: the AImage decides."""
+    """A request in which every field is in its bounds. None: the AImage decides. ``sides``: those
+    that were said by themselves, not as ``size``."""
 
     prompt: str
     seed: int
     model: str | None = None
     width: int | None = None
     height: int | None = None
+    sides: tuple[str, ...] = ()
     n: int = 1
     steps: int | None = None
     negative: str | None = None
     guidance: float | None = None
+    shift: float | None = None
     quality: str = "auto"
     output_format: str = "png"
     compression: int | None = None
@@ -66,24 +81,34 @@ class ImageRequest:
     stream_format: str = AUTO
     partial_images: int | None = None
     pull: str = IF_MISSING
+    facts: bool = True
     ignored: tuple[str, ...] = ()
 
     @property
     def size(self) -> str:
         """As the client wrote it."""
-        return "auto" if self.width is None else f"{self.width}x{self.height}"
+        if self.width is None or self.height is None:
+            return "auto"
+        return f"{self.width}x{self.height}"
 
     @property
     def encoding(self) -> dict[str, Any]:
         """How pictures are written. PNG loses nothing, so it knows no compression."""
         quality = None if self.output_format == "png" else self.compression
-        return {"kind": self.output_format, "quality": quality}
+        return {"kind": self.output_format, "quality": quality, "facts": self.facts}
+
+    def both_sides(self, aimage: AImage) -> tuple[int, int]:
+        """Width and height of the pictures that the AImage makes."""
+        usual, own = Request(""), aimage.properties.get("defaults", {})
+        width = self.width or own.get("width", usual.width)
+        return width, self.height or own.get("height", usual.height)
 
     def wishes(self, aimage: AImage) -> dict[str, Any]:
         """What the pipeline is asked for, where the AImage has its own defaults.
 
         Raises:
-            ApiError: a negative prompt that would have no effect.
+            ApiError: a negative prompt that would have no effect; one side with which the
+                AImage's other one makes too large a picture.
         """
         usual = Request("")
         own = aimage.properties.get("defaults", {})
@@ -91,22 +116,20 @@ class ImageRequest:
             raise wrong("negative_prompt", "needs guidance above 0: without it nothing is avoided")
         wishes: dict[str, Any] = {"seed": self.seed, "n": self.n, "steps": self.steps}
         wishes |= {"width": self.width, "height": self.height}
-        wishes |= {"negative": self.negative, "guidance": self.guidance}
+        wishes |= {"negative": self.negative, "guidance": self.guidance, "shift": self.shift}
+        if len(self.sides) == 1:
+            check_pixels(self.sides[0], *self.both_sides(aimage))
         if self.steps is None and PRESETS[self.quality] != 1:
             steps = math.ceil(own.get("steps", usual.steps) * PRESETS[self.quality])
             wishes["steps"] = min(MAX_STEPS, steps)
         return wishes
 
 
-def wrong(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """That a field cannot be meant."""
-    return ApiError(400, f"{param} {message}", code=code, param=param)
-
-
 def read_request(
     raw: bytes,
     *,
     strict: bool = False,
+    usual: Usual = _USUAL,
     draw: Callable[[], int] = lambda: secrets.randbits(32),
 ) -> ImageRequest:
     """The request that a body is. ``draw`` gives the seed of one that names none.
@@ -122,99 +145,13 @@ def read_request(
     if not isinstance(body, dict):
         raise ApiError(400, "the request's body is no JSON object", code="invalid_json")
     fields = Fields({key: value for key, value in body.items() if value is not None})
-    request = _read(fields, draw)
+    request = _read(fields, draw, usual)
     if strict or fields.flag("strict", also=(0, 1)):
         fields.refuse_unknown()
     return request
 
 
-class Fields:
-    """The fields of a body, each asked for by its name; what nobody asked for is unknown."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-        self._asked: set[str] = {"strict", *_NO_EFFECT}
-
-    def get(self, *names: str) -> tuple[str, Any]:
-        """The value, and which of its names it came by; None where there is none."""
-        self._asked.update(names)
-        found = [(name, self._body[name]) for name in names if name in self._body]
-        if any(value != found[0][1] for _, value in found):
-            raise wrong(found[0][0], f"and {found[1][0]} are the same, but differ here")
-        return found[0] if found else (names[0], None)
-
-    def text(self, name: str, *, most: int) -> str | None:
-        _, value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise wrong(name, "must be text", "invalid_type")
-        if len(value) > most:
-            raise wrong(name, f"can have {most} characters at most, not {len(value)}")
-        if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-            raise wrong(name, "holds characters that are not valid Unicode")
-        return value
-
-    def word(self, name: str, words: tuple[str, ...], default: str) -> str:
-        _, value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise wrong(name, "must be text", "invalid_type")
-        if value not in words:
-            raise wrong(name, f"must be one of {', '.join(words)}, not {_shown(value)}")
-        return value
-
-    def count(self, *names: str, least: int, most: int) -> int | None:
-        name, value = self.get(*names)
-        if value is None:
-            return None
-        if type(value) is not int:
-            raise wrong(name, f"must be a whole number, not {_shown(value)}", "invalid_type")
-        if not least <= value <= most:
-            raise wrong(name, f"must be from {least} to {most}, not {_shown(value)}")
-        return value
-
-    def number(self, *names: str, most: int) -> float | None:
-        name, value = self.get(*names)
-        if value is None:
-            return None
-        if type(value) not in (int, float):
-            raise wrong(name, f"must be a number, not {_shown(value)}", "invalid_type")
-        if not 0 <= value <= most:
-            raise wrong(name, f"must be from 0 to {most}, not {_shown(value)}")
-        return float(value)
-
-    def flag(self, name: str, *, also: tuple[int, ...] = ()) -> bool:
-        _, value = self.get(name)
-        if value is None:
-            return False
-        if type(value) is bool or (type(value) is int and value in also):
-            return bool(value)
-        raise wrong(name, f"must be true or false, not {_shown(value)}", "invalid_type")
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        return tuple(sorted(self._body.keys() - self._asked))
-
-    def refuse_unknown(self) -> None:
-        """Raises ApiError for the first field that means nothing here."""
-        for name in self.unknown:
-            shown = _shown(name)
-            message = f"{shown} is unknown; without strict it would be ignored"
-            raise ApiError(400, message, code="unknown_parameter", param=name[:60])
-
-
-def _shown(value: object) -> str:
-    """A value as an error shows it: short, whatever it is."""
-    try:
-        text = repr(value)
-    except ValueError:  # a number of thousands of digits
-        text = "that number"
-    return (text if len(text) <= 40 else f"{text[:40]}...").encode("ascii", "replace").decode()
-
-
-def _read(fields: Fields, draw: Callable[[], int]) -> ImageRequest:
+def _read(fields: Fields, draw: Callable[[], int], usual: Usual = _USUAL) -> ImageRequest:
     prompt = fields.text("prompt", most=MAX_TEXT)
     if prompt is None:
         raise ApiError(
@@ -223,7 +160,7 @@ def _read(fields: Fields, draw: Callable[[], int]) -> ImageRequest:
     if not prompt.strip():
         raise wrong("prompt", "is empty")
     model = fields.text("model", most=1024)
-    width, height = _size(fields)
+    width, height, sides = _size(fields)
     n = fields.count("n", least=1, most=MAX_PICTURES) or 1
     seed = fields.count("seed", least=0, most=MAX_SEED - (n - 1))
     request = ImageRequest(
@@ -232,36 +169,62 @@ def _read(fields: Fields, draw: Callable[[], int]) -> ImageRequest:
         model=model or None,
         width=width,
         height=height,
+        sides=sides,
         n=n,
         steps=fields.count("steps", "num_inference_steps", least=1, most=MAX_STEPS),
         negative=fields.text("negative_prompt", most=MAX_TEXT) or None,
         guidance=fields.number("guidance", "guidance_scale", most=MAX_GUIDANCE),
+        shift=fields.number("shift", least=SHIFTS[0], most=SHIFTS[1]),
         quality=fields.word("quality", tuple(PRESETS), "auto"),
         output_format=fields.word("output_format", FORMATS, "png"),
         compression=fields.count("output_compression", least=0, most=100),
         is_url=fields.word("response_format", ("b64_json", "url"), "b64_json") == "url",
         is_stream=fields.flag("stream"),
-        stream_format=fields.word("stream_format", (AUTO, OPENAI, WITH_PROGRESS, OLLAMA), AUTO),
+        stream_format=fields.word("stream_format", DIALECTS, usual.stream_format),
         partial_images=fields.count("partial_images", least=0, most=MAX_PREVIEWS),
-        pull=fields.word("pull", (NEVER, IF_MISSING, ALWAYS), IF_MISSING),
+        pull=fields.word("pull", (NEVER, IF_MISSING, ALWAYS), usual.pull),
+        facts=fields.flag("png_facts", default=usual.facts),
     )
     _background(fields)
     return replace(request, ignored=fields.unknown)
 
 
-def _size(fields: Fields) -> tuple[int | None, int | None]:
-    text = fields.text("size", most=MAX_TEXT)
+def _size(fields: Fields) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """Width, height, and which of them were said by themselves."""
+    size = _whole_size(fields.text("size", most=MAX_TEXT))
+    most = MAX_PIXELS // MULTIPLE
+    said = {name: fields.count(name, least=MULTIPLE, most=most) for name in ("width", "height")}
+    alone = {name: side for name, side in said.items() if side is not None}
+    for name, side in alone.items():
+        if side % MULTIPLE:
+            raise wrong(name, f"must be a multiple of {MULTIPLE}, not {side}")
+        if size is not None and size[name] != side:
+            raise wrong(name, f"is {side}, but {size[name]} in size")
+    if size is not None:
+        return size["width"], size["height"], ()
+    if len(alone) == 2:
+        check_pixels("width", alone["width"], alone["height"])
+    return said["width"], said["height"], tuple(alone)
+
+
+def _whole_size(text: str | None) -> dict[str, int] | None:
     if text is None or text == "auto":
-        return None, None
+        return None
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise wrong("size", f'must be "auto" or such as "1024x1024", not {_shown(text)}')
+        raise wrong("size", f'must be "auto" or such as "1024x1024", not {shown(text)}')
     width, height = int(found[1]), int(found[2])
     if any(side < MULTIPLE or side % MULTIPLE for side in (width, height)):
         raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
+    check_pixels("size", width, height)
+    return {"width": width, "height": height}
+
+
+def check_pixels(param: str, width: int, height: int) -> None:
+    """Refuse what no model here is asked for. Raises ApiError."""
     if width * height > MAX_PIXELS:
-        raise wrong("size", f"can have {MAX_PIXELS} pixels at most, not {width * height} as {text}")
-    return width, height
+        asked = f"{width * height} as {width}x{height}"
+        raise wrong(param, f"can make {MAX_PIXELS} pixels at most, not {asked}")
 
 
 def _background(fields: Fields) -> None:

@@ -46,7 +46,8 @@ def text(body: Mapping[str, Any], *names: str) -> str:
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise ApiError(400, f"{name} is not valid Unicode", param=name) from None
+                message = f"{name} is not valid Unicode"
+                raise ApiError(400, message, code="invalid_value", param=name) from None
             return value
     return ""
 
@@ -108,12 +109,13 @@ class Lines:
         await self._response.write(line.encode() + b"\n")
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
-        """End with what went wrong: ``error`` as ollama has it, and the ``status`` that it would
-        have had. Raises the error where no line was sent."""
+        """End with what went wrong: ``error`` as ollama has it, the ``status`` that it would have
+        had, and our ``code`` if there is one. Raises the error where no line was sent."""
         if self._response is None:
             raise error
         found = api_error(error)
-        await self.write({"error": found.message, "status": found.status})
+        said = {"error": found.message, "status": found.status}
+        await self.write({**said, "code": found.code} if found.code else said)
         return await self.end()
 
     async def end(self) -> web.StreamResponse:

@@ -17,17 +17,17 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage import __version__
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Digest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.worker.api import stock
 from clowder_aimage.worker.api.details import capabilities, details
-from clowder_aimage.worker.api.drawing import drawing
 from clowder_aimage.worker.api.ndjson import Lines, flag, read_object, text
-from clowder_aimage.worker.api.transfer import Blob, Transfer, of_registry, transfers
 from clowder_aimage.worker.engine import Loaded
 from clowder_aimage.worker.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.worker.service import Service
+from clowder_aimage.worker.transfer import Blob, Transfer
+from clowder_aimage.worker.transfers import of_registry
 
 FOR_EVER = timedelta(days=365 * 100)  # what clients are told of a model that never goes
 _VERSION = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
@@ -35,19 +35,25 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 
 
 def routes(service: Service) -> list[Route]:
-    """Every route of this interface."""
+    """Every route of this interface but those that make pictures."""
     return [
         Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
         Route("GET", "/api/tags", _with(service, _tags), INFER),
         Route("GET", "/api/ps", _with(service, _ps), INFER),
         Route("POST", "/api/show", _with(service, _show), INFER),
-        Route("POST", "/api/generate", drawing(service), INFER),
         Route("POST", "/api/pull", _with(service, _pull), ADMIN),
         Route("POST", "/api/push", _with(service, _push), ADMIN),
         Route("POST", "/api/copy", _with(service, _copy), ADMIN),
         Route("DELETE", "/api/delete", _with(service, _delete), ADMIN),
     ]
+
+
+def picture_routes(service: Service) -> list[Route]:
+    """The part of it that makes pictures."""
+    from clowder_aimage.worker.api.drawing import drawing  # which needs what pictures need
+
+    return [Route("POST", "/api/generate", drawing(service), INFER)]
 
 
 def _with(service: Service, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
@@ -172,14 +178,23 @@ async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
-    if stock.entry(store, source) is None:  # before a store is made just to look into it
+    if _source(store, source) is None:  # before a store is made just to look into it
         return False
     with store.keep():
-        if (found := stock.entry(store, source)) is None:
+        if (found := _source(store, source)) is None:
             return False
         is_partial = found.annotations.get(mediatype.PARTIAL) == "true"
         store.tag(found, target, is_partial=is_partial)
     return True
+
+
+def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
+    """What is copied: by its name, or as pictures are made of it, by its digest alone."""
+    found = stock.entry(store, source)
+    if found is None and source.digest is not None:
+        with contextlib.suppress(NotFoundError):
+            return store.resolve(source)
+    return found
 
 
 def _reference(name: str, field: str) -> Reference:
@@ -193,7 +208,7 @@ async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
     reference = _reference(text(body, "model", "name"), "model")
     is_streaming = flag(body, "stream", True)
     _check_insecure(service, body, reference)
-    with transfers(service).pull(service, reference) as transfer:
+    with service.transfers.pull(reference) as transfer:
         return await _told(request, is_streaming, _pulling(transfer))
 
 
@@ -209,7 +224,7 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
         )
     if await asyncio.to_thread(stock.entry, service.store, reference) is None:
         raise stock.unknown(reference)
-    with transfers(service).push(service, reference) as transfer:
+    with service.transfers.push(reference) as transfer:
         return await _told(request, is_streaming, _pushing(transfer))
 
 

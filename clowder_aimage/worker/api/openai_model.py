@@ -1,19 +1,25 @@
-"""The models of a store as OpenAI's interface lists them: those that make pictures, and aliases."""
+"""The models of a store as OpenAI's interface has them: those that make pictures, and aliases; and
+which of them a request means."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import Stored, read_aimage
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.schema import validate
+from clowder_aimage.worker.api.fields import wrong
+from clowder_aimage.worker.api.image_request import ImageRequest
+from clowder_aimage.worker.engine import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.worker.error import ApiError
 from clowder_aimage.worker.service import Service
 
@@ -42,6 +48,68 @@ def unknown_model(name: str) -> ApiError:
     """That a client asked for a model that is not here."""
     message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
     return ApiError(404, message, code="model_not_found", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The AImage that a request means, if it is here, and whether it may be fetched;
+    ``is_default`` where it stands in for another."""
+
+    reference: Reference
+    aimage: AImage | None
+    pull: str
+    is_default: bool = False
+
+
+async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) -> Chosen:
+    """What is to make the pictures. For a plain name that is not here the worker's default stands
+    in, if it has one: clients have names built in. Who names a registry or a digest means that very
+    model.
+
+    Raises:
+        ApiError: there is no such model, or it makes no pictures.
+    """
+    pull = wish.pull if may_pull else NEVER
+    reference = _meant(service, wish.model)
+    aimage, is_default = await read_here(service, reference), False
+    if aimage is None and not (reference.registry and pull != NEVER):
+        is_exact = reference.registry is not None or reference.digest is not None
+        is_said = wish.model is not None and service.alias(wish.model) is None
+        if service.default is None or (is_exact and is_said):
+            raise unknown_model(wish.model or str(reference))
+        reference, is_default = service.reference(None), True
+        aimage = await read_here(service, reference)
+        if aimage is None and not (reference.registry and pull != NEVER):
+            raise unknown_model(wish.model or str(reference))
+    if reference.registry is None and pull == ALWAYS:
+        pull = IF_MISSING
+    return Chosen(reference, aimage, pull, is_default)
+
+
+def _meant(service: Service, name: str | None) -> Reference:
+    """The AImage by that name. Raises ApiError: what cannot be one."""
+    try:
+        return service.reference(name)
+    except UsageError as error:
+        code = "invalid_value" if name else "missing_required_parameter"
+        message = error.message.encode("ascii", "backslashreplace").decode()
+        raise ApiError(400, message[:300], code=code, param="model") from None
+
+
+async def read_here(service: Service, reference: Reference) -> AImage | None:
+    """The AImage, if it is here. Raises ApiError: it makes no pictures."""
+    try:
+        stored = await asyncio.to_thread(read_model, service.store, reference)
+    except NotFoundError:
+        return None
+    except FormatError:
+        raise no_pictures(reference) from None
+    return stored.aimage
+
+
+def no_pictures(reference: Reference) -> ApiError:
+    """That what is called so is no model for this."""
+    return wrong("model", f"{reference} makes no pictures", "model_not_supported")
 
 
 class Models:

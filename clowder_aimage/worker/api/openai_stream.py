@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from clowder_aimage.dialect import AImage
 from clowder_aimage.worker.api import sse
 from clowder_aimage.worker.api.image_request import (
     AUTO,
@@ -33,11 +34,16 @@ from clowder_aimage.worker.event import (
 )
 
 Keep = Callable[[Picture], str]  # the link to a picture that is kept from then on
-_QUALITIES = {"standard": "medium", "hd": "high"}  # older words for OpenAI's
+# Older words for OpenAI's, and the one that leaves it to us
+_QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
 
 class Telling(Protocol):
     """A way to tell of events."""
+
+    def learn(self, aimage: AImage) -> None:
+        """Which AImage makes the pictures."""
+        ...
 
     def frames(self, event: Event) -> Iterator[bytes]:
         """What is said of an event."""
@@ -98,6 +104,9 @@ class Plain:
         self._wish, self._keep = wish, keep
         self._data: list[dict[str, str]] = []
 
+    def learn(self, aimage: AImage) -> None:
+        """Nothing here is the AImage's to say."""
+
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Progress):
             step = event.picture * event.total + event.index
@@ -116,6 +125,11 @@ class OpenAI:
 
     def __init__(self, wish: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
         self._wish, self._keep, self._has_progress = wish, keep, has_progress
+        self._size = wish.size
+
+    def learn(self, aimage: AImage) -> None:
+        width, height = self._wish.both_sides(aimage)
+        self._size = f"{width}x{height}"
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Queued):
@@ -130,7 +144,7 @@ class OpenAI:
             yield self._progress(event)
         elif isinstance(event, Preview):
             facts = {"b64_json": encoded(event), "partial_image_index": event.number}
-            yield self._frame("partial_image", {**facts, **self._facts(self._wish.size)})
+            yield self._frame("partial_image", {**facts, **self._facts(self._size)})
         else:
             yield self._completed(event)
 

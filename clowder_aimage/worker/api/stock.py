@@ -128,6 +128,7 @@ async def forget(service: Service, reference: Reference) -> None:
     others = await asyncio.to_thread(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
         await let_go(service, found.digest)
+    service.has_gone()
     await asyncio.to_thread(_collect, store)
 
 

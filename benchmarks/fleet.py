@@ -1,0 +1,325 @@
+"""A fleet of nodes that all want a model as its tag is pushed: with neighbours and without.
+
+    python benchmarks/fleet.py [--ways alone,near,told,killed] [--rounds 3] [--nodes 8] [--mib 128]
+        [--registry MIB_PER_S] [--node MIB_PER_S] [--json] [--simulate] [--directory DIR]
+
+Each node is an ``aimage node`` of its own, with a store of its own; docker-registry has the blobs
+of the model. ``wire.py`` gives the registry and each node a wire up and a wire down, of a rate that
+all of its connections share. The clock starts when the registry has answered the push of the tag;
+the nodes ask for it once a second. It ends when each node says that the model is present; then all
+blobs in all stores are hashed.
+
+alone   without neighbours
+near    each node knows all others
+told    the same, but the tag is there, and the nodes are told of it one after the other, the last
+        when the first has had the time to fetch half the model: files change at different moments
+killed  the same, and two nodes are killed (SIGKILL) when 40 % has come; they begin again when the
+        others are done
+
+"registry" is all that the registry sent, heads of answers too, by the size of the model; "most
+sent" what the busiest node sent to others. CPU seconds are of all nodes together, the peak is that
+of the largest. With ``--simulate``, simulate.py is calibrated on what was measured, and says what
+more nodes take. Needs docker-registry, and twice the stores' size in ``--directory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import simulate
+import wire
+from nodes import MIB, REGISTRY, Model, Node, free_ports, sizes
+from transfer import registry
+
+PATIENCE = 600.0  # seconds
+LOOK = 0.2  # seconds between two looks: they cost the nodes time
+MIDDLE = 0.4  # of all that is to come
+WAYS = ("alone", "near", "told", "killed")
+
+
+@dataclass
+class Cost:
+    """What one run took: seconds until the first node had it, until all that lived, and until
+    those had it too that were killed; what was sent by model size; CPU and memory of the nodes."""
+
+    first: float
+    all: float
+    again: float
+    registry: float
+    most_sent: float
+    cpu: float
+    peak: float
+    sources: dict[str, float]
+
+
+@dataclass
+class Setup:
+    """What the command line says."""
+
+    directory: Path
+    nodes: int
+    mib: float
+    registry: float  # bytes a second
+    node: float
+
+    @property
+    def names(self) -> list[str]:
+        return [f"node{number}" for number in range(self.nodes)]
+
+
+class Fleet:
+    """The nodes of one run."""
+
+    def __init__(self, model: Model, ways: wire.Wires, nodes: list[Node]) -> None:
+        self._model, self._ways, self.nodes = model, ways, nodes
+        self.sources: dict[str, float] = {}
+
+    def run(self, tag: str, way: str, apart: float) -> Cost:
+        """``apart``: seconds between two nodes that are told one after the other."""
+        before = self._ways.sent()
+        if way == "told":
+            begun = time.monotonic()
+            self._model.tag(tag)
+            for number, node in enumerate(self.nodes):
+                time.sleep(max(0.0, begun + number * apart - time.monotonic()))
+                node.want(tag)
+        else:
+            for node in self.nodes:
+                node.want(tag)
+            _until(lambda: all(node.model()["state"] == "failed" for node in self.nodes), "to ask")
+            begun = time.monotonic()
+            self._model.tag(tag)
+        killed = self._kill() if way == "killed" else []
+        came = self._wait([node for node in self.nodes if node not in killed])
+        again = [end - begun for end in came]
+        if killed:
+            for node in killed:
+                node.start()
+            self._wait(killed)
+            again.append(time.monotonic() - begun)
+        after = self._ways.sent()
+        sent = {pair: after[pair] - before.get(pair, 0) for pair in after}
+        self._look_after()
+        by_node = [self._sent_by(node.name, sent) for node in self.nodes]
+        return Cost(
+            first=min(came) - begun,
+            all=max(came) - begun,
+            again=max(again),
+            registry=self._sent_by(REGISTRY, sent),
+            most_sent=max(by_node),
+            cpu=sum(node.cpu for node in self.nodes),
+            peak=max(node.peak for node in self.nodes),
+            sources=self.sources,
+        )
+
+    def _sent_by(self, name: str, sent: dict[tuple[str, str], int]) -> float:
+        return sum(count for pair, count in sent.items() if pair[0] == name) / self._model.size
+
+    def _kill(self) -> list[Node]:
+        """Kill two nodes in the middle."""
+
+        def come(found: dict[str, Any]) -> int:
+            return self._model.size if found["state"] == "present" else int(found["completed"])
+
+        wanted = MIDDLE * self._model.size * len(self.nodes)
+        _until(lambda: sum(come(node.model()) for node in self.nodes) >= wanted, "the middle")
+        killed = [self.nodes[1], self.nodes[-2]]
+        for node in killed:
+            node.end(signal.SIGKILL)
+        return killed
+
+    def _wait(self, nodes: list[Node]) -> list[float]:
+        """When each of them had the model."""
+        came: dict[str, float] = {}
+
+        def look() -> bool:
+            for node in nodes:
+                if node.name not in came and node.model()["state"] == "present":
+                    came[node.name] = time.monotonic()
+            return len(came) == len(nodes)
+
+        _until(look, "all to have the model")
+        return list(came.values())
+
+    def _look_after(self) -> None:
+        """How it came, and that it is right; then the nodes end."""
+        found = [node.model()["sources"] for node in self.nodes]
+        for source in found[0]:
+            count = sum(one[source] for one in found)
+            self.sources[source] = count / self._model.size / len(self.nodes)
+        for node in self.nodes:
+            node.end()
+            if not node.is_right(self._model):
+                raise SystemExit(f"{node.name} has wrong bytes")
+
+
+def _until(holds: Any, what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > end:
+            raise SystemExit(f"in vain for {PATIENCE:.0f} s: {what}")
+        time.sleep(LOOK)
+
+
+@contextlib.contextmanager
+def fleet(setup: Setup, model: Model, host: str, *, is_near: bool) -> Iterator[Fleet]:
+    """Nodes that run, and know each other."""
+    home = setup.directory / "fleet"
+    shutil.rmtree(home, ignore_errors=True)
+    rates = {REGISTRY: (setup.registry, 0.0)}
+    rates |= dict.fromkeys(setup.names, (setup.node, setup.node))
+    ports = dict(zip(setup.names, free_ports(setup.nodes), strict=True))
+    pairs = [wire.Pair(one, REGISTRY, int(host.rpartition(":")[2])) for one in setup.names]
+    if is_near:
+        pairs += [wire.Pair(a, b, ports[b]) for a in setup.names for b in setup.names if a != b]
+    with wire.wires(rates, pairs) as ways:
+        nodes = []
+        for name in setup.names:
+            others = [other for other in setup.names if is_near and other != name]
+            nodes.append(Node(name, home / name, ports[name], ways, others))
+        try:
+            for node in nodes:
+                node.start()
+            live = setup.nodes - 1 if is_near else 0
+            _until(lambda: min(map(_live, nodes)) >= live, "the nodes to live")
+            yield Fleet(model, ways, nodes)
+        finally:
+            for node in nodes:
+                node.end(signal.SIGKILL)
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _live(node: Node) -> int:
+    status = node.status()
+    if "id" not in status:
+        return -1
+    for one in status["neighbours"]:
+        if one["state"] == "banned":
+            raise SystemExit(f"{node.name} bans {one['url']}: {one['reason']}")
+    return sum(one["state"] == "live" for one in status["neighbours"])
+
+
+def measure(setup: Setup, ways: list[str], rounds: int) -> dict[str, list[Cost]]:
+    """The costs of each way; the rounds of all ways are interleaved."""
+    costs: dict[str, list[Cost]] = {way: [] for way in ways}
+    shutil.rmtree(setup.directory / "registry", ignore_errors=True)
+    with registry(setup.directory / "registry") as host:
+        model = Model(host, setup.mib)
+        for number in range(rounds):
+            for way in ways:
+                apart = 0.5 * model.size / setup.registry / setup.nodes
+                with fleet(setup, model, host, is_near=way != "alone") as nodes:
+                    cost = nodes.run(f"{way}-{number}", way, apart)
+                costs[way].append(cost)
+                load = os.getloadavg()[0]
+                print(f"# {way} {number + 1}: {cost}, load {load:.1f}", file=sys.stderr, flush=True)
+    return costs
+
+
+def median(costs: list[Cost]) -> Cost:
+    """Of each figure."""
+    rows = [asdict(cost) for cost in costs]
+    found = {
+        key: statistics.median(row[key] for row in rows) for key in rows[0] if key != "sources"
+    }
+    sources = {
+        key: statistics.median(row["sources"][key] for row in rows) for key in rows[0]["sources"]
+    }
+    return Cost(**found, sources=sources)
+
+
+def simulated(setup: Setup, costs: dict[str, list[Cost]], named: str) -> str:
+    """What more nodes take, by a simulation that is calibrated on what was measured."""
+    blobs = tuple(sorted(sizes(setup.mib), reverse=True))
+    rules = simulate.Rules(setup.nodes, blobs, setup.registry, setup.node, named=named)
+    share = 1.0
+    if "alone" in costs:
+        alone = median(costs["alone"])
+        ideal = alone.registry * sum(blobs) / setup.registry
+        share = min(1.0, ideal / (alone.all - rules.begin / 2 - rules.settle))
+    rules = replace(rules, registry=share * setup.registry, node=share * setup.node)
+    near = median(costs["near"])
+    rules = simulate.calibrate(rules, near.all)
+    names = ("first", "all", "registry", "most_sent")
+    measured = {name: getattr(near, name) for name in names}
+    again = simulate.mean(rules, simulate.SEEDS)
+    return "\n\n".join(
+        [
+            f"calibrated: {share:.0%} of the rates, {rules.overhead * 1000:.0f} ms a request",
+            simulate.compared(again, measured),
+            simulate.table(simulate.series(rules)),
+        ]
+    )
+
+
+def table(costs: dict[str, list[Cost]]) -> str:
+    """Medians, for people."""
+    lines = [
+        "| way | first s | all s | killed s | registry | most sent | of a node's bytes: "
+        "registry, neighbours, kept | CPU s | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for way, each in costs.items():
+        one = median(each)
+        came = [one.sources.get(key, 0.0) for key in ("registry", "neighbour", "cache")]
+        lines.append(
+            f"| {way} | {one.first:.1f} | {one.all:.1f} | "
+            f"{f'{one.again:.1f}' if way == 'killed' else ''} | {one.registry:.2f} x | "
+            f"{one.most_sent:.2f} x | {', '.join(f'{share:.0%}' for share in came)} | "
+            f"{one.cpu:.1f} | {one.peak:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--mib", type=float, default=128, help="of the model")
+    parser.add_argument("--registry", type=float, default=12, help="MiB/s that it sends")
+    parser.add_argument("--node", type=float, default=24, help="MiB/s of a node, each way")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--simulate", action="store_true", help="what more nodes take")
+    parser.add_argument("--named", choices=[simulate.TREE, simulate.HOME], default=simulate.TREE)
+    parser.add_argument("--directory", type=Path)
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        directory = options.directory
+        if directory is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.mkdir(parents=True, exist_ok=True)
+        setup = Setup(
+            directory.resolve(),
+            options.nodes,
+            options.mib,
+            options.registry * MIB,
+            options.node * MIB,
+        )
+        costs = measure(setup, options.ways.split(","), options.rounds)
+    if options.json:
+        print(json.dumps({way: [asdict(one) for one in each] for way, each in costs.items()}))
+    else:
+        print(table(costs))
+    if options.simulate and "near" in costs:
+        file = sys.stderr if options.json else sys.stdout
+        print(f"\n{simulated(setup, costs, options.named)}", file=file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+"""What a fleet of any size takes: the rules of the nodes, without the bytes.
+
+    python benchmarks/simulate.py [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
+        [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--named tree|home]
+        [--order same|own] [--json]
+
+Events in simulated time, from seeds: the same figures on every machine. Each node has a wire up and
+a wire down, the registry one up; pieces queue for them as in wire.py. What is imitated: rendezvous
+homes for each range of 16 MiB, one flight a node and range, four flights for others at a time,
+upload slots and turns, busy homes that name holders, askers that pause and ask again, eight
+connections a node of which three are at large blobs, largest first, and the small ones from the
+smallest. What is not: deaths, CPU (a request costs ``--overhead`` seconds), and disks.
+
+``fleet.py --simulate`` calibrates it: the rate that the registry really gets across from the run
+without neighbours, the overhead from that with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import json
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+
+from events import MIB, Clock, Event, Process, Transfer, Wire
+
+RANGE = 16 * MIB
+HOMES, OTHERS, ASKED, HOLDERS, NAMED = 2, 2, 2, 16, 4  # as in worker/node
+FLIGHTS, WAITING, TURN, COMING = 4, 64, 2.0, 8.0
+CONNECTIONS, WIDTH = 8, 3  # as in content/
+HOPS = 12  # holders of holders that are asked, where these are named too
+HOME, TREE = "home", "tree"  # who names holders: the home alone, or whoever has sent a range
+SEEDS = 5  # runs of a small fleet: much of what it takes is chance
+COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is simulated. Rates in bytes a second."""
+
+    nodes: int
+    sizes: tuple[int, ...]
+    registry: float
+    node: float
+    overhead: float = 0.01  # seconds a request
+    begin: float = 1.25  # seconds within which the nodes see the tag
+    settle: float = 0.4  # seconds from the last byte until it is said that the model is here
+    uploads: int = 3  # as in worker/node/share.py
+    named: str = TREE
+    order: str = "same"
+    seed: int = 1
+
+
+@dataclass
+class Found:
+    """Seconds until the first and the last node had it; bytes sent by model size."""
+
+    nodes: int
+    first: float
+    all: float
+    registry: float
+    most_sent: float
+    requests: float  # of a node
+
+
+class Blob:
+    """A large blob of a node that is being fetched: the ranges that nobody has begun."""
+
+    def __init__(self, parts: list[tuple[int, int]]) -> None:
+        self.parts = deque(parts)
+
+
+@dataclass
+class Busy:
+    """The answer of a node that has enough to do, with those that have the range."""
+
+    holders: list[int] = field(default_factory=list)
+
+
+class Node:
+    """One node: what it has, what it sends, and whom it remembers."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self.fleet, self.number = fleet, number
+        self.up, self.down = Wire(fleet.rules.node), Wire(fleet.rules.node)
+        self.have: set[tuple[int, int]] = set()
+        self.flights: dict[tuple[int, int], Event] = {}
+        self.for_others = self.sending = self.inside = self.requests = 0
+        self.turns: deque[Event] = deque()
+        self.holders: dict[tuple[int, int], deque[int]] = {}
+        self.large: deque[Blob] = deque()
+        self.small: deque[tuple[int, int]] = deque()
+        self.active: list[Blob] = []
+        self.at_large = 0
+
+    # -- the pull
+
+    def pull(self) -> Process:
+        fleet = self.fleet
+        yield fleet.rng.uniform(0.0, fleet.rules.begin)
+        blobs = list(range(len(fleet.rules.sizes)))
+        if fleet.rules.order == "own":
+            fleet.rng.shuffle(blobs)
+            blobs.sort(key=lambda blob: fleet.rules.sizes[blob] <= RANGE)
+        for blob in blobs:
+            parts = fleet.parts[blob]
+            if len(parts) > 1:
+                if fleet.rules.order == "own":
+                    at = fleet.rng.randrange(len(parts))
+                    parts = parts[at:] + parts[:at]
+                self.large.append(Blob(parts))
+            else:
+                self.small.append(parts[0])
+        ends = [fleet.clock.start(self.connection()) for _ in range(CONNECTIONS)]
+        for end in ends:  # noqa: UP028 - what the clock sends is for this process
+            yield end
+        yield fleet.rules.settle
+        fleet.ends.append(fleet.clock.now)
+
+    def connection(self) -> Process:
+        """As content/fetch.py: large blobs first, small ones from the smallest beside them."""
+        while True:
+            if self.large and self.at_large < WIDTH:
+                blob = self.large.popleft()
+                yield from self.take(blob)
+            elif self.small:
+                yield from self.get(self.small.pop())
+            elif self.active and self.at_large < WIDTH and (other := self.join()) is not None:
+                yield from self.take(other)
+            elif self.large or self.active:
+                yield 0.1
+            else:
+                return
+
+    def take(self, blob: Blob) -> Process:
+        self.at_large += 1
+        self.active.append(blob)
+        while blob.parts:
+            yield from self.get(blob.parts.popleft())
+        self.active.remove(blob)
+        self.at_large -= 1
+
+    def join(self) -> Blob | None:
+        """The second half of what another connection still has before it."""
+        most = max(self.active, key=lambda blob: len(blob.parts))
+        if not most.parts:
+            return None
+        half = [most.parts.pop() for _ in range((len(most.parts) + 1) // 2)]
+        return Blob(half[::-1])
+
+    # -- one range
+
+    def get(self, part: tuple[int, int]) -> Process:
+        fleet = self.fleet
+        if part in self.have:
+            return
+        order = fleet.ranked(part)
+        for place, number in enumerate(order):
+            if number == self.number or place == HOMES:
+                for other in order[place + (number == self.number) :][:OTHERS]:
+                    if (yield from self.ask(fleet.nodes[other], part, is_local=True)) is True:
+                        self.have.add(part)
+                        return
+                break
+            if (yield from self.ask_home(fleet.nodes[number], part)):
+                self.have.add(part)
+                return
+        yield from self.fetch(part)
+
+    def ask_home(self, home: Node, part: tuple[int, int]) -> Process:
+        pause, began = 0.05, self.fleet.clock.now
+        while self.fleet.clock.now - began < 120.0:
+            answer = yield from self.ask(home, part)
+            if answer is True:
+                return True
+            if answer.holders and (yield from self.ask_holders(answer.holders, part)):
+                return True
+            yield self.fleet.rng.uniform(0.5, 1.0) * pause
+            pause = min(2 * pause, 1.0)
+        return False
+
+    def ask_holders(self, named: list[int], part: tuple[int, int]) -> Process:
+        """Those that a home names; and those that they name, where they do."""
+        rng, is_tree = self.fleet.rng, self.fleet.rules.named == TREE
+        hops = HOPS if is_tree else ASKED
+        queue, seen = rng.sample(named, len(named)), {self.number}
+        while queue and hops:
+            holder = queue.pop()
+            if holder in seen:
+                continue
+            seen.add(holder)
+            hops -= 1
+            answer = yield from self.ask(self.fleet.nodes[holder], part, is_local=True)
+            if answer is True:
+                return True
+            if isinstance(answer, Busy):
+                queue += answer.holders
+        return False
+
+    def ask(self, other: Node, part: tuple[int, int], *, is_local: bool = False) -> Process:
+        """A request to another node: True, a Busy, or False where it is not there."""
+        self.requests += 1
+        yield self.fleet.rules.overhead
+        answer = yield from other.answer(self, part, is_local)
+        return answer
+
+    # -- what others ask
+
+    def answer(self, asker: Node, part: tuple[int, int], is_local: bool) -> Process:
+        rules, holders = self.fleet.rules, self.named(asker, part, is_local)
+        is_full = self.sending >= rules.uploads and (holders or len(self.turns) >= WAITING // 2)
+        if is_full or self.inside >= WAITING:
+            return Busy(holders)
+        self.inside += 1
+        try:
+            if part not in self.have:
+                if is_local:
+                    return False
+                if not (yield from self.fetch_for_others(part)):
+                    return Busy()
+            if not (yield from self.turn()):
+                return Busy(self.named(asker, part, is_local))
+            yield Transfer(self.fleet.clock, self.up, asker.down, self.fleet.length(part)).ended
+            self.note(part, asker.number)
+            self.next()
+            return True
+        finally:
+            self.inside -= 1
+
+    def turn(self) -> Process:
+        if self.sending < self.fleet.rules.uploads:
+            self.sending += 1
+            return True
+        turn = Event()
+        self.turns.append(turn)
+        if (yield turn, TURN):
+            return True
+        if turn in self.turns:
+            self.turns.remove(turn)
+        return False
+
+    def next(self) -> None:
+        if self.turns:
+            self.fleet.clock.fire(self.turns.popleft())
+        else:
+            self.sending -= 1
+
+    def note(self, part: tuple[int, int], number: int) -> None:
+        found = self.holders.setdefault(part, deque(maxlen=HOLDERS))
+        if number not in found:
+            found.append(number)
+
+    def named(self, asker: Node, part: tuple[int, int], is_local: bool) -> list[int]:
+        if is_local and self.fleet.rules.named == HOME:
+            return []
+        known = [one for one in self.holders.get(part, ()) if one != asker.number]
+        return self.fleet.rng.sample(known, min(NAMED, len(known)))
+
+    # -- the registry
+
+    def fetch(self, part: tuple[int, int]) -> Process:
+        """For our own pull: one flight, whoever began it."""
+        if part not in self.have:
+            yield self.board(part)
+
+    def fetch_for_others(self, part: tuple[int, int]) -> Process:
+        if part not in self.flights:
+            if self.for_others >= FLIGHTS:
+                return False
+            self.for_others += 1
+            landed = self.board(part)
+            landed.waiting.append(lambda _: self.left())
+        return (yield self.flights[part], COMING)
+
+    def left(self) -> None:
+        self.for_others -= 1
+
+    def board(self, part: tuple[int, int]) -> Event:
+        if part in self.flights:
+            return self.flights[part]
+        fleet = self.fleet
+        landed = self.flights[part] = Event()
+
+        def fly() -> Process:
+            yield fleet.rules.overhead
+            yield Transfer(fleet.clock, fleet.registry, self.down, fleet.length(part)).ended
+            self.have.add(part)
+            fleet.clock.fire(landed)
+
+        fleet.clock.start(fly())
+        return landed
+
+
+class Fleet:
+    """All nodes, and the registry."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules, self.clock = rules, Clock()
+        self.rng = random.Random(rules.seed)
+        self.registry = Wire(rules.registry)
+        self.ends: list[float] = []
+        self.parts = [
+            [(blob, number) for number in range(-(-size // RANGE))]
+            for blob, size in enumerate(rules.sizes)
+        ]
+        self._ranked: dict[tuple[int, int], list[int]] = {}
+        self.nodes = [Node(self, number) for number in range(rules.nodes)]
+
+    def run(self) -> Found:
+        for node in self.nodes:
+            self.clock.start(node.pull())
+        self.clock.run()
+        size = sum(self.rules.sizes)
+        assert len(self.ends) == len(self.nodes)
+        return Found(
+            nodes=len(self.nodes),
+            first=min(self.ends),
+            all=max(self.ends),
+            registry=self.registry.passed / size,
+            most_sent=max(node.up.passed for node in self.nodes) / size,
+            requests=sum(node.requests for node in self.nodes) / len(self.nodes),
+        )
+
+    def length(self, part: tuple[int, int]) -> int:
+        blob, number = part
+        return min(RANGE, self.rules.sizes[blob] - number * RANGE)
+
+    def ranked(self, part: tuple[int, int]) -> list[int]:
+        """The first in the rendezvous order; the others are never asked."""
+        found = self._ranked.get(part)
+        if found is None:
+            key = f"\0{self.rules.seed}\0{part}".encode()
+
+            def weight(number: int) -> bytes:
+                return hashlib.blake2b(str(number).encode() + key, digest_size=8).digest()
+
+            count = HOMES + OTHERS + 1
+            found = heapq.nlargest(count, range(self.rules.nodes), key=weight)
+            self._ranked[part] = found
+        return found
+
+
+def simulate(rules: Rules) -> Found:
+    """One run."""
+    return Fleet(rules).run()
+
+
+def calibrate(rules: Rules, seconds: float) -> Rules:
+    """The overhead with which the last node has the model after so many ``seconds``; none where it
+    takes longer without any."""
+    low, high = 0.0, 0.5
+    for _ in range(8):
+        middle = (low + high) / 2
+        if mean(replace(rules, overhead=middle), SEEDS).all < seconds:
+            low = middle
+        else:
+            high = middle
+    return replace(rules, overhead=low)
+
+
+def mean(rules: Rules, seeds: int) -> Found:
+    """Of runs with several seeds."""
+    rows = [asdict(simulate(replace(rules, seed=seed))) for seed in range(1, seeds + 1)]
+    means = {key: sum(row[key] for row in rows) / seeds for key in rows[0]}
+    return Found(**means | {"nodes": rules.nodes})
+
+
+def compared(found: Found, measured: dict[str, float]) -> str:
+    """What was simulated beside what was measured."""
+    lines = ["| | measured | simulated | off by |", "|---|---|---|---|"]
+    for name, value in measured.items():
+        ours = getattr(found, name)
+        lines.append(
+            f"| {name.replace('_', ' ')} | {value:.2f} | {ours:.2f} | {ours / value - 1:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def fit(found: list[Found]) -> tuple[float, float, float]:
+    """Seconds as a + b * log2(nodes), and the largest error of it, by what was found."""
+    xs, ys = [math.log2(one.nodes) for one in found], [one.all for one in found]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mx) ** 2 for x in xs) or 1.0
+    slope = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / spread
+    start = my - slope * mx
+    return start, slope, max(abs(start + slope * x - y) / y for x, y in zip(xs, ys, strict=True))
+
+
+def table(found: list[Found]) -> str:
+    """For people: the series, what each doubling adds, and what that means."""
+    lines = ["| nodes | first s | all s | more | registry | most sent | requests of a node |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    before: Found | None = None
+    for one in found:
+        more = f"+{one.all - before.all:.1f} s" if before else ""
+        lines.append(
+            f"| {one.nodes} | {one.first:.1f} | {one.all:.1f} | {more} | {one.registry:.2f} x "
+            f"| {one.most_sent:.2f} x | {one.requests:.0f} |"
+        )
+        before = one
+    start, slope, error = fit(found)
+    lines.append(f"\n{start:.1f} s + {slope:.2f} s * log2(nodes), at most {error:.0%} from it; ")
+    lines[-1] += "it grows " + ("no faster than that." if is_logarithmic(found) else "FASTER.")
+    return "\n".join(lines)
+
+
+def is_logarithmic(found: list[Found]) -> bool:
+    """Whether doublings in the second half of the series add no more than those in the first,
+    with a tenth of the whole for chance."""
+    steps = [b.all - a.all for a, b in pairwise(found)]
+    if len(steps) < 2:
+        return True
+    half = len(steps) // 2
+    early, late = sum(steps[:half]) / half, sum(steps[-half:]) / half
+    return late <= max(early, 0.0) + 0.1 * found[0].all / half
+
+
+def series(rules: Rules, counts: Sequence[int] = COUNTS) -> list[Found]:
+    """Fleets of these sizes; small ones several times."""
+    return [mean(replace(rules, nodes=count), max(1, min(SEEDS, 512 // count))) for count in counts]
+
+
+def main() -> None:
+    from nodes import sizes
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default=",".join(map(str, COUNTS)))
+    parser.add_argument("--mib", type=float, default=128, help="of the model")
+    parser.add_argument("--registry", type=float, default=12, help="MiB/s that it sends")
+    parser.add_argument("--node", type=float, default=24, help="MiB/s of a node, each way")
+    parser.add_argument("--overhead", type=float, default=0.01, help="seconds a request")
+    parser.add_argument("--uploads", type=int, default=Rules.uploads, help="ranges sent at once")
+    parser.add_argument("--named", choices=[TREE, HOME], default=Rules.named, help="by whom")
+    parser.add_argument("--order", choices=["same", "own"], default=Rules.order, help="of blobs")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rules = Rules(
+        nodes=0,
+        sizes=tuple(sorted(sizes(options.mib), reverse=True)),
+        registry=options.registry * MIB,
+        node=options.node * MIB,
+        overhead=options.overhead,
+        uploads=options.uploads,
+        named=options.named,
+        order=options.order,
+    )
+    found = series(rules, [int(count) for count in options.nodes.split(",")])
+    print(json.dumps([asdict(one) for one in found]) if options.json else table(found))
+
+
+if __name__ == "__main__":
+    main()

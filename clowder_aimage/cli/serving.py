@@ -1,0 +1,179 @@
+"""What the commands have in common that serve until they are interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from clowder_aimage.errors import UsageError
+
+_MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # in time, perhaps
+_F = TypeVar("_F", bound=Callable[..., Any])
+NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
+_PER_CENT = click.FloatRange(0, 100)
+
+
+def node_options(command: _F) -> _F:
+    """The options that say what a node is to do."""
+    for option in reversed(
+        (
+            click.option(
+                "--desired",
+                type=click.Path(file_okay=False, path_type=Path),
+                metavar="DIR",
+                help="The files that say which models are to be here.",
+            ),
+            click.option(
+                "--prune/--no-prune",
+                default=None,
+                help="Let models go that nobody wants any more. [default: they stay]",
+            ),
+            click.option(
+                "--high",
+                type=_PER_CENT,
+                metavar="PERCENT",
+                help="How full the disk may be before unwanted models go. [default: 85]",
+            ),
+            click.option(
+                "--low",
+                type=_PER_CENT,
+                metavar="PERCENT",
+                help="How full it is then to be. [default: 80]",
+            ),
+            click.option(
+                "--min-age",
+                metavar="DURATION",
+                help="How long a model stays after its last use, full disk or not. [default: 2m]",
+            ),
+            click.option(
+                "--collect",
+                metavar="DURATION",
+                help="How often blobs go that nothing needs. [default: 10m]",
+            ),
+            click.option(
+                "--neighbour",
+                "neighbours",
+                multiple=True,
+                metavar="HOST:PORT",
+                help="Another node, or dns:NAME:PORT for all that a name stands for. Repeat.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def listening_options(what: str, address: str) -> Callable[[_F], _F]:
+    """The options that say where a server listens, to whom, how it ends, and what it says."""
+
+    def added(command: _F) -> _F:
+        for option in reversed(_listening(what, address)):
+            command = option(command)
+        return command
+
+    return added
+
+
+def _listening(what: str, address: str) -> list[Callable[[_F], _F]]:
+    path = click.Path(dir_okay=False, path_type=Path)
+    return [
+        click.option(
+            "--addr",
+            metavar="HOST:PORT",
+            help=f"Where to listen; port 0 picks a free one. [default: {address} without --socket]",
+        ),
+        click.option("--socket", type=path, help="Listen on this unix socket."),
+        click.option(
+            "--token-file", type=path, help="Serve only those who know a token in this file."
+        ),
+        click.option(
+            "--allow-host",
+            "allow_hosts",
+            multiple=True,
+            metavar="NAME",
+            help=f"A name that clients may call this {what} by. Repeat.",
+        ),
+        click.option(
+            "--grace",
+            metavar="DURATION",
+            help=f"How long requests get to end when the {what} is to. [default: 30s]",
+        ),
+        click.option(
+            "--log-format", type=click.Choice(["console", "json"]), help="[default: console]"
+        ),
+        click.option(
+            "--log-level",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            help="[default: info]",
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Imports that an extra brings. Raises UsageError: it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        raise UsageError(
+            f"{what} needs {error.name}, which is not installed",
+            hint=f"pip install 'clowder-aimage[{extra}]'",
+        ) from None
+
+
+def check_stores(stores: Sequence[Path]) -> None:
+    """See that there can be a store at all: a server that nobody watches must not begin in vain.
+
+    Raises:
+        UsageError: one of them is no directory, or the only one is not there and cannot be made.
+    """
+    for store in stores:
+        try:
+            if not _is_directory(store) and len(stores) == 1:
+                _try_to_make(store)
+        except OSError as error:
+            if error.errno not in _MENDS:
+                raise UsageError(
+                    f"{store} cannot be the store: {error.strerror or error}",
+                    hint="name a directory with --store, or in AIMAGE_STORE",
+                ) from None
+
+
+def _is_directory(store: Path) -> bool:
+    """Whether it is there. Raises OSError: something else is."""
+    try:
+        with os.scandir(store):
+            return True
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # to be listed, not to be used
+        if store.is_dir():
+            return True
+        raise
+
+
+def _try_to_make(store: Path) -> None:
+    """Make a directory where the store's first one would be made, and remove it. Raises OSError."""
+    place = store.absolute()
+    while not place.exists():
+        place = place.parent
+    Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
+
+
+def leave() -> NoReturn:
+    """Leave at once: a thread that still downloads is not waited for; the next pull goes on."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

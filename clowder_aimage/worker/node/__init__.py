@@ -1,0 +1,1 @@
+"""The node daemon: wanted models present on this machine, whatever happens."""

@@ -1,0 +1,175 @@
+"""Schemas of the two custom resources in deploy/kubernetes: of what is used there, and no more.
+
+Written down by us from the definitions: names of properties, their types, what is required, and
+that nothing else is there. The API servers of clusters know the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
+_TEXTS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "string"}}
+_METADATA = _object({"name": _TEXT, "namespace": _TEXT, "labels": _TEXTS}, "name")
+_DURATION: dict[str, Any] = {"type": "string", "pattern": r"^([0-9]+(ms|s|m|h))+$"}
+
+# kubernetes: autoscaling/v2, HorizontalPodAutoscalerBehavior
+_RULES = _object(
+    {
+        "stabilizationWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+        "selectPolicy": {"enum": ["Max", "Min", "Disabled"]},
+        "policies": _list(
+            _object(
+                {
+                    "type": {"enum": ["Pods", "Percent"]},
+                    "value": {"type": "integer", "minimum": 1},
+                    "periodSeconds": {"type": "integer", "minimum": 1, "maximum": 1800},
+                },
+                "type",
+                "value",
+                "periodSeconds",
+            )
+        ),
+    }
+)
+
+# kedacore/keda, config/crd/bases/keda.sh_scaledobjects.yaml; keda.sh, "ScaledObject specification"
+# and "Prometheus" (2.15): what a trigger's metadata may be called.
+SCALED_OBJECT = _object(
+    {
+        "apiVersion": {"const": "keda.sh/v1alpha1"},
+        "kind": {"const": "ScaledObject"},
+        "metadata": _METADATA,
+        "spec": _object(
+            {
+                "scaleTargetRef": _object(
+                    {"apiVersion": _TEXT, "kind": _TEXT, "name": _TEXT}, "name"
+                ),
+                "pollingInterval": _COUNT,
+                "cooldownPeriod": _COUNT,
+                "minReplicaCount": _COUNT,
+                "maxReplicaCount": _COUNT,
+                "fallback": _object(
+                    {"failureThreshold": _COUNT, "replicas": _COUNT}, "failureThreshold", "replicas"
+                ),
+                "advanced": _object(
+                    {
+                        "restoreToOriginalReplicaCount": {"type": "boolean"},
+                        "horizontalPodAutoscalerConfig": _object(
+                            {"behavior": _object({"scaleUp": _RULES, "scaleDown": _RULES})}
+                        ),
+                    }
+                ),
+                "triggers": _list(
+                    _object(
+                        {
+                            "type": {"const": "prometheus"},
+                            "name": _TEXT,
+                            "metricType": {"enum": ["AverageValue", "Value"]},
+                            "metadata": _object(
+                                {
+                                    "serverAddress": {"type": "string", "pattern": "^https?://"},
+                                    "query": _TEXT,
+                                    "threshold": {"type": "string", "pattern": r"^[0-9.]+$"},
+                                    "activationThreshold": {"type": "string"},
+                                    "ignoreNullValues": {"enum": ["true", "false"]},
+                                },
+                                "serverAddress",
+                                "query",
+                                "threshold",
+                            ),
+                        },
+                        "type",
+                        "metadata",
+                    )
+                ),
+            },
+            "scaleTargetRef",
+            "triggers",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+
+# prometheus-operator/prometheus-operator,
+# example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml (0.84.1)
+SERVICE_MONITOR = _object(
+    {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "ServiceMonitor"},
+        "metadata": _METADATA,
+        "spec": _object(
+            {
+                "selector": _object({"matchLabels": _TEXTS}, "matchLabels"),
+                "endpoints": _list(
+                    _object(
+                        {
+                            "port": _TEXT,
+                            "path": {"type": "string", "pattern": "^/"},
+                            "scheme": {"enum": ["http", "https"]},
+                            "interval": _DURATION,
+                            "scrapeTimeout": _DURATION,
+                            "authorization": _object(
+                                {
+                                    "type": _TEXT,
+                                    "credentials": _object({"name": _TEXT, "key": _TEXT}, "key"),
+                                }
+                            ),
+                            "relabelings": _list(
+                                _object(
+                                    {
+                                        "action": _TEXT,
+                                        "sourceLabels": _list(
+                                            {
+                                                "type": "string",
+                                                "pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$",
+                                            }
+                                        ),
+                                        "targetLabel": _TEXT,
+                                        "regex": _TEXT,
+                                        "replacement": {"type": "string"},
+                                    }
+                                )
+                            ),
+                        },
+                        "port",
+                    )
+                ),
+            },
+            "selector",
+            "endpoints",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+
+SCHEMAS = {"ScaledObject": SCALED_OBJECT, "ServiceMonitor": SERVICE_MONITOR}
+
+
+def faults(document: dict[str, Any]) -> list[str]:
+    """What a custom resource says that its definition does not know."""
+    validator = jsonschema.Draft202012Validator(SCHEMAS[document["kind"]])
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]

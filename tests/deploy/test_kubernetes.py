@@ -1,0 +1,254 @@
+"""The manifests in deploy/kubernetes are valid, belong together, and give pods what they need."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy import crd
+from tests.deploy.cluster import (
+    GUIDE,
+    KUBERNETES,
+    KUSTOMIZATIONS,
+    OVERLAYS,
+    SECRETS,
+    built,
+    files,
+    generated_from,
+    is_selected,
+    kubectl,
+    kustomization,
+    listens_on,
+    manifests,
+    name,
+    of_kind,
+    parsed,
+    pods,
+)
+from tests.deploy.metrics import SAMPLES, names, wrong_labels
+
+# The oldest in which image volumes are on where the runtime has them is 1.35; ours need no more
+# than 1.33, and the newest that the validator knows shows what is gone.
+VERSIONS = ("1.33", "1.37")
+
+
+def build(overlay: Path) -> list[dict[str, Any]]:
+    return parsed(built(overlay, kubectl()))
+
+
+def validate(file: Path, version: str) -> subprocess.CompletedProcess[str]:
+    """``kubernetes-validate --strict``; without it the test is skipped, as ``tool`` does."""
+    if importlib.util.find_spec("kubernetes_validate") is None:
+        missing = "kubernetes-validate is not installed"
+        pytest.fail(missing) if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip(
+            missing
+        )
+    command = [sys.executable, "-m", "kubernetes_validate", "--strict", "-k", version, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+# -- kustomize
+
+
+@pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=name)
+def test_what_a_kustomization_lists_is_there(path: Path) -> None:
+    found = kustomization(path)
+    for entry in (*found.get("resources", ()), *found.get("components", ())):
+        target = path.parent / entry
+        assert target.is_file() or (target / "kustomization.yaml").is_file(), entry
+    for entry in found.get("components", ()):
+        assert kustomization(path.parent / entry / "kustomization.yaml")["kind"] == "Component"
+    for file in generated_from(path):
+        assert file.is_file(), file
+    assert not {"patches", "patchesStrategicMerge"} & set(found), "teach this test about patches"
+
+
+def test_no_manifest_is_forgotten() -> None:
+    listed = {
+        (path.parent / entry).resolve()
+        for path in KUSTOMIZATIONS
+        for entry in (
+            *kustomization(path).get("resources", ()),
+            *kustomization(path).get("components", ()),
+        )
+    }
+    examples = set((KUBERNETES / "examples").iterdir())
+    assert {file.resolve() for file in files()} - examples == {p for p in listed if p.is_file()}
+    assert {p.parent for p in KUSTOMIZATIONS} - set(OVERLAYS) <= listed
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
+def test_kustomize_puts_an_overlay_together(overlay: Path) -> None:
+    found = build(overlay)
+    assert {"Namespace", "DaemonSet", "ServiceAccount", "NetworkPolicy"} <= {
+        one["kind"] for one in found
+    }
+    keys = [(one["kind"], one["metadata"]["name"]) for one in found]
+    assert len(keys) == len(set(keys))
+    namespaced = [one for one in found if one["kind"] != "Namespace"]
+    assert {one["metadata"].get("namespace") for one in namespaced} == {"aimage"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
+def test_kubernetes_knows_every_key(overlay: Path, version: str, tmp_path: Path) -> None:
+    file = tmp_path / "built.yaml"
+    file.write_text(built(overlay, kubectl()))
+    done = validate(file, version)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count("passed for resource") >= 8, said
+    unknown = set(re.findall(r"Couldn't find schema for kind (\w+)", said))
+    assert unknown <= set(crd.SCHEMAS), said
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("file", sorted((KUBERNETES / "examples").iterdir()), ids=name)
+def test_kubernetes_knows_every_key_of_an_example(file: Path, version: str) -> None:
+    done = validate(file, version)
+    assert done.returncode == 0 and "passed for resource" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_validator_refuses_a_wrong_key(tmp_path: Path) -> None:
+    wrong = tmp_path / "daemonset.yaml"
+    text = (KUBERNETES / "node" / "daemonset.yaml").read_text()
+    wrong.write_text(text.replace("readOnlyRootFilesystem:", "readOnlyRootFileSystem:"))
+    assert validate(wrong, VERSIONS[-1]).returncode != 0
+
+
+def test_custom_resources_keep_to_their_definitions() -> None:
+    found = [one for one in manifests() if one["kind"] in crd.SCHEMAS]
+    assert {one["kind"] for one in found} == set(crd.SCHEMAS)
+    for one in found:
+        assert crd.faults(one) == [], one["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("ScaledObject", lambda spec: spec.update(minReplicas=1)),
+        ("ScaledObject", lambda spec: spec["triggers"][0]["metadata"].update(threshold=2)),
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(interval=30)),
+        ("ServiceMonitor", lambda spec: spec.pop("selector")),
+    ],
+)
+def test_the_definitions_refuse_what_is_wrong(kind: str, change: Any) -> None:
+    wrong = copy.deepcopy(of_kind(kind)[0])
+    change(wrong["spec"])
+    assert crd.faults(wrong) != []
+
+
+# -- what belongs together
+
+
+def test_services_lead_to_pods() -> None:
+    for service in of_kind("Service"):
+        (pod,) = [pod for pod in pods(manifests()) if is_selected(pod, service["spec"]["selector"])]
+        ports = {port["name"] for c in pod.containers for port in c["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def test_neighbours_are_asked_for_by_the_name_that_has_their_addresses() -> None:
+    (daemon,) = pods(of_kind("DaemonSet"))
+    (container,) = daemon.containers
+    (neighbour,) = [a for a in container["args"] if a.startswith("--neighbour=")]
+    kind, host, port = neighbour.partition("=")[2].split(":")
+    (service,) = [s for s in of_kind("Service") if s["metadata"]["name"] == host]
+    assert kind == "dns"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert is_selected(daemon, service["spec"]["selector"])
+    assert int(port) == service["spec"]["ports"][0]["port"] == listens_on(container)
+
+
+def test_monitors_find_services_and_their_ports() -> None:
+    for monitor in of_kind("ServiceMonitor"):
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        (service,) = [
+            s for s in of_kind("Service") if labels.items() <= s["metadata"]["labels"].items()
+        ]
+        ports = {port["name"] for port in service["spec"]["ports"]}
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert endpoint["port"] in ports
+            assert endpoint["authorization"]["credentials"]["name"] in SECRETS
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
+def test_one_autoscaler_counts_the_workers(overlay: Path) -> None:
+    found = build(overlay)
+    scalers = of_kind("HorizontalPodAutoscaler", found) + of_kind("ScaledObject", found)
+    workers = of_kind("Deployment", found)
+    assert len(scalers) == len(workers)
+    for scaler, worker in zip(scalers, workers, strict=True):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) == ("Deployment", worker["metadata"]["name"])
+        assert "replicas" not in worker["spec"], "applying it again would undo the autoscaler"
+        spec = scaler["spec"]
+        least = spec.get("minReplicas", spec.get("minReplicaCount"))
+        assert 1 <= least < spec.get("maxReplicas", spec.get("maxReplicaCount"))
+
+
+def test_autoscalers_look_at_the_length_of_the_queue() -> None:
+    (own,) = of_kind("HorizontalPodAutoscaler")
+    (metric,) = own["spec"]["metrics"]
+    (keda,) = of_kind("ScaledObject")
+    (trigger,) = keda["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    queue = "aimage_generation_queue_depth"
+    assert metric["pods"]["metric"]["name"] == queue and names(query) == {queue}
+    assert queue in SAMPLES and wrong_labels(query) == set()
+    targets = (metric["pods"]["target"]["averageValue"], trigger["metadata"]["threshold"])
+    assert len(set(targets)) == 1, "both mean the same"
+
+
+def test_a_drain_is_not_blocked_for_ever() -> None:
+    (budget,) = of_kind("PodDisruptionBudget")
+    (worker,) = pods(of_kind("Deployment"))
+    assert is_selected(worker, budget["spec"]["selector"]["matchLabels"])
+    assert budget["spec"]["maxUnavailable"] >= 1 and "minAvailable" not in budget["spec"]
+
+
+def test_nothing_passes_that_no_policy_names() -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind("NetworkPolicy")}
+    nothing = policies.pop("aimage-nothing")
+    assert nothing == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for pod in pods(manifests()):
+        if pod.kind == "Pod":
+            continue
+        (spec,) = [
+            spec
+            for spec in policies.values()
+            if is_selected(pod, spec["podSelector"]["matchLabels"])
+        ]
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        assert all(rule["from"] and rule["ports"] for rule in spec["ingress"])
+        assert all(rule["to"] and rule["ports"] for rule in spec["egress"])
+        named = {p["name"] for c in pod.containers for p in c["ports"]}
+        asked = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
+        assert asked <= named
+
+
+def test_pods_reach_no_metadata_of_a_cloud() -> None:
+    blocks = [
+        peer["ipBlock"]
+        for one in of_kind("NetworkPolicy")
+        for rule in one["spec"].get("egress", ())
+        for peer in rule["to"]
+        if "ipBlock" in peer
+    ]
+    assert blocks
+    for block in blocks:
+        reserved = "169.254.0.0/16" if "." in block["cidr"] else "fd00:ec2::254/128"
+        assert reserved in block["except"]
+
+
+def test_the_guide_says_what_it_was_checked_against() -> None:
+    assert "against Kubernetes' schemas of {} and\n{}".format(*VERSIONS) in GUIDE.read_text()

@@ -1,0 +1,325 @@
+"""Pods in deploy/kubernetes may do little, and what they are told is what the program takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import pytest
+
+from clowder_aimage import __version__, schema
+from clowder_aimage.cli.main import cli
+from clowder_aimage.oci import Reference
+from tests.deploy.cluster import (
+    GUIDE,
+    KUBERNETES,
+    KUSTOMIZATIONS,
+    OVERLAYS,
+    SECRETS,
+    Pod,
+    built,
+    called,
+    complaints,
+    generated_from,
+    kubectl,
+    kustomization,
+    listens_on,
+    manifests,
+    name,
+    of_kind,
+    parsed,
+    pods,
+    read,
+)
+from tests.deploy.test_deploy import is_pinned
+from tests.deploy.written import ROOT
+from tests.docs.document import Document
+
+IMAGE = f"registry.example.com/clowder-aimage:{__version__}"
+
+
+def build(overlay: Path) -> list[dict[str, Any]]:
+    return parsed(built(overlay, kubectl()))
+
+
+# -- what they may do
+
+
+@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
+def test_a_pod_may_do_little(pod: Pod) -> None:
+    assert complaints(pod) == []
+
+
+def test_there_are_pods_to_look_at() -> None:
+    assert {called(pod) for pod in pods(manifests())} == {
+        "DaemonSet/aimage-node",
+        "Deployment/aimage-worker",
+        "Pod/aimage-volume",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("securityContext", "runAsNonRoot"), False),
+        (("securityContext", "runAsUser"), 0),
+        (("securityContext", "runAsGroup"), 0),
+        (("securityContext", "seccompProfile"), {"type": "Unconfined"}),
+        (("hostNetwork",), True),
+        (("automountServiceAccountToken",), True),
+        (("enableServiceLinks",), True),
+        (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False),
+        (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True),
+        (("containers", 0, "securityContext", "privileged"), True),
+        (("containers", 0, "securityContext", "capabilities"), {"drop": ["NET_RAW"]}),
+        (("containers", 0, "securityContext", "capabilities", "add"), ["SYS_ADMIN"]),
+        (("containers", 0, "securityContext", "runAsUser"), 0),
+        (("containers", 0, "resources", "limits"), {}),
+    ],
+)
+def test_the_judge_of_pods_can_refuse(path: tuple[Any, ...], value: object) -> None:
+    daemon = copy.deepcopy(of_kind("DaemonSet")[0])
+    (pod,) = pods([daemon])
+    where: Any = pod.spec
+    for key in path[:-1]:
+        where = where[key]
+    where[path[-1]] = value
+    assert complaints(pod) != []
+
+
+def test_the_judge_looks_at_containers_that_run_first() -> None:
+    daemon = copy.deepcopy(of_kind("DaemonSet")[0])
+    (pod,) = pods([daemon])
+    pod.spec["initContainers"] = [{"name": "chown", "securityContext": {"runAsUser": 0}}]
+    assert any(complaint.startswith("chown: may be root") for complaint in complaints(pod))
+
+
+@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
+def test_an_image_is_of_this_release(pod: Pod) -> None:
+    for container in pod.containers:
+        assert container["image"] == IMAGE
+        assert is_pinned(container["image"])
+
+
+def test_overlays_name_this_release_too() -> None:
+    for overlay in OVERLAYS:
+        (image,) = kustomization(overlay / "kustomization.yaml")["images"]
+        assert f"{image['name']}:{image['newTag']}" == IMAGE
+
+
+def test_nobody_has_a_right() -> None:
+    """No role, no binding; the one account's token is mounted nowhere."""
+    assert not {one["kind"] for one in manifests()} & {
+        "Role",
+        "ClusterRole",
+        "RoleBinding",
+        "ClusterRoleBinding",
+    }
+    (account,) = of_kind("ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    running = [pod for pod in pods(manifests()) if pod.kind != "Pod"]
+    assert {pod.spec["serviceAccountName"] for pod in running} == {account["metadata"]["name"]}
+
+
+def test_the_one_place_of_a_node_is_the_store() -> None:
+    """Made by whoever runs the node: what the kubelet makes there belongs to root."""
+    found = {
+        (volume["name"], volume["hostPath"]["path"], volume["hostPath"]["type"])
+        for pod in pods(manifests())
+        for volume in pod.spec["volumes"]
+        if "hostPath" in volume
+    }
+    assert found == {("store", "/var/lib/aimage", "Directory")}
+    (owner,) = re.findall(r"install -d -o (\d+) -g (\d+) .*/var/lib/aimage", GUIDE.read_text())
+    contexts = [p.spec["securityContext"] for p in pods(manifests()) if p.kind != "Pod"]
+    assert {(str(c["runAsUser"]), str(c["runAsGroup"])) for c in contexts} == {owner}
+
+
+@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
+def test_what_is_mounted_is_there(pod: Pod) -> None:
+    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+    mounts = [mount for container in pod.containers for mount in container["volumeMounts"]]
+    assert {mount["name"] for mount in mounts} == set(volumes)
+    assert not [mount for mount in mounts if "subPath" in mount], "it would never be updated"
+    writable = {mount["name"] for mount in mounts if not mount.get("readOnly")}
+    assert writable <= {"store", "tmp"}
+    generated = {
+        generator["name"]
+        for path in KUSTOMIZATIONS
+        for generator in kustomization(path).get("configMapGenerator", ())
+    }
+    for volume in volumes.values():
+        if "configMap" in volume:
+            assert volume["configMap"]["name"] in generated
+        if "secret" in volume:
+            assert volume["secret"]["secretName"] in SECRETS
+            assert volume["secret"]["defaultMode"] & 0o007 == 0
+        if "emptyDir" in volume:
+            assert "sizeLimit" in volume["emptyDir"], "a pod could fill its node"
+
+
+def test_secrets_are_asked_for_and_never_here() -> None:
+    assert of_kind("Secret") == []
+    guide = GUIDE.read_text()
+    for secret in SECRETS:
+        assert re.search(rf"create secret \S+(?: \S+)* {secret}\b", guide), secret
+    for path in KUBERNETES.rglob("*"):
+        if path.is_file():
+            assert "secretGenerator" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("pod", [p for p in pods(manifests()) if p.kind != "Pod"], ids=called)
+def test_probes_ask_what_answers_without_a_token(pod: Pod) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    from clowder_aimage.worker.api import health
+    from clowder_aimage.worker.route import OPEN
+    from clowder_aimage.worker.service import Service
+
+    routes = health.routes(cast(Service, None))
+    is_open = {route.path for route in routes if route.scope == OPEN}
+    (container,) = pod.containers
+    probes = {
+        kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")
+    }
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "startup": "/healthz",
+        "liveness": "/healthz",
+        "readiness": "/readyz",
+    }
+    assert {probe["path"] for probe in probes.values()} <= is_open
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {ports[probe["port"]] for probe in probes.values()} == {listens_on(container)}
+    monitored = {e["path"] for one in of_kind("ServiceMonitor") for e in one["spec"]["endpoints"]}
+    assert monitored <= {route.path for route in routes}
+
+
+# -- command lines
+
+
+@pytest.mark.parametrize("pod", [p for p in pods(manifests()) if p.kind != "Pod"], ids=called)
+def test_every_option_is_one_that_the_program_takes(pod: Pod) -> None:
+    (container,) = pod.containers
+    verb, *options = container["args"]
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None, f"aimage has no verb {verb}"
+    try:
+        command.make_context(verb, list(options))
+    except click.ClickException as error:
+        pytest.fail(f"aimage {verb}: {error.format_message()}")
+
+
+def test_the_worker_takes_every_value() -> None:
+    pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+    from clowder_aimage.cli.serve import serve
+    from clowder_aimage.worker.settings import effective
+
+    (worker,) = pods(of_kind("Deployment"))
+    options = serve.make_context("serve", worker.containers[0]["args"][1:]).params
+    said, _ = effective({**options, "aliases": ",".join(options["aliases"])}, None)
+    assert worker.spec["terminationGracePeriodSeconds"] >= said.grace + 10
+    assert said.token_file is not None, "it listens on every address"
+
+
+def test_paths_on_command_lines_are_mounted() -> None:
+    for pod in pods(manifests()):
+        for container in pod.containers:
+            mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+            values = [a.partition("=")[2] for a in container.get("args", ())]
+            values += [entry["value"] for entry in container.get("env", ())]
+            for value in values:
+                if value.startswith("/"):
+                    assert any(value == m or value.startswith(f"{m}/") for m in mounted), value
+
+
+# -- the desired state and the configuration
+
+
+def lists() -> list[Path]:
+    return sorted({f for p in KUSTOMIZATIONS for f in generated_from(p) if f.suffix == ".yaml"})
+
+
+@pytest.mark.parametrize("file", lists(), ids=name)
+def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
+    from clowder_aimage.worker.node.desired import read_directory
+
+    (tmp_path / file.name).write_text(file.read_text())
+    desired = read_directory(tmp_path)
+    assert len(desired.files) == 1
+    if file.parent in OVERLAYS:
+        assert desired.wants
+
+
+def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
+    from clowder_aimage.worker.node.desired import read_directory
+
+    (block,) = [b for b in Document(GUIDE).blocks if b.text.startswith("- ref:")]
+    (tmp_path / "models.yaml").write_text(block.text)
+    first, second = sorted(read_directory(tmp_path).wants, key=lambda want: -want.priority)
+    assert (first.pin, first.policy, first.refresh) == (True, "always", 300.0)
+    assert second.components == ("vae",) and second.digest is not None
+
+
+def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
+    from clowder_aimage.worker.node.desired import read_directory
+
+    text = (KUBERNETES / "node" / "desired" / "models.yaml").read_text()
+    lines = [line[2:] for line in text.splitlines() if re.match(r"# (- |  )", line)]
+    (tmp_path / "models.yaml").write_text("\n".join(lines))
+    (want,) = read_directory(tmp_path).wants
+    assert want.pin and want.refresh == 300.0
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
+def test_a_new_list_of_models_restarts_nobody(overlay: Path) -> None:
+    """The list keeps its name, and the daemon sees the file change; the configuration, which is
+    read once, gets a name of its own for each content, and pods are replaced."""
+    found = build(overlay)
+    maps = {one["metadata"]["name"]: one["data"] for one in of_kind("ConfigMap", found)}
+    assert "aimage-desired" in maps
+    (configuration,) = [key for key in maps if re.fullmatch(r"aimage-config-\w{10}", key)]
+    (daemon,) = pods(of_kind("DaemonSet", found))
+    used = {v["configMap"]["name"] for v in daemon.spec["volumes"] if "configMap" in v}
+    assert used == {"aimage-desired", configuration}
+    schema.validate("config", json.loads(maps[configuration]["config.json"]))
+
+
+# -- image volumes
+
+
+def test_the_example_mounts_a_model_and_nothing_else() -> None:
+    (example,) = read(KUBERNETES / "examples" / "image-volume.yaml")
+    (pod,) = pods([example])
+    (volume,) = pod.spec["volumes"]
+    reference = Reference.parse(volume["image"]["reference"])
+    assert reference.registry is not None and reference.tag not in (None, "latest")
+    (mount,) = pod.containers[0]["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": "/model", "readOnly": True}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "annotation"),
+    [("clowder", "vnd.clowder.aimage.name"), ("modelpack", "org.cncf.model.filepath")],
+)
+def test_layers_say_their_names_as_the_guide_has_it(
+    dialect: str, annotation: str, tmp_path: Path
+) -> None:
+    """Runtimes look for a title (CRI-O, internal/ociartifact/store.go): the guide says who finds
+    nothing, and has to say something else once layers have one."""
+    store = tmp_path / "store"
+    make = ["create", "-q", "tiny", str(ROOT / "examples" / "tiny")]
+    make += ["--dialect", dialect, "--store", str(store)]
+    done = subprocess.run(
+        [sys.executable, "-m", "clowder_aimage.cli", *make], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    digest = done.stdout.strip().removeprefix("sha256:")
+    layers = json.loads((store / "blobs" / "sha256" / digest).read_bytes())["layers"]
+    assert layers and all(annotation in layer["annotations"] for layer in layers)
+    assert not [one for one in layers if "org.opencontainers.image.title" in one["annotations"]]
+    assert f"`{annotation}`" in GUIDE.read_text()

@@ -1,0 +1,85 @@
+"""Copies at once into one layout: each ends with all that it brought published."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import pytest
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.errors import NoSpaceError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor
+
+KIND = "application/octet-stream"
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+def begun(layout):
+    """A small blob that is all there, and not committed."""
+    data = os.urandom(1000)
+    content = Descriptor.of(KIND, data)
+    ingest = layout.ingest(content.digest.encoded, content)
+    ingest.write_at(0, data)
+    return content, ingest
+
+
+def is_here(layout, content):
+    return ImageLayout(layout.root).exists(content)
+
+
+def test_who_leaves_first_has_what_it_brought(layout):
+    with layout.batch():
+        with layout.batch():
+            content, ingest = begun(layout)
+            ingest.commit(content)
+            assert not is_here(layout, content)  # it waits
+        assert is_here(layout, content)
+
+
+def test_who_leaves_last_has_what_it_brought_after_the_first_has_left(layout):
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(layout.batch())
+        second.enter_context(layout.batch())
+        content, ingest = begun(layout)
+        first.close()
+        ingest.commit(content)
+        second.close()
+        assert is_here(layout, content)
+
+
+def test_what_comes_after_all_have_left_is_published_at_once(layout):
+    with layout.batch():
+        content, ingest = begun(layout)
+    ingest.commit(content)
+    assert is_here(layout, content)
+    layout.push(content, bytes_body(b""))  # nothing is locked either
+
+
+def test_blobs_that_could_not_be_kept_are_a_failure_for_all_who_share_the_batch(
+    layout, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(layout.batch())
+        second.enter_context(layout.batch())
+        content, ingest = begun(layout)
+        ingest.commit(content)
+        with monkeypatch.context() as patched:
+            patched.setattr("clowder_aimage.layout.ingest.FileIngest.rename", full)
+            with pytest.raises(NoSpaceError):
+                first.close()
+        with pytest.raises(NoSpaceError):
+            second.close()
+    assert not is_here(layout, content)
+    with layout.batch():
+        other, ingest = begun(layout)
+        ingest.commit(other)
+    assert is_here(layout, other)

@@ -1,0 +1,221 @@
+"""Records that cannot be read: nobody takes them for records that are not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from clowder_aimage.errors import StoreError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import record as record_module
+from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.index import read_index
+from clowder_aimage.layout.record import Records, file_name
+from clowder_aimage.oci import Reference
+from tests import process
+from tests.content.artifact import put_artifact
+from tests.process import Aimage
+
+KIND = "wanted"
+KEY = "h.io/a:v1"
+FAULTS = pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Two of them."""
+    found = Records(tmp_path / "store", KIND)
+    for key in (KEY, "other"):
+        found.put(key, {"n": 1}, durable=False)
+    return found
+
+
+def break_calls(monkeypatch, name, place, number):
+    """Let a call of the operating system fail for what is at ``place``, or below it."""
+    real = getattr(os, name)
+
+    def broken(path, *arguments, **options):
+        if not isinstance(path, int) and os.fspath(path).startswith(str(place)):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, name, broken)
+
+
+def drop_rights(monkeypatch):
+    """Let processes begin that may not read everything, even where root begins them."""
+    if os.geteuid() == 0:
+        if not (setpriv := shutil.which("setpriv")):
+            pytest.skip("root may read anything, and there is no setpriv")
+        bare = [setpriv, "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all"]
+        monkeypatch.setattr(process, "PROGRAM", [*bare, *process.PROGRAM])
+
+
+def directory(records):
+    return records._root / ".aimage" / KIND
+
+
+# -- there or not
+
+
+@pytest.mark.parametrize("there", ["", "store", "store/.aimage", f"store/.aimage/{KIND}"])
+def test_where_nothing_was_ever_written_there_is_nothing(tmp_path, there):
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    records = Records(tmp_path / "store", KIND)
+    assert (records.names(), list(records.items()), records.get(KEY)) == (set(), [], None)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"key": 7}', b"\xff"])
+def test_what_is_damaged_or_gone_says_nothing(records, raw):
+    path = directory(records) / file_name(KEY)
+    path.write_bytes(raw)
+    assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
+    path.unlink()
+    assert records.get(KEY) is None and records.names() == {file_name("other")}
+    path.mkdir()
+    assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
+
+
+# -- there, and not to be read
+
+
+@FAULTS
+def test_names_that_cannot_be_listed_are_no_empty_set(records, monkeypatch, number):
+    break_calls(monkeypatch, "listdir", directory(records), number)
+    for ask in (records.names, lambda: list(records.items())):
+        with pytest.raises(StoreError, match=os.strerror(number)) as caught:
+            ask()
+        assert str(directory(records)) in caught.value.message
+    monkeypatch.undo()
+    assert len(records.names()) == 2
+
+
+@FAULTS
+def test_a_record_that_cannot_be_opened_is_not_one_that_is_gone(records, monkeypatch, number):
+    path = directory(records) / file_name(KEY)
+    break_calls(monkeypatch, "open", path, number)
+    for ask in (
+        lambda: records.get(KEY),
+        lambda: records.read(path.name),
+        lambda: list(records.items()),
+        lambda: records.restore(KEY, {"key": KEY, "n": 2}),
+    ):
+        with pytest.raises(StoreError, match=os.strerror(number)) as caught:
+            ask()
+        assert str(path) in caught.value.message
+    assert records.get("other") == {"key": "other", "n": 1}
+
+
+def test_a_record_that_breaks_off_is_not_one_that_is_gone(records, monkeypatch):
+    def failing(_):
+        return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte is an input/output error
+
+    monkeypatch.setattr(record_module, "open_plain", failing)
+    with pytest.raises(StoreError, match="Input/output error") as caught:
+        records.get(KEY)
+    assert file_name(KEY) in caught.value.message
+
+
+def test_a_file_in_the_place_of_the_directory_is_said(records):
+    shutil.rmtree(directory(records))
+    directory(records).write_text("no directory")
+    for ask in (records.names, lambda: records.get(KEY)):
+        with pytest.raises(StoreError, match="Not a directory"):
+            ask()
+
+
+def test_a_store_that_is_a_file_is_said(tmp_path):
+    (tmp_path / "store").write_text("no directory")
+    with pytest.raises(StoreError, match="is not a directory"):
+        Records(tmp_path / "store", KIND).names()
+
+
+def test_a_link_in_the_place_of_the_directory_is_said_and_not_followed(records, tmp_path):
+    directory(records).rename(tmp_path / "elsewhere")
+    directory(records).symlink_to(tmp_path / "elsewhere")
+    for ask in (records.names, lambda: records.get(KEY), lambda: list(records.items())):
+        with pytest.raises(StoreError, match="is a link"):
+            ask()
+
+
+# -- those who ask
+
+
+@pytest.fixture
+def layout(tmp_path):
+    """Two names, of which one is pinned."""
+    layout = ImageLayout(tmp_path / "store")
+    for name in ("kept:v1", "other:v1"):
+        put_artifact(layout, name, name.encode())
+    layout.pins.put("kept:v1", {}, durable=False)
+    return layout
+
+
+def everything(layout):
+    """The names, and the blobs."""
+    blobs = {path.name for path in (layout.root / "blobs" / "sha256").iterdir()}
+    return {name for name, _ in layout.tags()}, blobs
+
+
+@FAULTS
+@pytest.mark.parametrize(
+    ("call", "below"),
+    [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{file_name('kept:v1')}")],
+)
+def test_pins_that_cannot_be_read_let_nothing_go(layout, monkeypatch, number, call, below):
+    before = everything(layout)
+    break_calls(monkeypatch, call, layout.root / below, number)
+    with pytest.raises(StoreError, match=os.strerror(number)):
+        Collector(layout, grace=0).run(max_size=0)
+    monkeypatch.undo()
+    assert everything(layout) == before
+    Collector(layout, grace=0).run(max_size=0)
+    assert everything(layout)[0] == {"kept:v1"}
+
+
+@FAULTS
+def test_names_that_cannot_be_read_let_nothing_go(layout, monkeypatch, number):
+    """Another tool has dropped a name: only the records know it."""
+    (layout.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
+    before = everything(layout)
+    break_calls(monkeypatch, "listdir", layout.root / ".aimage" / "names", number)
+    with pytest.raises(StoreError, match=os.strerror(number)):
+        Collector(layout, grace=0).run()
+    with pytest.raises(StoreError, match=os.strerror(number)):
+        read_index(layout.root)
+    monkeypatch.undo()
+    assert everything(layout) == before and before[0] == {"kept:v1", "other:v1"}
+
+
+@FAULTS
+def test_a_name_whose_record_cannot_be_read_stays_and_means_the_same(layout, monkeypatch, number):
+    before, other = everything(layout), layout.resolve(Reference.parse("other:v1"))
+    kept = layout.resolve(Reference.parse("kept:v1"))
+    path = layout.root / ".aimage" / "names" / file_name("kept:v1")
+    raw = path.read_bytes()
+    break_calls(monkeypatch, "open", path, number)
+    for change in (
+        lambda: layout.untag(Reference.parse("kept:v1")),
+        lambda: layout.tag(other, Reference.parse("kept:v1")),
+    ):
+        with pytest.raises(StoreError, match=os.strerror(number)):
+            change()
+    assert layout.resolve(Reference.parse("kept:v1")).digest == kept.digest  # reading goes on
+    monkeypatch.undo()
+    assert everything(layout) == before and path.read_bytes() == raw
+
+
+@pytest.mark.parametrize("verb", [("gc", "--max-size", "0"), ("rm", "kept:v1"), ("pin",)], ids=str)
+def test_what_may_not_be_read_is_a_sentence(layout, tmp_path, monkeypatch, verb):
+    drop_rights(monkeypatch)
+    before, pins = everything(layout), layout.root / ".aimage" / "pins"
+    pins.chmod(0)
+    try:
+        done = Aimage(tmp_path, layout.root)(*verb, code=1)
+    finally:
+        pins.chmod(0o755)
+    assert "Permission denied" in done.err and str(pins) in done.err and done.out == ""
+    assert everything(layout) == before

@@ -1,0 +1,114 @@
+"""An engine with real model processes, and clients of it that can be watched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.create import create
+from clowder_aimage.importer import Provenance
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.engine import Engine, Job, Limits
+from clowder_aimage.worker.event import Event
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.transfers import Transfers
+from tests.conftest import TINY
+
+NAME = Reference.parse("tiny")
+
+
+def stocked(root: Path) -> Stores:
+    """A store with two models: ``tiny``, and ``other`` of another digest."""
+    store = Stores([root])
+    create(store, NAME, TINY)
+    create(store, Reference.parse("other"), TINY, provenance=Provenance(source="elsewhere"))
+    return store
+
+
+def job(name="tiny", steps=2, seed=1, **options):
+    wishes = options.pop("wishes", {}) | {"steps": steps, "seed": seed}
+    return Job(Reference.parse(name), "a dog", wishes, **options)
+
+
+async def served(engine, one):
+    async with contextlib.aclosing(engine.generate(one)) as events:
+        return [event async for event in events]
+
+
+def played(store, play, *, free=None, **limits):
+    """Run ``play(engine)`` on an engine of its own, and close that."""
+
+    async def run():
+        metrics = Metrics()
+        transfers = Transfers(store, Connection(), metrics, News())
+        more = {"free": free} if free else {}
+        engine = Engine(store, transfers, Limits(**limits), metrics, **more)
+        try:
+            async with asyncio.timeout(100):
+                return await play(engine)
+        finally:
+            await engine.close(5)
+            assert not engine.loaded()
+
+    return asyncio.run(run())
+
+
+class Client:
+    """Asks, and notes what it hears; ``result()`` is that, or the error."""
+
+    def __init__(self, engine: Engine, one: Job, *, loads: bool = False) -> None:
+        self.heard: list[Event] = []
+        self._events = engine.load(one) if loads else engine.generate(one)
+        self.task = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> list[Event]:
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                self.heard.append(event)
+        return self.heard
+
+    async def hears(self, kind: type) -> None:
+        """Wait until it has heard an event of that kind."""
+        await until(lambda: any(isinstance(event, kind) for event in self.heard))
+
+    async def leave(self) -> None:
+        """Stop listening, and wait until that has been noticed."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def result(self) -> Any:
+        return await self.task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what must come; the limit is that of ``played``."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def children() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    found = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= {int(word) for word in file.read_text().split()}
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def sample(engine: Engine, name: str, **labels: str) -> float | None:
+    return engine.metrics.registry.get_sample_value(name, labels)

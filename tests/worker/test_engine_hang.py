@@ -1,0 +1,379 @@
+"""The engine with model processes that hang, die, or take too long: nobody else may suffer.
+
+A stopped process (SIGSTOP) stands for one that a kernel, a driver or a disk does not let go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx")
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.worker import frame
+from clowder_aimage.worker.child import Child
+from clowder_aimage.worker.engine import FOR_EVER
+from clowder_aimage.worker.event import Begun, Loading, Picture, Progress, Queued
+from clowder_aimage.worker.process import _lacks_memory
+from clowder_aimage.worker.refusal import DeadlineError, StoppedError
+from clowder_aimage.worker.runner import NoMemoryError, Runner, _error
+from tests.worker.playing import (
+    NAME,
+    Client,
+    children,
+    is_gone,
+    job,
+    played,
+    sample,
+    served,
+    stocked,
+    until,
+)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return stocked(tmp_path_factory.mktemp("hang") / "store")
+
+
+async def at_work(engine, name="tiny", **options):
+    """A client whose request runs, and the process of its model."""
+    client = Client(engine, job(name, steps=1000, **options))
+    await client.hears(Progress)
+    (model,) = (one for one in engine.loaded() if str(one.reference) == f"{name}:latest")
+    return client, model.runner.pid
+
+
+async def queued(engine, *names):
+    """Clients who stand in line, one after another."""
+    clients = []
+    for name in names:
+        clients.append(Client(engine, job(name)))
+        await clients[-1].hears(Queued)
+    return clients
+
+
+async def loading(engine, name="tiny"):
+    """A client whose model is being loaded, and the process at it, which is stopped."""
+    before = children()
+    client = Client(engine, job(name))
+    await until(lambda: children() - before)
+    (pid,) = children() - before
+    os.kill(pid, signal.SIGSTOP)
+    await client.hears(Loading)
+    return client, pid
+
+
+def patient(engine, deadline):
+    engine.limits = dataclasses.replace(engine.limits, deadline=deadline)
+
+
+# -- a process that dies
+
+
+def test_a_process_that_dies_when_its_client_has_left_holds_nobody_up(store):
+    async def play(engine):
+        first, pid = await at_work(engine)
+        same, other = await queued(engine, "tiny", "other")
+        os.kill(pid, signal.SIGSTOP)
+        first.task.cancel()
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(same.result(), other.result())
+
+    assert all(isinstance(heard[-1], Picture) for heard in played(store, play))
+
+
+def test_a_model_whose_process_dies_is_not_loaded_any_more(store):
+    async def play(engine):
+        await served(engine, job())
+        (model,) = engine.loaded()
+        shown = {"model": "tiny"}
+        assert sample(engine, "aimage_model_loaded", **shown) == 1
+        os.kill(model.runner.pid, signal.SIGKILL)
+        await until(lambda: not model.is_ready)
+        loaded = engine.loaded()
+        await until(lambda: sample(engine, "aimage_model_loaded", **shown) == 0)
+        return loaded, sample(engine, "aimage_model_evictions_total", reason="died")
+
+    assert played(store, play) == ([], 1)
+
+
+# -- a process that hangs
+
+
+def test_the_deadline_is_kept_though_the_process_hangs(store):
+    async def play(engine):
+        await served(engine, job())
+        patient(engine, 0.5)
+        client, pid = await at_work(engine)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match="took longer than") as caught:
+            await client.result()
+        patient(engine, FOR_EVER)
+        again = await served(engine, job())
+        return caught.value.hint, again, is_gone(pid)
+
+    hint, again, gone = played(store, play, patience=0.1)
+    assert "fewer steps" in hint
+    assert isinstance(again[-1], Picture)
+    assert gone  # it did not listen
+
+
+def test_the_deadline_counts_from_the_request(store):
+    async def play(engine):
+        client, pid = await loading(engine)
+        patient(engine, 0.2)
+        with pytest.raises(DeadlineError) as loads:
+            await served(engine, job())
+        patient(engine, FOR_EVER)
+        os.kill(pid, signal.SIGCONT)
+        await client.result()
+        holds, pid = await at_work(engine)
+        os.kill(pid, signal.SIGSTOP)
+        patient(engine, 0.2)
+        with pytest.raises(DeadlineError) as waits:
+            await served(engine, job())
+        os.kill(pid, signal.SIGCONT)
+        await holds.leave()
+        return loads.value.hint, waits.value.hint
+
+    loads, waits = played(store, play)
+    assert "being loaded" in loads
+    assert "waiting for its turn" in waits
+
+
+def test_a_step_that_takes_long_may_end(store):
+    """Who leaves does not wait for it; who comes next does, and the model stays."""
+
+    async def play(engine):
+        client, pid = await at_work(engine)
+        os.kill(pid, signal.SIGSTOP)
+        await client.leave()
+        (after,) = await queued(engine, "tiny")
+        assert not any(isinstance(event, Begun) for event in after.heard)
+        os.kill(pid, signal.SIGCONT)
+        await after.result()
+        return pid, engine.loaded()[0].runner.pid
+
+    before, after = played(store, play)
+    assert before == after
+
+
+def test_who_is_cut_off_twice_does_no_harm_to_those_who_come_next(store):
+    async def play(engine):
+        wanted = [(await served(engine, job(seed=seed)))[-1].data for seed in (5, 6)]
+        client, pid = await at_work(engine)
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(3):  # a route that gives up, and a server that ends its task
+            client.task.cancel()
+            await asyncio.sleep(0)
+        next_two = [Client(engine, job(seed=seed)) for seed in (5, 6)]
+        for each in next_two:
+            await each.hears(Queued)
+        os.kill(pid, signal.SIGCONT)
+        return wanted, [(await each.result())[-1].data for each in next_two]
+
+    wanted, found = played(store, play)
+    assert wanted == found
+
+
+def test_stop_ends_a_process_that_hangs(store):
+    async def play(engine):
+        client, pid = await at_work(engine)
+        (waits,) = await queued(engine, "tiny")
+        os.kill(pid, signal.SIGSTOP)
+        assert await engine.stop(NAME)
+        assert is_gone(pid)
+        for each in (client, waits):
+            with pytest.raises(StoppedError, match="was stopped"):
+                await each.result()
+        return await served(engine, job())
+
+    assert isinstance(played(store, play)[-1], Picture)
+
+
+# -- loads
+
+
+def test_stop_ends_a_load(store):
+    async def play(engine):
+        client, pid = await loading(engine)
+        assert await engine.stop(NAME)
+        assert is_gone(pid)
+        with pytest.raises(StoppedError, match="was stopped"):
+            await client.result()
+        return await served(engine, job("other"))
+
+    assert isinstance(played(store, play)[-1], Picture)
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_called_off(store):
+    async def play(engine):
+        client, pid = await loading(engine)
+        (other,) = await queued(engine, "other")
+        await client.leave()
+        heard = await other.result()
+        return is_gone(pid), heard, [str(one.reference) for one in engine.loaded()]
+
+    gone, heard, names = played(store, play)
+    assert gone and isinstance(heard[-1], Picture)
+    assert names == ["other:latest"]
+
+
+def test_a_load_that_stands_still_is_given_up(store):
+    async def play():
+        before = children()
+        start = asyncio.create_task(
+            Runner.start(store.roots, "tiny", store.resolve(NAME), stall=1.0)
+        )
+        await until(lambda: children() - before)
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ModelError, match="nothing moved for 1 seconds"):
+            await start
+        return is_gone(pid)
+
+    assert asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_all_who_wait_for_a_load_hear_that_it_failed(store):
+    async def play(engine):
+        first, pid = await loading(engine)
+        (second,) = await queued(engine, "tiny")
+        os.kill(pid, signal.SIGKILL)
+        for each in (first, second):
+            with pytest.raises(ModelError, match="killed by signal 9"):
+                await each.result()
+        return await served(engine, job())
+
+    assert isinstance(played(store, play)[-1], Picture)
+
+
+def test_idle_models_go_before_a_load_fails_for_want_of_memory(store):
+    """A system that is out of memory kills: nothing else tells a process."""
+
+    async def play(engine):
+        await served(engine, job("other"))
+        idle = engine.loaded()[0].runner.pid
+        client, pid = await loading(engine)
+        os.kill(pid, signal.SIGKILL)
+        heard = await client.result()
+        return heard, is_gone(idle), sample(engine, "aimage_model_evictions_total", reason="memory")
+
+    heard, gone, evicted = played(store, play, models=2)
+    assert isinstance(heard[-1], Picture)
+    assert gone and evicted == 1
+
+
+def test_idle_models_go_where_there_is_less_memory_than_a_model_takes(store):
+    async def play(engine):
+        await served(engine, job("other"))
+        await served(engine, job("tiny"))
+        return [str(one.reference) for one in engine.loaded()]
+
+    assert played(store, play, models=2, free=lambda: 1000) == ["tiny:latest"]
+    assert played(store, play, models=2, free=lambda: None) == ["tiny:latest", "other:latest"]
+    assert played(store, play, models=2, memory=1, free=lambda: None) == ["tiny:latest"]
+
+
+# -- the end
+
+
+def test_a_forced_end_is_no_crash(store):
+    async def play(engine):
+        client, pid = await at_work(engine)
+        os.kill(pid, signal.SIGSTOP)
+        await engine.close(0)
+        with pytest.raises(StoppedError, match="about to end"):
+            await client.result()
+        return is_gone(pid)
+
+    assert played(store, play)
+
+
+def test_nothing_is_loaded_for_a_worker_that_ends(store):
+    async def play(engine):
+        client = Client(engine, job(steps=30))
+        await client.hears(Progress)
+        os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
+        (other,) = await queued(engine, "other")
+        closing = asyncio.create_task(engine.close(60))
+        with pytest.raises(StoppedError, match="about to end"):
+            await other.result()
+        os.kill(pid, signal.SIGCONT)
+        await closing
+        return (
+            await client.result(),
+            other.heard,
+            sample(engine, "aimage_model_load_duration_seconds_count"),
+        )
+
+    heard, others, loads = played(store, play)
+    assert isinstance(heard[-1], Picture)
+    assert [type(event) for event in others] == [Queued]
+    assert loads == 1
+
+
+# -- frames
+
+
+def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
+    whole = frame.encode({"is": "step", "index": 1}, b"x" * 100)
+    script = (
+        "import sys\n"
+        f"whole = {whole!r}\n"
+        "out = sys.stdout.buffer\n"
+        "out.write(whole[:30]); out.flush(); sys.stderr.write('half\\n'); sys.stderr.flush()\n"
+        "sys.stdin.buffer.read(1)\n"
+        "out.write(whole[30:] + whole); out.flush()\n"
+    )
+
+    async def play():
+        pipe = asyncio.subprocess.PIPE
+        child = Child(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        )
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await child.receive()
+        child.send({"do": "go on"})
+        found = [await child.receive(), await child.receive()]
+        with pytest.raises(ModelError, match="process ended"):
+            await child.receive()
+        await child.end(0)
+        return found
+
+    assert (
+        asyncio.run(asyncio.wait_for(play(), 60)) == [({"is": "step", "index": 1}, b"x" * 100)] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[malloc_or_wait] Unable to allocate 5 bytes."), True),
+        (RuntimeError("cudaMallocAsync failed: out of memory"), True),
+        (RuntimeError("[matmul] shapes do not fit"), False),
+        (ValueError("a dog that is out of memory"), False),
+    ],
+)
+def test_a_process_knows_a_want_of_memory(error, lacks):
+    assert _lacks_memory(error) is lacks
+    if lacks:
+        said = {"kind": "MemoryError", "message": "there is not enough", "hint": None}
+        assert isinstance(_error(said), NoMemoryError)

@@ -1,0 +1,253 @@
+"""Who is served next: the line, those who wait for a download, preloading, and what is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+
+pytest.importorskip("mlx")
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.worker.available import available
+from clowder_aimage.worker.engine import Loaded
+from clowder_aimage.worker.event import Begun, Loading, Picture, Progress, Pulling, Queued
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
+from tests.worker.playing import NAME, Client, job, played, sample, served, stocked, until
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return stocked(tmp_path_factory.mktemp("line") / "store")
+
+
+@contextmanager
+def silence():
+    """A registry that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+# -- turns
+
+
+def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
+    async def play(engine):
+        first = Client(engine, job(steps=1000))
+        await first.hears(Progress)
+        os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
+        order, clients = [], []
+        for name in ("tiny", "other", "tiny", "tiny"):
+            clients.append(client := Client(engine, job(name)))
+            await client.hears(Queued)
+            number = len(clients)
+            client.task.add_done_callback(lambda _, number=number: order.append(number))
+        await first.leave()
+        os.kill(pid, signal.SIGCONT)
+        for each in clients:
+            await each.result()
+        return order, [each.heard[0].ahead for each in clients]
+
+    order, ahead = played(store, play)
+    assert order == [1, 2, 3, 4]
+    assert ahead == [0, 1, 2, 3]
+
+
+def test_a_load_holds_up_nobody_whose_model_is_here(store):
+    async def play(engine):
+        await served(engine, job("tiny"))
+        other = Client(engine, job("other"))
+        await other.hears(Loading)
+        before = len(other.heard)
+        heard = await served(engine, job("tiny"))
+        is_loading = len(other.heard) == before
+        await other.result()
+        return heard, is_loading
+
+    heard, is_loading = played(store, play, models=2)
+    assert isinstance(heard[-1], Picture) and is_loading
+
+
+# -- those who wait for a download
+
+
+def test_downloads_that_hang_hold_up_nobody_whose_model_is_here(store):
+    async def play(engine):
+        with silence() as host:
+            pulls = [Client(engine, job(f"{host}/team/x{number}")) for number in range(3)]
+            for each in pulls:
+                await each.hears(Pulling)
+            with pytest.raises(BusyError, match="3 requests wait already"):
+                await served(engine, job(f"{host}/team/more"))
+            waiting = engine.waiting
+            heard = [await served(engine, job()) for _ in range(2)]
+            for each in pulls:
+                await each.leave()
+        return waiting, heard
+
+    waiting, heard = played(store, play, queue=2)
+    assert waiting == 3
+    assert all(isinstance(one[-1], Picture) for one in heard)
+
+
+def test_the_deadline_counts_a_download_too(store):
+    async def play(engine):
+        with silence() as host, pytest.raises(DeadlineError) as caught:
+            await served(engine, job(f"{host}/team/x"))
+        return caught.value.hint
+
+    assert "being fetched" in played(store, play, deadline=0.3)
+
+
+def test_who_waits_for_a_download_hears_at_once_that_the_worker_ends(store):
+    async def play(engine):
+        with silence() as host:
+            asked = Client(engine, job(f"{host}/team/x"))
+            await asked.hears(Pulling)
+            other = Reference.parse(f"{host}/team/y")
+            pull = asyncio.create_task(anext_of(engine.pull(other)))
+            await until(lambda: engine._transfers.of(other))
+            await engine.close(60)
+            for each in (asked.task, pull):
+                with pytest.raises(StoppedError):
+                    await each
+
+    async def anext_of(events):
+        async for _ in events:
+            pass
+
+    played(store, play)
+
+
+# -- what is asked for
+
+
+def test_loading_makes_nothing_and_waits_for_no_turn(store):
+    async def play(engine):
+        first = Client(engine, job(keep_alive=0.0), loads=True)
+        heard = await first.result()
+        gone = not engine.loaded()
+        working = Client(engine, job(steps=1000))
+        await working.hears(Progress)
+        again = await Client(engine, job(keep_alive=77.0), loads=True).result()
+        kept = engine.loaded()[0].keep_alive
+        await working.leave()
+        return heard, gone, again, kept
+
+    heard, gone, again, kept = played(store, play)
+    assert [type(event) for event in heard] == [Queued, Loading]
+    assert gone  # as keep_alive says
+    assert [type(event) for event in again] == [Queued]
+    assert kept == 77.0
+
+
+def test_wishes_may_depend_on_the_model(store):
+    def refuse(aimage):
+        raise UsageError("not by this one")
+
+    async def play(engine):
+        asked = job()
+        wishes = lambda aimage: {"steps": len(aimage.layers) and 3}  # noqa: E731
+        heard = await served(engine, type(asked)(NAME, "a dog", wishes))
+        with pytest.raises(UsageError, match="not by this one"):
+            await served(engine, type(asked)(NAME, "a dog", refuse))
+        return heard
+
+    heard = played(store, play)
+    assert sum(isinstance(event, Progress) for event in heard) == 3
+    assert sum(isinstance(event, Begun) for event in heard) == 1
+
+
+@pytest.mark.parametrize("part", ["config", "layer", "manifest"])
+def test_a_damaged_model_is_said_to_be_damaged(tmp_path, part):
+    store = Stores([tmp_path / "store"])
+    stocked(tmp_path / "store")
+    stored = read_aimage(store, NAME)
+    blob = {
+        "config": stored.manifest.config,
+        "layer": stored.manifest.layers[-1],
+        "manifest": stored.descriptor,
+    }[part]
+    path = store.path(blob)
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-1])
+
+    async def play(engine):
+        with pytest.raises(NotFoundError, match="incomplete or damaged: the store lacks") as caught:
+            await served(engine, job())
+        return caught.value.hint
+
+    assert "pull or create it again" in played(store, play)
+
+
+# -- what is shown
+
+
+def test_a_model_is_shown_as_loaded_while_any_of_its_tags_is(tmp_path):
+    store = stocked(tmp_path / "store")
+    for tag, name in (("a", "tiny"), ("b", "other")):
+        store.tag(store.resolve(Reference.parse(name)), Reference.parse(f"same:{tag}"))
+
+    async def play(engine):
+        await served(engine, job("same:a"))
+        await served(engine, job("same:b"))
+        shown = [sample(engine, "aimage_model_loaded", model="same")]
+        for tag in ("a", "b"):
+            assert await engine.stop(Reference.parse(f"same:{tag}"))
+            shown.append(sample(engine, "aimage_model_loaded", model="same"))
+        return shown
+
+    assert played(store, play, models=2) == [1, 1, 0]
+
+
+def test_there_are_not_many_labels_for_models():
+    metrics = Metrics()
+    labels = {metrics.model(f"team/model-{number}") for number in range(200)}
+    assert "other" in labels and len(labels) == 51
+    metrics.show_models(["team/model-0", "team/model-199"])
+    metrics.show_models(["team/model-199"])
+    shown = {
+        sample.labels["model"]: sample.value
+        for metric in metrics.models.collect()
+        for sample in metric.samples
+    }
+    assert shown == {"team/model-0": 0, "other": 1}
+
+
+@pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
+def test_what_stays_for_ages_stays_for_ever(seconds):
+    model = Loaded(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
+    assert model.until is None
+    model.keep_alive = 60.0
+    assert 0 < (model.until - datetime.now(UTC)).total_seconds() <= 60
+
+
+# -- memory
+
+
+def test_the_memory_that_is_free_is_what_the_machine_and_all_groups_leave(tmp_path):
+    assert available(tmp_path) is None
+    for name, text in {
+        "proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    4000 kB\n",
+        "proc/self/cgroup": "1:cpu:/x\n0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": "3000000\n",
+        "sys/fs/cgroup/a/memory.current": "2500000\n",
+        "sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 100000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": "1\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available(tmp_path) == 600_000
+    (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max\n")
+    assert available(tmp_path) == 4000 * 1024

@@ -1,0 +1,211 @@
+"""What a live worker does when it, its models or a registry end, hang or come late."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+pytest.importorskip("aiohttp")
+pytest.importorskip("structlog")
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.worker import frame, notify
+from tests.conftest import TINY
+from tests.process import PROGRAM
+from tests.proxy import Proxy, Reply
+
+LONG = {"model": "tiny", "prompt": "a dog", "size": "256x256", "steps": 150, "stream": True}
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+
+def post(worker, path, body):
+    line = http.client.HTTPConnection(worker.host, timeout=60)
+    line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return line
+
+
+def begun(worker):
+    """A long request, of which something has come, and the process of its model."""
+    line = post(worker, "/v1/images/generations", LONG)
+    answer = line.getresponse()
+    while b"progress" not in answer.readline():
+        pass
+    tasks = Path(f"/proc/{worker.process.pid}/task").glob("*/children")
+    (pid,) = [int(word) for file in tasks for word in file.read_text().split()]
+    return line, answer, pid
+
+
+def until(condition):
+    """Wait for what must come; the limit of the test itself is the runner's."""
+    for _ in range(3000):
+        if condition():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("it never came to pass")
+
+
+def status(worker, path="/healthz"):
+    line = http.client.HTTPConnection(worker.host, timeout=30)
+    with contextlib.closing(line):
+        line.request("GET", path)
+        return line.getresponse().status
+
+
+# -- the end
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/images/generations", {"prompt": "a dog"}),
+        ("/v1/images/generations", {"prompt": "a dog", "stream": True}),
+        ("/api/generate", {"prompt": "a dog"}),
+        ("/api/pull", {"stream": False}),
+    ],
+)
+def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        other = worker.start()
+        name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
+        line = post(other, path, body | {"model": name})
+        with contextlib.closing(line):
+            accepted, _ = silent.accept()  # the worker asks
+            with accepted:
+                other.process.terminate()
+                answer = line.getresponse()
+                said = answer.read()
+    if body.get("stream"):
+        assert b"event: error" in said and b"unavailable" in said
+    elif path == "/api/generate":
+        assert json.loads(said.splitlines()[-1])["status"] == 503
+    else:
+        assert answer.status == 503, said
+        assert int(answer.headers["Retry-After"]) >= 1
+    code, errors = other.wait()
+    assert code == 0 and "Traceback" not in errors
+
+
+@needs_proc
+def test_a_forced_end_is_told_as_an_end(worker):
+    other = worker.start("--grace", "1h")
+    line, answer, pid = begun(other)
+    with contextlib.closing(line):
+        os.kill(pid, signal.SIGSTOP)
+        other.process.terminate()
+        until(lambda: status(other, "/readyz") == 503)
+        other.process.terminate()
+        said = answer.read()
+    assert b"event: error" in said and b"about to end" in said
+    assert b"internal_error" not in said
+    assert other.wait()[0] == 0
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_hangup_ends_nothing(worker):
+    other = worker.start()
+    other.process.send_signal(signal.SIGHUP)
+    until(lambda: any("nothing is read again" in line for line in other.lines))
+    assert status(other) == 200
+    assert other.stop()[0] == 0
+
+
+# -- the model's process
+
+
+def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clowder_aimage.worker.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=worker.aimage.env(),
+    )
+    manifest = ImageLayout(worker.store).resolve(Reference.parse("tiny")).to_json()
+    place = {"roots": [str(worker.store)], "reference": "tiny", "manifest": manifest}
+    load = {"do": "load", **place}
+    process.stdin.write(
+        frame.encode(load | {"keep": {"text_encoder": "auto", "memory": None, "models": 1}})
+    )
+    process.stdin.flush()
+    while (found := frame.read(process.stdout))[0]["is"] == "loading":
+        pass
+    assert found[0]["is"] == "loaded"
+    process.stdout.close()
+    wishes = {"steps": 3, "seed": 1}
+    ask = {"do": "generate", "id": 1, "reference": "tiny", "prompt": "a dog", "encoding": {}}
+    process.stdin.write(frame.encode(ask | {"wishes": wishes}))
+    process.stdin.flush()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(30) == 0
+    process.stdin.close()
+
+
+@needs_proc
+def test_what_a_process_writes_is_in_the_workers_log(worker):
+    other = worker.start("--log-format", "json", PYTHONFAULTHANDLER="1")
+    line, answer, pid = begun(other)
+    with contextlib.closing(line):
+        os.kill(pid, signal.SIGABRT)
+        assert b"event: error" in answer.read()
+    _, errors = other.stop()
+    lines = [json.loads(text) for text in errors.splitlines() if text.strip()]
+    said = [one["event"] for one in lines if "Fatal Python error" in one["event"]]
+    assert said and str(pid) in said[0]
+
+
+# -- wanted models
+
+
+def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, repository):
+    first = worker.aimage.home / "first"
+    worker.aimage("create", "-q", repository, TINY, "--store", first)
+    worker.aimage("push", "-q", repository, "--store", first)
+    with Proxy(registry.host).running() as proxy:
+        proxy.instead = lambda passed: Reply(418)  # for which no request is repeated
+        late = repository.replace(registry.host, proxy.host)
+        other = worker.start("--wanted", late, "--wanted", repository)
+        until(lambda: any("cannot fetch a wanted" in line for line in other.lines))
+        until(lambda: repository in worker.aimage("ls").out)
+        assert status(other, "/readyz") == 503
+        proxy.instead = None
+        until(lambda: status(other, "/readyz") == 200)
+        assert other.stop()[0] == 0
+
+
+# -- what systemd gives
+
+
+@pytest.mark.parametrize("target", ["3<&-", "3</dev/null"])
+def test_a_socket_that_is_none_is_said(worker, target):
+    command = shlex.join([*PROGRAM, "serve"])
+    script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=worker.aimage.env(), timeout=60
+    )
+    assert done.returncode == 2
+    assert "descriptor 3 is no listening socket" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_socket_that_does_not_listen_is_said(monkeypatch):
+    with socket.socket() as mute:
+        monkeypatch.setattr(notify, "FIRST", os.dup(mute.fileno()))
+        environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+        with pytest.raises(UsageError, match="it does not listen"):
+            notify.given(environment)

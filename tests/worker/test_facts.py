@@ -1,0 +1,265 @@
+"""What a PNG says of how it was made, whoever made it; and what a worker does by itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+pytest.importorskip("aiohttp")
+
+from clowder_aimage.cli.remote import facts_of
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.model.picture import load_picture
+from clowder_aimage.oci import Reference
+from clowder_aimage.worker import machine
+from tests.process import Aimage
+from tests.worker.conftest import answer_to, begin
+
+MODEL = Path(__file__).parents[1] / "model"
+ORACLE = MODEL / "oracle"
+sys.path.append(str(MODEL))
+from model_oracle import CASES  # noqa: E402
+
+GENERATIONS = "/v1/images/generations"
+CHUNKS = (b"iTXt", b"tEXt", b"zTXt", b"eXIf")
+
+
+def ask(url: str, path: str = GENERATIONS, **fields: Any) -> tuple[int, Any, bytes]:
+    """The status, the headers and the body of an answer."""
+    body = {"model": "tiny", "prompt": "a dog", "steps": 2, "seed": 7} | fields
+    asked = urllib.request.Request(url + path, json.dumps(body).encode())
+    return answer_to(asked)
+
+
+def drawn(url: str, path: str = GENERATIONS, **fields: Any) -> bytes:
+    """The picture of an answer."""
+    status, _, body = ask(url, path, **fields)
+    assert status == 200, body
+    answer = json.loads(body)
+    return base64.b64decode(answer["image"] if "image" in answer else answer["data"][0]["b64_json"])
+
+
+def refusal(url: str, **fields: Any) -> dict[str, Any]:
+    status, _, body = ask(url, **fields)
+    assert status == 400, body
+    error: dict[str, Any] = json.loads(body)["error"]
+    return error
+
+
+def run(worker: Any, *options: object, **environment: str) -> bytes:
+    """What 'aimage run' makes, by itself or (with AIMAGE_HOST) by a worker."""
+    here = worker.aimage
+    before = dict(here.environment)
+    here.environment |= environment
+    try:
+        line = here("run", "-q", "tiny", "a dog", "--seed", 7, *options).line
+    finally:
+        here.environment.clear()
+        here.environment.update(before)
+    return (here.home / line).read_bytes()
+
+
+def pixels(data: bytes, directory: Any) -> np.ndarray:
+    (directory / "picture.png").write_bytes(data)
+    return load_picture(directory / "picture.png")[0]
+
+
+def ollama(url: str, **fields: Any) -> bytes:
+    return drawn(url, "/api/generate", stream=False, **fields)
+
+
+def test_every_way_to_a_picture_gives_the_same_file(worker):
+    """The same pixels, and the same facts: there is one code that writes both."""
+    alone = run(worker, "--steps", 2)
+    assert drawn(worker.url) == alone
+    assert ollama(worker.url) == alone
+    assert run(worker, "--steps", 2, AIMAGE_HOST=worker.url) == alone
+    facts = facts_of(alone)
+    assert (facts["seed"], facts["steps"], facts["prompt"]) == (7, 2, "a dog")
+    assert re.fullmatch("sha256:[0-9a-f]{64}", facts["digest"])
+    assert facts["digest"] in worker.aimage("show", "tiny").out
+
+
+def test_a_picture_need_not_say_how_it_was_made(worker):
+    said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
+    assert facts_of(said)["seed"] == 7
+    assert not [kind for kind in CHUNKS if kind in silent]
+    assert b"a dog" in said and b"a dog" not in silent
+    assert ollama(worker.url, png_facts=False) == silent
+    start, end = silent.index(b"IDAT"), silent.index(b"IEND")
+    assert silent[start:end] in said  # the picture is the same
+
+
+def test_what_is_no_yes_or_no_is_refused(worker):
+    assert refusal(worker.url, png_facts="no")["param"] == "png_facts"
+    status, _, body = ask(worker.url, "/api/generate", png_facts="no")
+    assert (status, "png_facts" in json.loads(body)["error"]) == (400, True)
+
+
+# -- sizes and shifts
+
+
+def test_all_that_run_can_be_told_a_worker_does(worker, tmp_path):
+    options = ("--steps", 2, "--width", 48, "--shift", 1.5, "--guidance", 2, "--negative", "a cat")
+    alone = run(worker, *options)
+    assert run(worker, *options, AIMAGE_HOST=worker.url) == alone
+    assert pixels(alone, tmp_path).shape == (64, 48, 3)
+    assert facts_of(alone)["shift"] == 1.5
+    wishes = {"width": 48, "shift": 1.5, "guidance": 2, "negative_prompt": "a cat"}
+    assert drawn(worker.url, **wishes, strict=True) == alone
+    assert drawn(worker.url, **wishes | {"shift": 3}) != alone
+    usual = run(worker, "--steps", 2, "--height", 32, AIMAGE_HOST=worker.url)
+    assert pixels(usual, tmp_path).shape == (32, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"width": 100}, "width"),
+        ({"width": 16384}, "width"),  # too large for this model, as only it knows
+        ({"size": "16384x16"}, "size"),
+        ({"height": 16384, "width": 16}, "height"),
+        ({"height": 518400}, "height"),
+        ({"size": "64x64", "height": 48}, "height"),
+        ({"shift": 0}, "shift"),
+        ({"shift": -1}, "shift"),
+    ],
+)
+def test_a_refusal_names_the_field_that_was_said(worker, fields, param):
+    assert refusal(worker.url, **fields)["param"] == param
+
+
+def ollama_refusal(url: str, **fields: Any) -> str:
+    status, _, body = ask(url, "/api/generate", **fields)
+    assert status == 400, body
+    answer: dict[str, str] = json.loads(body)
+    assert answer["code"] == "invalid_value"
+    return answer["error"]
+
+
+TOO_LARGE = [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)]
+
+
+@pytest.mark.parametrize(("width", "height"), TOO_LARGE)
+def test_what_would_end_the_models_process_is_refused_everywhere(worker, width, height):
+    """The largest that OpenAI's clients may ask for is among them: it is what machines do not do,
+    not what the interface does not have."""
+    if (machine.memory() or 0) > 60 << 30:
+        pytest.skip("this machine may have the memory")
+    said = ollama_refusal(worker.url, width=width, height=height)
+    assert re.match("width (can make 8294400 pixels at most|[0-9]+ and height .* too large)", said)
+    sides = {"width": width, "height": height}
+    assert refusal(worker.url, **sides)["param"] in ("width", "size")
+    assert refusal(worker.url, size=f"{width}x{height}")["param"] == "size"
+    here = worker.aimage
+    options = ("--width", width, "--height", height, "--steps", 1)
+    assert "ask for a smaller one, such as" in here("run", "-q", "tiny", "a", *options, code=2).err
+    assert ask(worker.url)[0] == 200
+    assert deaths(worker.url) == 0
+
+
+def deaths(url: str) -> int:
+    """How many models' processes have ended that were not told to."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = re.search(r'^aimage_model_evictions_total\{reason="died"\} (\S+)$', text, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+def test_a_side_that_makes_too_much_of_the_models_other_one_is_the_one_that_is_refused(worker):
+    assert refusal(worker.url, height=8192, width=2048, size="2048x8192")["param"] == "size"
+    assert refusal(worker.url, height=8192, width=1008)["param"] == "width"
+
+
+def test_a_prompt_has_the_same_bounds_everywhere(worker):
+    text = "x" * 32_001
+    assert refusal(worker.url, prompt=text)["param"] == "prompt"
+    said = "prompt can have 32000 characters at most, not 32001"
+    assert ollama_refusal(worker.url, prompt=text) == said
+
+
+# -- diffusers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_makes_the_picture_that_diffusers_makes(worker, tmp_path, case):
+    """As tests/model/oracle has it of this very model; no value may differ by more than one."""
+    request = CASES[case]
+    with np.load(ORACLE / f"{case.replace(' ', '-')}.npz") as recorded:
+        expected = recorded["picture"].astype(int)
+    wishes = {"width": request.width, "height": request.height, "steps": request.steps}
+    wishes |= {"prompt": request.prompt, "seed": request.seed}
+    guided = {"guidance": request.guidance, "negative_prompt": request.negative or ""}
+    found = pixels(drawn(worker.url, **wishes, **guided), tmp_path).astype(int)
+    assert np.abs(found - expected).max() <= 1
+    if not request.guidance:
+        found = pixels(ollama(worker.url, **wishes), tmp_path).astype(int)
+        assert np.abs(found - expected).max() <= 1
+
+
+# -- how the worker was set up
+
+
+def test_a_worker_that_was_told_otherwise(worker):
+    silent = worker.start("--no-png-facts", "--stream-format", "openai", "--pull", "never")
+    assert facts_of(drawn(silent.url)) == {}
+    assert facts_of(drawn(silent.url, png_facts=True))["seed"] == 7
+    assert facts_of(ollama(silent.url)) == {}
+    assert facts_of(run(worker, AIMAGE_HOST=silent.url))["seed"] == 7  # it can be replayed
+    for said, name in ({}, b"image_generation.completed"), ({"stream_format": "auto"}, b"done"):
+        events = ask(silent.url, stream=True, **said)[2]
+        assert re.findall(rb"^event: (.*)$", events, re.MULTILINE)[-1] == name
+    absent = {"model": "localhost:1/absent"}
+    assert ask(silent.url, **absent)[0] == 404  # it was not asked for
+    assert ask(silent.url, **absent, pull="if-missing")[0] == 502  # there is no such registry
+    assert ask(silent.url, "/api/generate", **absent, stream=False)[0] == 404
+
+
+@pytest.fixture
+def own(stocked, tmp_path):
+    """A command line with a store of its own."""
+    shutil.copytree(stocked, tmp_path / "store")
+    return Aimage(tmp_path, tmp_path / "store")
+
+
+def spoil_text_encoder(store: Path) -> None:
+    """Have the text encoder's weights be none any more."""
+    stored = read_aimage(Stores([store]), Reference.parse("tiny"))
+    for layer in stored.aimage.component("text_encoder"):
+        digest = layer.descriptor.digest
+        blob = store / "blobs" / digest.algorithm / digest.encoded
+        blob.unlink(missing_ok=True)
+        blob.write_bytes(bytes(layer.descriptor.size))
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        *((("--text-encoder", "keep", "--memory", "1"), True), ((), True)),
+        *((("--text-encoder", "release"), False), (("--memory", "2MB"), False)),
+        *((("--memory", "40MB"), True), (("--memory", "40MB", "--max-models", "20"), False)),
+    ],
+)
+def test_a_worker_lets_the_text_encoder_go_as_it_is_told(own, options, stays):
+    """One that was let go is needed for a new prompt, and for no other."""
+    worker = begin(own, *options)
+    try:
+        first = drawn(worker.url)
+        spoil_text_encoder(own.store)
+        assert drawn(worker.url) == first
+        assert (ask(worker.url, prompt="a cat")[0] == 200) == stays
+        assert drawn(worker.url) == first
+    finally:
+        worker.end()

@@ -1,0 +1,209 @@
+"""How much memory models may have: what is read of the machine, and what the process does by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+
+import pytest
+
+pytest.importorskip("mlx")
+
+from clowder_aimage import generate
+from clowder_aimage.create import create
+from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.model.backend import on_gpu
+from clowder_aimage.model.pipeline import Request
+from clowder_aimage.oci import Reference
+from clowder_aimage.worker import machine
+from clowder_aimage.worker.event import Picture
+from clowder_aimage.worker.runner import Keep, Runner
+from tests.conftest import TINY
+
+PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+GIB = 1 << 30
+
+
+def system(root, said, **files):
+    """A directory that looks like a system whose control groups are as ``files`` say."""
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "self" / "cgroup").write_text(said)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_bytes", "_in_bytes")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name.replace("memory_", "memory.")).write_text(text)
+    return root
+
+
+def test_a_machine_without_groups_has_what_it_has(tmp_path):
+    assert machine.memory(tmp_path) == int(PHYSICAL * 0.8)
+    assert machine.memory(system(tmp_path, "0::/\n")) == int(PHYSICAL * 0.8)
+
+
+def test_a_group_of_version_2_and_those_that_it_is_in(tmp_path):
+    files = {
+        "a__memory_max": f"{GIB // 4}\n",
+        "a__b__memory_max": "max\n",
+        "memory_max": f"{GIB}\n",
+    }
+    assert machine.memory(system(tmp_path, "0::/a/b\n", **files)) == int(GIB // 4 * 0.8)
+
+
+def test_a_container_sees_its_own_group_at_the_top_whatever_its_path_is(tmp_path):
+    root = system(tmp_path, "0::/kubepods/pod7\n", memory_max=f"{GIB // 2}")
+    assert machine.memory(root) == int(GIB // 2 * 0.8)
+
+
+def test_a_group_of_version_1(tmp_path):
+    said = "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n"
+    files = {
+        "memory__x__memory_limit_bytes": f"{GIB // 8}",
+        "memory__memory_limit_bytes": str(2**63),
+    }
+    assert machine.memory(system(tmp_path, said, **files)) == int(GIB // 8 * 0.8)
+
+
+@pytest.mark.parametrize("said", ["", "nonsense", "0", "0::", "0::/../../..\n"])
+def test_a_file_that_says_something_else_is_passed_over(tmp_path, said):
+    assert machine.memory(system(tmp_path, said, memory_max="much")) == int(PHYSICAL * 0.8)
+
+
+# -- the process of a model
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Stores([tmp_path / "store"])
+    create(store, Reference.parse("tiny"), TINY)
+    return store
+
+
+def lose_text_encoder(store):
+    """Have the text encoder's weights not be there any more."""
+    for layer in read_aimage(store, Reference.parse("tiny")).aimage.component("text_encoder"):
+        digest = layer.descriptor.digest
+        (store.roots[0] / "blobs" / digest.algorithm / digest.encoded).unlink(missing_ok=True)
+
+
+async def picture(runner, prompt):
+    wishes = {"width": 32, "height": 32, "steps": 1, "seed": 7}
+    async with contextlib.aclosing(runner.generate("tiny", prompt, wishes, {})) as events:
+        return [event.data async for event in events if isinstance(event, Picture)]
+
+
+def played(store, play, keep):
+    async def run():
+        runner = await Runner.start(
+            store.roots, "tiny", store.resolve(Reference.parse("tiny")), dtype="float32", keep=keep
+        )
+        try:
+            async with asyncio.timeout(100):
+                return await play(runner)
+        finally:
+            await runner.stop()
+
+    return asyncio.run(run())
+
+
+async def two(runner):
+    return [await picture(runner, prompt) for prompt in ("a dog", "a cat", "a dog")]
+
+
+@pytest.mark.parametrize(
+    "keep", [Keep("release"), Keep(memory=1), Keep(memory=30_000_000, models=30)]
+)
+def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, keep):
+    stays = played(store, two, Keep("keep"))
+    assert played(store, two, keep) == stays
+    assert stays[0] == stays[2] != stays[1]
+
+    async def without(runner):
+        first = await picture(runner, "a dog")
+        lose_text_encoder(store)
+        with pytest.raises(AImageError):
+            await picture(runner, "a cat")
+        assert await picture(runner, "a dog") == first  # the text is remembered
+        return first
+
+    assert played(store, without, keep) == stays[0]
+
+
+@pytest.mark.parametrize("keep", [Keep("keep", 1), Keep(), Keep(memory=30_000_000)])
+def test_a_process_with_room_keeps_the_text_encoder(store, keep):
+    async def without(runner):
+        await picture(runner, "a dog")
+        lose_text_encoder(store)
+        return await picture(runner, "a cat")
+
+    assert played(store, without, keep)
+
+
+# -- how large a picture can be
+
+
+@pytest.fixture
+def pipeline(store):
+    with store.lease() as lease:
+        stored = generate.find(store, Reference.parse("tiny"), lease)
+        yield generate.load(store, stored).pipeline
+
+
+def refused(pipeline, width, height, **more):
+    with pytest.raises(UsageError) as caught:
+        pipeline.generate(Request("a dog", width, height, steps=1, **more))
+    return caught.value
+
+
+@pytest.mark.parametrize("size", [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)])
+def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
+    pipeline.make_room("keep", None, 24 * GIB)
+    error = refused(pipeline, *size)
+    assert error.message.startswith(f"width {size[0]} and height {size[1]} make too large a")
+    assert "of memory at least, and there is 24.0 GiB" in error.message
+    assert error.hint.startswith("ask for a smaller one, such as ")
+
+
+def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
+    pipeline.make_room("keep", None, GIB)
+    assert pipeline.generate(Request("a dog", 1024, 1024)) is not None  # as much as there is
+    error = refused(pipeline, 2048, 1024)
+    side = int(re.search("such as ([0-9]+)x", error.hint)[1])
+    assert side == 1024
+    assert refused(pipeline, side + pipeline.multiple, side).hint == error.hint
+    pipeline.make_room("keep", None, 1)
+    assert refused(pipeline, 16, 16).hint == "ask for a smaller one"
+
+
+def test_what_mlx_would_count_wrong_is_refused_whatever_memory_there_is(pipeline):
+    """With more than 2^31 scores a CPU gives wrong numbers, and says nothing."""
+    if on_gpu():
+        pytest.skip("of a CPU")
+    pipeline.make_room("keep", None, 1 << 50)
+    for side in (1024, 1536, 1712):
+        pipeline.check(Request("a dog", side, side))
+    error = refused(pipeline, 2048, 2048)
+    assert "attention has 4294967296 numbers, and this device takes 2147483647" in error.message
+    assert "1712x1712" in error.hint
+
+
+def test_many_heads_and_long_texts_count(pipeline):
+    few = pipeline.arrays(Request("a dog"), 512, 512).numbers
+    assert few == 4096**2  # of the decoder
+    pipeline.vae.config = dataclasses.replace(pipeline.vae.config, mid_block_add_attention=False)
+    short = pipeline.arrays(Request("a dog"), 512, 512).numbers
+    assert 2 * 1024**2 < short < few
+    long = pipeline.arrays(Request("a dog", guidance=1, negative="a cat " * 50), 512, 512).numbers
+    assert long > short
+    assert pipeline.arrays(Request("a dog", negative="a cat " * 50), 512, 512).numbers == short
+
+
+def test_what_the_decoder_lays_out_counts(pipeline):
+    if on_gpu():
+        pytest.skip("of a CPU")
+    wide = pipeline.arrays(Request("a dog"), 8192, 16).size
+    assert wide == 8192 * 16 * 8 * 9 * 4  # pixels, channels, surroundings, bytes

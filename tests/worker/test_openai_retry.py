@@ -1,0 +1,33 @@
+"""OpenAI's SDK tries again where it is told to, and gets its picture from a live worker."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("openai")
+
+import openai
+
+from tests.proxy import Passed, Proxy, Reply
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_the_sdk_comes_again_after_a_refusal(worker, status):
+    posts: list[Passed] = []
+
+    def refuse_once(passed: Passed) -> Reply | None:
+        if passed.method != "POST":
+            return None
+        posts.append(passed)
+        return Reply(status, {"Retry-After": "0"}) if len(posts) == 1 else None
+
+    with Proxy(worker.host).running() as proxy:
+        proxy.instead = refuse_once
+        client = openai.OpenAI(base_url=f"http://{proxy.host}/v1", api_key="none")
+        made = client.images.generate(model="tiny", prompt="a dog", extra_body={"steps": 1})
+        assert len(posts) == 2
+        assert posts[1].headers["x-stainless-retry-count"] == "1"
+        assert made.data[0].b64_json
+        with pytest.raises(openai.RateLimitError if status == 429 else openai.InternalServerError):
+            posts.clear()
+            client.with_options(max_retries=0).images.generate(model="tiny", prompt="a dog")

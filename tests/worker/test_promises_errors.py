@@ -1,0 +1,392 @@
+"""What is asked wrongly of a worker or a node: it is refused, in the words of its interface.
+
+Every route is walked, those of a node and of the registry that it has inside included: what is
+guarded in one interface and open in another is no guard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest, mediatype
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.api import link, openai
+from clowder_aimage.worker.app import all_routes, build_app
+from clowder_aimage.worker.node.daemon import Daemon
+from clowder_aimage.worker.node.settings import NodeSettings
+from clowder_aimage.worker.route import ADMIN, INFER, NODE, OPEN, Route
+from clowder_aimage.worker.serve import make_service
+from clowder_aimage.worker.settings import Settings
+from tests.hostile.hostile_world import plant
+
+TOKENS = {ADMIN: "a" * 16, INFER: "i" * 16, NODE: "n" * 16}
+ROUTES = 25  # at least so many there are, or the walk is none
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+# ollama's API and OpenAI's that this worker has not
+ELSEWHERE = [
+    *(("POST", f"/api/{verb}") for verb in ("chat", "embed", "embeddings", "create")),
+    *((method, f"/api/blobs/sha256:{'0' * 64}") for method in ("HEAD", "POST")),
+    *(("POST", f"/v1/{verb}") for verb in ("chat/completions", "completions", "embeddings")),
+    *(("POST", f"/v1/{verb}") for verb in ("images/edits", "images/variations", "responses")),
+    ("POST", "/engines/_configure"),
+    ("POST", "/_configure"),
+]
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer, and to what."""
+
+    method: str
+    path: str
+    status: int
+    kind: str
+    headers: Any
+    body: bytes
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.body)["error"]
+
+
+class Walk:
+    """A worker that is a node as well, without a pipeline behind it."""
+
+    def __init__(self, root: Path) -> None:
+        service = make_service(Settings(), ImageLayout(root / "store"), Connection())
+        known = {token: scope for scope, token in TOKENS.items()}
+        self._daemon = Daemon(service, NodeSettings(), known)
+        self.routes: list[Route] = [*all_routes(service), *self._daemon.routes()]
+        self.service, self._known = service, known
+
+    def close(self) -> None:
+        self._daemon._reading.close()
+
+    def every(self) -> list[tuple[str, str]]:
+        """Each route, as it would be asked for."""
+        found = {(route.method, concrete(route.path)) for route in self.routes}
+        assert len(found) > ROUTES
+        return sorted(found)
+
+    def scope(self, method: str, path: str) -> str:
+        (found,) = {
+            route.scope
+            for route in self.routes
+            if (route.method, concrete(route.path)) == (method, path)
+        }
+        return found
+
+    def ask(
+        self,
+        paths: list[tuple[str, str]],
+        body: bytes | None = None,
+        *,
+        is_guarded: bool = False,
+        **headers: str,
+    ) -> Iterator[Said]:
+        """The answers. What streams is not read."""
+        app = build_app(
+            self.service,
+            hosts=frozenset({"127.0.0.1"}),
+            tokens=self._known if is_guarded else None,
+            routes=self.routes,
+        )
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+
+        async def ask() -> list[Said]:
+            found = []
+            async with asyncio.timeout(120), TestClient(TestServer(app)) as client:
+                for method, path in paths:
+                    answer = await client.request(
+                        method,
+                        path,
+                        headers=sent,
+                        data=None if body is None else io.BytesIO(body),
+                        allow_redirects=False,
+                    )
+                    is_stream = answer.content_type == "text/event-stream"
+                    raw = b"" if is_stream else await answer.read()
+                    kind = answer.content_type
+                    found.append(Said(method, path, answer.status, kind, answer.headers, raw))
+                    answer.close()
+            return found
+
+        yield from asyncio.run(ask())
+
+
+def concrete(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "x", path)
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Iterator[Walk]:
+    found = Walk(tmp_path)
+    yield found
+    found.close()
+
+
+def check_shape(said: Said) -> None:
+    """An error as clients of that interface read it."""
+    assert said.kind == "application/json", said
+    if said.path.startswith("/api/"):
+        body = json.loads(said.body)
+        assert set(body) == {"error", "code"}, said
+        assert isinstance(body["error"], str) and body["error"], said
+        return
+    error = said.error
+    assert set(error) == {"message", "type", "param", "code"}, said
+    assert error["message"] and error["code"], said
+    kinds = {401: "authentication_error", 403: "permission_error"}
+    usual = "server_error" if said.status >= 500 else "invalid_request_error"
+    assert error["type"] == kinds.get(said.status, usual), said
+
+
+# -- who may
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8050"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ],
+    ids=lambda said: "".join(said.values()),
+)
+def test_another_host_or_origin_is_refused_on_every_route_of_a_node_too(
+    walk: Walk, headers: dict[str, str]
+) -> None:
+    """DNS rebinding, CVE-2024-28224: health and metrics are no exception."""
+    for said in walk.ask(walk.every(), **headers):
+        assert said.status == 403, said
+        check_shape(said)
+        assert not any(name.lower().startswith("access-control") for name in said.headers)
+
+
+@pytest.mark.parametrize("shown", ["", "Bearer wrong", "Basic eDp4"])
+def test_who_shows_no_token_gets_nothing_of_any_interface(walk: Walk, shown: str) -> None:
+    """Guarding /v1 and leaving /api open is what others have done."""
+    headers = {"Authorization": shown} if shown else {}
+    for said in walk.ask(walk.every(), is_guarded=True, **headers):
+        if walk.scope(said.method, said.path) == OPEN:
+            assert said.status not in (401, 403), said
+        else:
+            assert said.status == 401, said
+            check_shape(said)
+
+
+@pytest.mark.parametrize("scope", [INFER, NODE])
+def test_a_token_opens_what_is_of_its_scope_and_no_more(walk: Walk, scope: str) -> None:
+    for said in walk.ask(walk.every(), is_guarded=True, Authorization=f"Bearer {TOKENS[scope]}"):
+        if walk.scope(said.method, said.path) in (scope, OPEN):
+            assert said.status not in (401, 403), said
+        else:
+            assert said.status == 403, said
+            check_shape(said)
+
+
+# What anyone may ask, and what changes nothing though it is no GET
+OPENED = {"/", "/api/version", "/healthz", "/openapi.json", "/readyz", link.PATH + "{name}"}
+HARMLESS = {"/v1/images/generations", "/api/generate", "/api/show"}
+
+
+def test_the_scopes_are_those_that_are_meant(walk: Walk) -> None:
+    """A node's routes too: what changes something is an administrator's."""
+    assert {route.path for route in walk.routes if route.scope == OPEN} <= OPENED
+    for route in walk.routes:
+        if route.method not in ("GET", "HEAD") and route.path not in HARMLESS:
+            assert route.scope == ADMIN, route.path
+
+
+def test_a_node_s_token_only_reads(walk: Walk) -> None:
+    """What other nodes may ask has no way to change anything: no push, no mount, no upload."""
+    assert {route.method for route in walk.routes if route.scope == NODE} == {"GET"}
+    paths = ["/v2/a/blobs/uploads/", f"/v2/a/blobs/sha256:{'0' * 64}", "/v2/a/manifests/t"]
+    paths.append(f"/v2/a/blobs/uploads/?mount=sha256:{'0' * 64}&from=b")
+    asked = [(method, path) for path in paths for method in ("POST", "PUT", "PATCH", "DELETE")]
+    for scope in (NODE, ADMIN):
+        shown = f"Bearer {TOKENS[scope]}"
+        for said in walk.ask(asked, is_guarded=True, Authorization=shown):
+            assert said.status in (403, 404, 405), said
+
+
+def test_what_nobody_has_set_up_is_not_there_to_be_set(walk: Walk) -> None:
+    """CVE-2026-28400: no route takes settings of what runs; none is about to by accident."""
+    known = {"/v1/node/desired", "/v1/node/desired/{name:.+}"}
+    for route in walk.routes:
+        is_setting = re.search(r"config|setting|engine|flag|option|backend|runtime", route.path)
+        assert is_setting is None, route.path
+        if route.method in ("PUT", "PATCH"):
+            assert (route.path in known, route.scope) == (True, ADMIN), route.path
+
+
+# -- what is asked for
+
+
+def test_what_this_worker_has_not_is_404_in_the_words_of_its_interface(walk: Walk) -> None:
+    for said in walk.ask(ELSEWHERE, b"{}"):
+        assert said.status == 404, said
+        if said.method != "HEAD":
+            check_shape(said)
+    for said in walk.ask(ELSEWHERE, b"{}", is_guarded=True):
+        assert said.status == 401, said  # who has no token does not learn what there is
+
+
+def test_another_method_is_405_and_says_which_there_are(walk: Walk) -> None:
+    """A path that also has a longer name below it is the exception: what is there decides."""
+    every = walk.every()
+    there = {path: {method for method, other in every if other == path} for _, path in every}
+    wrong = [
+        (method, path)
+        for path, known in there.items()
+        for method in METHODS
+        if method not in known and "x" not in path.split("/")
+    ]
+    assert len(wrong) > 50
+    for said in walk.ask(wrong, b"{}"):
+        assert said.status == 405, said
+        check_shape(said)
+        assert there[said.path] <= set(said.headers["Allow"].split(", ")), said
+
+
+BODIES: list[tuple[str, bytes, int]] = [
+    ("none", b"", 400),
+    ("no json", b"{", 400),
+    ("no object", b"[1]", 400),
+    ("no text", b"\xff\xfe{}", 400),
+    ("deep", b'{"a":' * 5000 + b"1" + b"}" * 5000, 400),
+    ("twice", b'{"model": "a", "model": "b", "prompt": "c", "url": "d"}', 400),
+    ("a number", b'{"model": ' + b"9" * 5000 + b"}", 400),
+    ("infinite", b'{"model": 1e999}', 400),
+    ("large", b'{"model": "' + b"x" * (1 << 20) + b'"}', 413),
+    ("form", b"--x\r\nContent-Disposition: form-data; name=model\r\n\r\ntiny\r\n--x--\r\n", 400),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [one[1:] for one in BODIES], ids=[b[0] for b in BODIES]
+)
+def test_a_body_that_is_no_request_is_refused_by_every_route_that_reads_one(
+    walk: Walk, body: bytes, status: int
+) -> None:
+    asked = [
+        (method, path)
+        for method, path in walk.every()
+        if method in ("POST", "PUT") or path == "/api/delete"
+    ]
+    assert len(asked) >= 9
+    for said in walk.ask(asked, body):
+        if (said.path, body) == ("/v1/node/retry", b""):  # no body means everything
+            assert said.status == 202, said
+            continue
+        assert said.status == status, said
+        check_shape(said)
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/v1/images/generations"])
+def test_a_form_of_many_parts_is_not_taken_apart(walk: Walk, path: str) -> None:
+    """What is no JSON is refused for that, whatever it calls itself; nothing counts its parts."""
+    part = b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n\r\n"
+    for body, status in ((part * 15_000, 400), (part * 30_000, 413)):
+        for end in (b"--x--\r\n", b""):
+            kind = "multipart/form-data; boundary=x"
+            (said,) = walk.ask([("POST", path)], body + end, Content_Type=kind)
+            assert said.status == status, said
+            check_shape(said)
+
+
+@pytest.mark.parametrize("form", ["image", "image[]", "json"])
+def test_an_edit_is_refused_in_every_form_that_clients_send(walk: Walk, form: str) -> None:
+    """No model here takes pictures: who asks for an edit is not given another picture instead."""
+    edits = [("POST", "/v1/images/edits")]
+    if form == "json":
+        body, kind = b'{"model": "tiny", "prompt": "a", "image": "aGk="}', "application/json"
+    else:
+        head = f'--x\r\nContent-Disposition: form-data; name="{form}"; filename="a.png"\r\n\r\n'
+        body, kind = head.encode() + b"\x89PNG\r\n--x--\r\n", "multipart/form-data; boundary=x"
+    (said,) = walk.ask(edits, body, Content_Type=kind)
+    assert (said.status, said.error["code"]) == (404, "unknown_url")
+    (said,) = walk.ask([("POST", "/api/generate")], b'{"model": "t", "images": ["aGk="]}')
+    assert (said.status, json.loads(said.body)["code"]) == (400, "unsupported_value")
+
+
+def test_errors_are_answers_also_to_those_who_only_ask_for_the_head(walk: Walk) -> None:
+    paths = [("HEAD", path) for path in ("/nothing", "/api/nothing", "/v1/models/nothing")]
+    for said in walk.ask(paths):
+        assert (said.status, said.body) == (404, b""), said
+
+
+def test_a_link_that_is_too_old_is_gone_and_one_that_is_none_is_not_found(walk: Walk) -> None:
+    """A link lasts 60 minutes; after that it is 410, and the answer says what to do."""
+    now = [1000.0]
+    images = openai.Images(walk.service)
+    images._pictures = link.Pictures(clock=lambda: now[0])
+    walk.routes = [Route("GET", link.PATH + "{name}", images.fetch, OPEN)]
+    place = images._pictures.keep(b"picture", "webp")
+    (said,) = walk.ask([("GET", place)])
+    assert (said.status, said.kind, said.body) == (200, "image/webp", b"picture")
+    now[0] += 3600
+    for wrong, status, code in (
+        (place, 410, "picture_expired"),
+        (place[:-1], 404, "picture_not_found"),
+        (place.replace("expires=4600", "expires=9999"), 404, "picture_not_found"),
+    ):
+        (said,) = walk.ask([("GET", wrong)])
+        assert (said.status, said.error["code"]) == (status, code), wrong
+        check_shape(said)
+
+
+BAD = "sha256:../../outside/secret"
+LEFT: dict[str, bytes | None] = {  # None: the entry itself has no digest
+    "an entry": None,
+    "a layer": b'{"schemaVersion": 2, "config": {}, "layers": [{"digest": "%s"}]}' % BAD.encode(),
+    "no json": b"{",
+    "deep": b"[" * 100_000,
+    "a size": b'{"schemaVersion": 2, "config": {"size": -1}, "layers": []}',
+}
+
+
+@pytest.mark.parametrize("data", LEFT.values(), ids=LEFT)
+def test_what_others_left_in_the_store_hides_nothing_and_is_no_model(
+    stocked: Path, tmp_path: Path, data: bytes | None
+) -> None:
+    """In index.json as in a request: what is no digest leads nowhere, and breaks no list."""
+    shutil.copytree(stocked, tmp_path / "store")
+    place = tmp_path / "store" / "index.json"
+    index = json.loads(place.read_bytes())
+    entry: dict[str, Any] = {"mediaType": mediatype.OCI_MANIFEST, "digest": BAD, "size": 5}
+    if data is not None:
+        plant(tmp_path / "store", data)
+        entry |= {"digest": str(Digest.of(data)), "size": len(data)}
+    index["manifests"].insert(0, entry | {"annotations": {mediatype.REF_NAME: "bad:latest"}})
+    place.write_text(json.dumps(index))
+    walk = Walk(tmp_path)
+    lists = [("GET", path) for path in ("/api/tags", "/v1/models", "/content/", "/v1/node")]
+    for said in walk.ask([*lists, ("GET", "/readyz")]):
+        assert said.status == 200, said
+        assert b"bad" not in said.body, said
+        assert b"tiny" in said.body or said.path in ("/v1/node", "/readyz"), said
+    for path, more in (("show", {}), ("generate", {"prompt": "a dog"}), ("copy", {})):
+        body = {"model": "bad", "source": "bad", "destination": "x", "stream": False} | more
+        (said,) = walk.ask([("POST", f"/api/{path}")], json.dumps(body).encode())
+        assert said.status in (404, 500), said
+        check_shape(said)
+        assert str(tmp_path).encode() not in said.body
+    walk.close()

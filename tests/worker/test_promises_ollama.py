@@ -1,0 +1,284 @@
+"""What ollama's clients rely on unsaid, and models that are not what they say."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("aiohttp")
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference
+from tests.conftest import ROOT
+from tests.worker.conftest import Worker
+
+ollama = pytest.importorskip("ollama")
+
+DRAW: dict[str, Any] = {"model": "tiny", "prompt": "a dog", "width": 32, "height": 32, "steps": 1}
+NAME = "vnd.clowder.aimage.name"  # the annotation of a layer that says which file it is
+# Each in a process of its own: the version is read when the module is loaded
+VERSION = """
+import asyncio, json, sys
+import clowder_aimage
+clowder_aimage.__version__ = sys.argv[1]
+from clowder_aimage.worker.api import ollama
+print(asyncio.run(ollama._version(None)).text)
+"""
+# Of ollama's options: how its engine is to run. None of them is a request's to say here.
+ENGINE = {
+    "num_gpu": 99,
+    "main_gpu": 7,
+    "num_thread": 10**9,
+    "num_ctx": 10**9,
+    "num_batch": -1,
+    "use_mmap": False,
+    "use_mlock": True,
+    "low_vram": True,
+    "numa": True,
+    "trust_remote_code": True,
+    "runtime_flags": ["--log-file", "/etc/passwd"],
+}
+
+
+@pytest.fixture(scope="module")
+def client(worker: Worker) -> Iterator[Any]:
+    with ollama.Client(worker.url) as found:
+        yield found
+
+
+def ask(worker: Worker, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """The status and the JSON of an answer."""
+    with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        answer = connection.getresponse()
+        raw = answer.read()
+        return answer.status, json.loads(raw) if raw else None
+
+
+@pytest.mark.parametrize(
+    ("ours", "told"),
+    [
+        ("0.1.0", "0.1.0"),
+        ("1.2.3+local.7", "1.2.3"),
+        ("2.0rc1.dev4+g0123abc", "2.0"),
+        ("unknown", "0"),
+    ],
+)
+def test_a_version_has_nothing_in_it_that_open_webui_cannot_count(ours: str, told: str) -> None:
+    """It takes what is before a hyphen apart at the dots, and makes a number of each part."""
+    done = subprocess.run(
+        [sys.executable, "-c", VERSION, ours], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    version = json.loads(done.stdout)["version"]
+    assert version == told
+    assert all(int(part) >= 0 for part in version.partition("-")[0].split("."))
+
+
+def test_a_model_without_a_tag_is_the_latest_wherever_it_is_named(
+    client: Any, worker: Worker
+) -> None:
+    shown = [client.show(name).model_dump() for name in ("tiny", "tiny:latest")]
+    assert shown[0] == shown[1]
+    made = [
+        client.generate(**DRAW | {"model": name}, options={"seed": 7}).image
+        for name in ("tiny", "tiny:latest")
+    ]
+    assert made[0] == made[1]
+    assert [model.model for model in client.ps().models] == ["tiny:latest"]
+    client.copy("tiny", "other")
+    assert {model.model for model in client.list().models} == {"tiny:latest", "other:latest"}
+    client.delete("other:latest")
+    status, answer = ask(worker, "POST", "/api/generate", {"model": "tiny:latest", "keep_alive": 0})
+    assert (status, answer["done_reason"]) == (200, "unload")
+    assert client.ps().models == []
+
+
+def test_lists_have_what_open_webui_reads(client: Any, worker: Worker) -> None:
+    client.generate(**DRAW)
+    for path in ("/api/tags", "/api/ps"):
+        _, answer = ask(worker, "GET", path)
+        assert answer["models"], path
+        for model in answer["models"]:
+            assert model["name"] == model["model"] == "tiny:latest"
+            assert model["size"] > 0 and isinstance(model["details"], dict)
+            when = model["expires_at" if path == "/api/ps" else "modified_at"]
+            assert datetime.fromisoformat(when).tzinfo is not None
+
+
+def test_what_makes_pictures_is_offered_for_no_chat(client: Any, worker: Worker) -> None:
+    _, answer = ask(worker, "GET", "/api/tags")
+    for model in answer["models"]:
+        assert model["capabilities"] == client.show(model["name"]).capabilities == ["image"]
+
+
+def test_who_chats_all_the_same_is_told_in_a_way_that_the_client_reads(
+    client: Any, worker: Worker
+) -> None:
+    calls = [
+        lambda: client.chat("tiny", [{"role": "user", "content": "hello"}]),
+        lambda: list(client.chat("tiny", [{"role": "user", "content": "hello"}], stream=True)),
+        lambda: client.embed("tiny", "hello"),
+        lambda: client.create("new", from_="tiny"),
+    ]
+    for call in calls:
+        with pytest.raises(ollama.ResponseError, match="nothing at this address") as caught:
+            call()
+        assert caught.value.status_code == 404
+    for digest in ("0" * 64, "..%2f..%2fsecret"):
+        for method in ("HEAD", "POST"):
+            assert ask(worker, method, f"/api/blobs/sha256:{digest}", {})[0] == 404
+    assert not [path for path in worker.store.rglob("*") if "secret" in path.name]
+
+
+def test_how_the_engine_runs_is_not_a_request_s_to_say(client: Any) -> None:
+    """CVE-2026-28400: flags of the engine, from a request. Here they are words without meaning."""
+    plain = client.generate(**DRAW, options={"seed": 7}).image
+    assert client.generate(**DRAW, options={"seed": 7, **ENGINE}).image == plain
+
+
+def test_what_is_ollamas_and_not_of_pictures_is_passed_over(worker: Worker) -> None:
+    said = {"system": "be kind", "template": "{{ .Prompt }}", "raw": True, "context": [1, 2]}
+    said |= {"suffix": "x", "format": "json", "think": True, "truncate": True, **ENGINE}
+    body = {**DRAW, "seed": 7, "stream": False}
+    plain, other = (ask(worker, "POST", "/api/generate", body | more) for more in ({}, said))
+    assert plain[0] == other[0] == 200
+    assert plain[1]["image"] == other[1]["image"]
+
+
+def test_a_stream_is_lines_of_which_only_the_last_is_done(worker: Worker) -> None:
+    """What clients read while a picture is made: ``completed`` of ``total``, then ``image``."""
+    with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
+        connection.request("POST", "/api/generate", json.dumps(DRAW | {"steps": 4}))
+        answer = connection.getresponse()
+        assert answer.getheader("Content-Type") == "application/x-ndjson"
+        lines = [json.loads(line) for line in answer.read().splitlines()]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    steps = [(line["completed"], line["total"]) for line in lines if "completed" in line]
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [index for index, line in enumerate(lines) if "image" in line] == [len(lines) - 1]
+    for line in lines:
+        assert {"model", "created_at", "response", "done"} <= set(line)
+        assert (line["model"], line["response"]) == ("tiny", "")
+
+
+# -- models that are not what they say
+
+UNSAFE = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill|runpy)\b", re.MULTILINE)
+
+
+class Trap:
+    """What a pickle does when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def altered(
+    worker: Worker, name: str, change: Callable[[list[Any], Callable[..., Any]], None]
+) -> None:
+    """Have ``name`` mean the embedded model with other layers; all their digests are right."""
+    store = ImageLayout(worker.store)
+    document = json.loads(store.read(store.resolve(Reference.parse("tiny"))))
+
+    def put(data: bytes, layer: dict[str, Any]) -> dict[str, Any]:
+        descriptor = Descriptor.of(layer["mediaType"], data)
+        store.push(descriptor, bytes_body(data))
+        return layer | {"digest": str(descriptor.digest), "size": descriptor.size}
+
+    change(document["layers"], put)
+    raw = json.dumps(document).encode()
+    store.push(Descriptor.of(document["mediaType"], raw), bytes_body(raw), Reference.parse(name))
+
+
+def is_tensor(layer: dict[str, Any]) -> bool:
+    return "safetensors" in layer["mediaType"]
+
+
+def lie(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Ways in which a file of weights may promise what it does not hold (CVE-2026-7482)."""
+    size = int.from_bytes(data[:8], "little")
+    header, values = data[8 : 8 + size], data[8 + size :]
+    (name, known), *_ = (item for item in json.loads(header).items() if item[0] != "__metadata__")
+    begin, end = known["data_offsets"]
+
+    def file(text: bytes, length: int | None = None) -> bytes:
+        return (len(text) if length is None else length).to_bytes(8, "little") + text + values
+
+    def told(**facts: Any) -> bytes:
+        return file(json.dumps({name: known | facts}).encode())
+
+    yield "header", file(header, 2**63)
+    yield "past-the-end", told(data_offsets=[begin, end + (1 << 40)])
+    whole = header.rstrip()
+    yield "twice", file(whole[:-1] + b"," + whole[1:])
+
+
+def test_weights_that_lie_are_refused_and_the_worker_goes_on(worker: Worker) -> None:
+    store = ImageLayout(worker.store)
+    document = json.loads(store.read(store.resolve(Reference.parse("tiny"))))
+    number = next(index for index, one in enumerate(document["layers"]) if is_tensor(one))
+    data = store.read(Descriptor.from_json(document["layers"][number]))
+    for kind, wrong in lie(data):
+        altered(
+            worker,
+            f"lies:{kind}",
+            lambda layers, put, wrong=wrong: layers.__setitem__(number, put(wrong, layers[number])),
+        )
+        body = DRAW | {"model": f"lies:{kind}", "stream": False}
+        status, answer = ask(worker, "POST", "/api/generate", body)
+        assert 400 <= status < 600 and answer["error"], (kind, answer)
+        assert str(worker.store) not in answer["error"]
+    assert ask(worker, "POST", "/api/generate", DRAW | {"stream": False})[0] == 200
+    assert "Traceback" not in "".join(worker.lines)
+
+
+def test_no_code_that_comes_with_a_model_is_run(worker: Worker, tmp_path: Path) -> None:
+    """CVE-2026-5817, CVE-2025-32434: code and pickles beside the weights, and configs that name
+    them."""
+    marks = [tmp_path / name for name in ("pickled", "imported")]
+    code = f"open({str(marks[1])!r}, 'w')".encode()
+
+    def beside(layers: list[Any], put: Callable[..., Any]) -> None:
+        file = next(layer for layer in layers if not is_tensor(layer))
+        for name, data in (
+            ("evil.py", code),
+            ("sitecustomize.py", code),
+            ("transformer/pytorch_model.bin", pickle.dumps(Trap(marks[0]))),
+        ):
+            layers.append(put(data, file | {"annotations": {NAME: name}}))
+
+    def named(layers: list[Any], put: Callable[..., Any]) -> None:
+        beside(layers, put)
+        store = ImageLayout(worker.store)
+        for index, layer in enumerate(layers):
+            if layer["annotations"][NAME].endswith("config.json"):
+                config = json.loads(store.read(Descriptor.from_json(layer)))
+                config |= {"auto_map": {"AutoModel": "evil.Evil"}, "trust_remote_code": True}
+                layers[index] = put(json.dumps(config).encode(), layer)
+
+    for name, change, statuses in (("beside", beside, {200}), ("named", named, {200, 500})):
+        altered(worker, name, change)
+        body = DRAW | {"model": name, "stream": False}
+        status, answer = ask(worker, "POST", "/api/generate", body)
+        assert status in statuses, answer
+    assert not any(mark.exists() for mark in marks)
+    for path in (ROOT / "clowder_aimage").rglob("*.py"):
+        text = path.read_text("utf-8")
+        assert "trust_remote_code" not in text, path
+        assert UNSAFE.search(text) is None, path

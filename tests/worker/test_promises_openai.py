@@ -1,0 +1,323 @@
+"""OpenAI's images API as its own SDK describes it, and as the programs ask it that people use.
+
+The SDK builds what it hands out without a look at it. Here its types are held to: an answer has
+what they want, of the kind that they want, and nothing that they do not know.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import typing
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+pytest.importorskip("aiohttp")
+pytest.importorskip("openai")
+
+import openai
+from openai.types import (
+    ImageGenCompletedEvent,
+    ImageGenPartialImageEvent,
+    ImagesResponse,
+    Model,
+    image_generate_params,
+)
+from openai.types.image_model import ImageModel
+from pydantic import BaseModel
+
+from clowder_aimage.worker.api.image_request import read_request
+from clowder_aimage.worker.error import ApiError
+from tests.worker.conftest import Worker, answer_to
+
+GENERATIONS = "/v1/images/generations"
+SHORT: dict[str, Any] = {"model": "tiny", "prompt": "a dog", "steps": 1, "size": "32x32"}
+MORE = frozenset({"output_tokens_details"})  # of an answer in one piece; events have it as well
+# What is taken of the words that the SDK's types list; a later SDK may list more
+TAKEN = {
+    "background": {"opaque", "auto"},
+    "model": {"gpt-image-1", "gpt-image-2", "dall-e-2", "dall-e-3"},
+    "moderation": {"low", "auto"},
+    "output_format": {"png", "webp", "jpeg"},
+    "quality": {"low", "medium", "high", "auto", "standard", "hd"},
+    "response_format": {"url", "b64_json"},
+    "size": {"auto", "1024x1024", "1536x1024", "1024x1536", "256x256", "512x512", "1792x1024"},
+    "style": {"vivid", "natural"},
+}
+
+
+@pytest.fixture
+def client(worker: Worker) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def ask(worker: Worker, path: str = GENERATIONS, **said: Any) -> tuple[int, Any, bytes]:
+    """The status, the headers and the body of an answer. ``headers`` are sent with it."""
+    headers = said.pop("headers", {})
+    data = json.dumps(said).encode() if said else None
+    asked = urllib.request.Request(worker.url + path, data, headers)
+    return answer_to(asked)
+
+
+def told(worker: Worker, **said: Any) -> list[tuple[str, Any]]:
+    """The events of a stream, without its comments: name and data."""
+    status, headers, body = ask(worker, **SHORT | {"stream": True} | said)
+    assert (status, headers.get_content_type()) == (200, "text/event-stream")
+    found = []
+    for block in body.decode().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] != ":")
+        if lines:
+            found.append((lines["event"], json.loads(lines["data"])))
+    return found
+
+
+def check(value: Any, model: type[BaseModel], more: frozenset[str] = MORE) -> None:
+    """It is one of ``model``, strictly, and has no field that that does not know but ``more``."""
+    found = model.model_validate(value, strict=True)
+    assert set(value) - more <= set(model.model_fields), (model, value.keys())
+    for name in model.model_fields:
+        part = getattr(found, name)
+        for each, raw in zip(
+            part if isinstance(part, list) else [part],
+            value.get(name) if isinstance(part, list) else [value.get(name)],
+            strict=True,
+        ):
+            if isinstance(each, BaseModel):
+                check(raw, type(each), more)
+
+
+# -- what may be said
+
+
+def words(kind: Any) -> set[str]:
+    """The texts that a type of the SDK lists."""
+    if typing.get_origin(kind) is typing.Literal:
+        return {word for word in typing.get_args(kind) if isinstance(word, str)}
+    return set[str]().union(*map(words, typing.get_args(kind)))
+
+
+def listed() -> dict[str, set[str]]:
+    hints = typing.get_type_hints(image_generate_params.ImageGenerateParamsBase)
+    return {name: found for name, kind in hints.items() if (found := words(kind))}
+
+
+def test_every_word_that_the_sdk_lists_is_taken_or_refused_by_its_field() -> None:
+    said = listed()
+    assert {"background", "model", "output_format", "quality", "size"} <= set(said)
+    for name in {*said, *TAKEN}:
+        for word in said.get(name, set()) | TAKEN.get(name, set()):
+            try:
+                wish = read_request(json.dumps({"prompt": "a dog", name: word}).encode())
+            except ApiError as error:
+                assert (error.status, error.param) == (400, name), word
+                assert word not in TAKEN.get(name, ())
+            else:
+                assert wish.ignored == (() if name in TAKEN else (name,)), word
+    with pytest.raises(ApiError, match="background cannot be transparent") as caught:
+        read_request(b'{"prompt": "a dog", "background": "transparent"}')
+    assert caught.value.code == "unsupported_value"
+
+
+def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: Worker) -> None:
+    other = worker.start("--default-model", "tiny")
+    names = {*words(ImageModel), "gpt-image-1", "gpt-image-1-mini", "dall-e-2", "dall-e-3"}
+    assert len(names) > 8
+    for name in sorted(names):
+        status, headers, body = ask(other, **SHORT | {"model": name})
+        assert (status, headers["X-Aimage-Model"]) == (200, "tiny:latest"), (name, body)
+
+
+def test_a_body_of_open_webui(worker: Worker) -> None:
+    """It reads ``data[].url`` first, and ``b64_json`` where there is none. An administrator's own
+    parameters are merged into what it sends; a size may be left out, or be "auto"."""
+    usual = {"model": "tiny", "prompt": "a dog", "n": 1, "response_format": "b64_json"}
+    for more in ({}, {"size": "auto"}, {"size": "32x32", "steps": 1}):
+        status, headers, body = ask(worker, **usual | more)
+        assert status == 200, body
+        (item,) = json.loads(body)["data"]
+        assert set(item) == {"b64_json"}
+        assert base64.b64decode(item["b64_json"], validate=True).startswith(b"\x89PNG")
+        assert headers["X-Aimage-Ignored"] is None
+
+
+def test_a_body_of_librechat(worker: Worker) -> None:
+    """The model's name is built in; so are the words."""
+    other = worker.start("--alias", "gpt-image-1=tiny")
+    body = {"model": "gpt-image-1", "prompt": "a dog", "n": 1, "output_format": "webp"}
+    body |= dict.fromkeys(("background", "quality", "size"), "auto")
+    status, headers, answer = ask(other, **body)
+    assert (status, headers["X-Aimage-Alias"]) == (200, "gpt-image-1"), answer
+    assert base64.b64decode(json.loads(answer)["data"][0]["b64_json"])[8:12] == b"WEBP"
+    assert headers["X-Aimage-Ignored"] is None
+
+
+@pytest.mark.parametrize("accept", ["application/json", "text/event-stream", "image/png", "*/*"])
+def test_what_is_accepted_decides_nothing(worker: Worker, accept: str) -> None:
+    """The SDK says application/json, for a stream as well: the body alone says what is meant."""
+    headers = {"Accept": accept}
+    assert told(worker, headers=headers)[-1][0] == "done"
+    status, answered, body = ask(worker, **SHORT, headers=headers)
+    assert (status, answered.get_content_type()) == (200, "application/json")
+    check(json.loads(body), ImagesResponse)
+
+
+@pytest.mark.parametrize("header", ["x-stainless-lang", "X-Stainless-Lang", "X-STAINLESS-LANG"])
+def test_an_sdk_is_known_by_its_header_however_it_is_written(worker: Worker, header: str) -> None:
+    (name, _) = told(worker, headers={header: "js"})[-1]
+    assert name == "image_generation.completed"
+    assert told(worker, headers={header: "js"}, stream_format="ollama")[-1][0] == "done"
+    assert told(worker, headers={header: "js"}, partial_images=0)[-1][0] == name
+
+
+def test_no_previews_are_one_event_and_three_are_three(worker: Worker) -> None:
+    assert [name for name, _ in told(worker, partial_images=0)] == ["image_generation.completed"]
+    events = told(worker, partial_images=3, steps=8)
+    partial = [data["partial_image_index"] for name, data in events if "partial" in name]
+    assert partial == [0, 1, 2]
+
+
+# -- what is answered
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "quality": "hd"}, {"response_format": "url"}])
+def test_an_answer_is_what_the_sdk_s_types_say(worker: Worker, more: dict[str, Any]) -> None:
+    _, _, body = ask(worker, **SHORT | more)
+    check(json.loads(body), ImagesResponse)
+
+
+@pytest.mark.parametrize("quality", ["auto", "standard", "hd", "low", "max"])
+def test_events_are_what_the_sdk_s_types_say(worker: Worker, quality: str) -> None:
+    events = told(worker, partial_images=2, steps=4, quality=quality, output_format="jpeg")
+    kinds = {
+        "image_generation.partial_image": ImageGenPartialImageEvent,
+        "image_generation.completed": ImageGenCompletedEvent,
+    }
+    assert {name for name, _ in events} == set(kinds)
+    for name, data in events:
+        check(data, kinds[name])
+        assert data["type"] == name
+        assert data["created_at"] > 1_700_000_000
+        assert base64.b64decode(data["b64_json"], validate=True)
+
+
+def test_an_event_with_a_link_has_that_beside_what_the_types_say(worker: Worker) -> None:
+    (_, data) = told(worker, stream_format="openai", response_format="url")[-1]
+    check(data, ImageGenCompletedEvent, frozenset({"url", *MORE}))
+
+
+def test_models_are_what_the_sdk_s_types_say(worker: Worker) -> None:
+    answer = worker.get("/v1/models")
+    assert (set(answer), answer["object"]) == ({"object", "data"}, "list")
+    for each in answer["data"]:
+        check(each, Model)
+    check(worker.get("/v1/models/tiny"), Model)
+
+
+def test_events_of_progress_do_no_harm_in_the_sdk(client: Any) -> None:
+    """They are of a class that is not theirs, but have the type that says what they are."""
+    stream = client.images.generate(
+        model="tiny",
+        prompt="a dog",
+        stream=True,
+        extra_body={"steps": 2, "stream_format": "openai+progress"},
+    )
+    *steps, completed = list(stream)
+    assert [one.type for one in steps] == ["image_generation.progress"] * 2
+    assert [(one.step, one.total) for one in steps] == [(1, 2), (2, 2)]
+    assert completed.type == "image_generation.completed"
+
+
+# -- what is refused
+
+
+def test_what_this_worker_has_not_is_an_error_of_the_sdk(client: Any) -> None:
+    picture = ("a.png", b"\x89PNG\r\n\x1a\n", "image/png")
+    calls = [
+        lambda: client.images.edit(model="tiny", image=picture, prompt="a dog"),
+        lambda: client.images.edit(model="tiny", image=[picture, picture], prompt="a dog"),
+        lambda: client.images.edit(model="tiny", image=picture, mask=picture, prompt="a dog"),
+        lambda: client.chat.completions.create(model="tiny", messages=[]),
+        lambda: client.embeddings.create(model="tiny", input="a"),
+    ]
+    for call in calls:
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert (caught.value.code, caught.value.type) == ("unknown_url", "invalid_request_error")
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.models.delete("tiny")
+    assert caught.value.status_code == 405
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai+progress", "ollama"])
+def test_what_is_refused_before_the_first_event_has_a_status(worker: Worker, dialect: str) -> None:
+    for more in ({"model": "absent"}, {"size": "7x7"}, {"n": 11}):
+        said = SHORT | {"stream": True, "stream_format": dialect} | more
+        status, headers, body = ask(worker, **said)
+        assert (status, headers.get_content_type()) == (
+            404 if "model" in more else 400,
+            "application/json",
+        )
+        assert json.loads(body)["error"]["param"] == next(iter(more))
+
+
+# -- what is kept to oneself
+
+
+def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: Worker) -> None:
+    """Not at debug, not of what fails, and by neither interface."""
+    other = worker.start("--log-level", "debug")
+    private = {name: f"xyzzy-{name}" for name in ("prompt", "negative_prompt", "user")}
+    private["safety_identifier"] = "xyzzy-safety"
+    for more in ({}, {"size": "16x16000"}, {"size": "1x1"}, {"model": "absent"}, {"stream": True}):
+        ask(other, **SHORT | {"guidance": 2} | private | more)
+    for more in ({}, {"width": 33}, {"width": 16, "height": 16000}, {"stream": False}):
+        ask(other, "/api/generate", **{"model": "tiny", "steps": 1} | private | more)
+    ask(other, f"{GENERATIONS}?prompt=xyzzy-query")
+    code, lines = other.stop()
+    assert code == 0
+    assert "generations" in lines and "/api/generate" in lines
+    assert "xyzzy" not in lines
+
+
+def test_no_secret_is_in_the_log_however_much_is_written(worker: Worker, tmp_path: Path) -> None:
+    """Tokens, credentials, and the signature of a link: who has it may fetch the picture."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"admin {'a' * 30}-sesame\ninfer {'i' * 30}-sesame\n")
+    tokens.chmod(0o600)
+    other = worker.start("--token-file", tokens, "--log-level", "debug")
+
+    def ask(path: str, body: Any = None, token: str = f"{'a' * 30}-sesame") -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            asked = urllib.request.Request(other.url + path, data, headers)
+            with urllib.request.urlopen(asked, timeout=100) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    assert ask("/v1/models", token="x" * 20 + "-sesame")[0] == 401
+    said = {"model": "tiny", "prompt": "a dog", "steps": 1, "response_format": "url"}
+    link = json.loads(ask("/v1/images/generations", said)[1])["data"][0]["url"]
+    path = link.removeprefix(other.url)
+    assert ask(path, token="")[0] == 200
+    assert ask(path[:-1], token="")[0] == 404
+    for kind, secret in ("Bearer", "open-sesame"), ("Basic", base64.b64encode(b"a:b").decode()):
+        body = {"url": "oci://127.0.0.1:1/x", "credentials": secret, "credentialsType": kind}
+        assert ask("/content/", body)[0] == 502
+    assert ask("/content/", {"url": "oci://me:open-sesame@h.example/x"})[0] == 400
+    code, lines = other.stop()
+    assert code == 0 and "/content/" in lines and "/v1/files/pictures" in lines
+    signature = path.rpartition("=")[2]
+    assert len(signature) > 30
+    for secret in ("sesame", signature[:-1], base64.b64encode(b"a:b").decode()):
+        assert secret not in lines

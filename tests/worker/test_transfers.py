@@ -1,0 +1,305 @@
+"""Transfers without HTTP: who shares one, who gives up, who comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.content import Rate
+from clowder_aimage.create import create
+from clowder_aimage.errors import (
+    FormatError,
+    NetworkError,
+    NoSpaceError,
+    NotFoundError,
+    RegistryError,
+    StoreError,
+    UnauthorizedError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.error import api_error
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.refusal import BusyError, StoppedError
+from clowder_aimage.worker.transfers import (
+    DESIRED,
+    INTERACTIVE,
+    MOST,
+    PREFETCH,
+    Transfers,
+    of_registry,
+)
+from tests.conftest import TINY
+from tests.proxy import Proxy, Reply
+from tests.real_registry import RealRegistry
+
+PATH = "tests/transfers:v1"
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry) -> None:
+    store = ImageLayout(tmp_path_factory.mktemp("transfers") / "store")
+    name = Reference.parse(f"{registry.host}/{PATH}")
+    create(store, name, TINY)
+    push(store, name, Connection())
+
+
+@pytest.fixture
+def proxy(registry: RealRegistry, pushed: None) -> Iterator[Proxy]:
+    with Proxy(registry.host).running() as running:
+        yield running
+
+
+class Played:
+    """Transfers into an empty store."""
+
+    def __init__(self, root: Any) -> None:
+        self.store, self.metrics, self.news = ImageLayout(root), Metrics(), News()
+        self.all = Transfers(self.store, Connection(), self.metrics, self.news, settle=0.0)
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+def played(tmp_path, play: Callable[[Played], Any]) -> Any:
+    async def run() -> Any:
+        async with asyncio.timeout(60):
+            return await play(Played(tmp_path / "played"))
+
+    return asyncio.run(run())
+
+
+def test_a_pull_that_nobody_waits_for_is_given_up(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(it: Played) -> None:
+        with it.all.pull(reference) as pull:
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+            assert it.all.of(reference) is pull
+        proxy.release()
+        with pytest.raises(StoppedError, match="given up"):
+            await pull.end()
+        assert it.all.of(reference) is None
+        with pytest.raises(NotFoundError):
+            it.store.resolve(reference)
+        assert it.counted("aimage_pulls_total", outcome="stopped", registry=proxy.host) == 1
+        with it.all.pull(reference) as again:  # and can be begun again
+            await again.end()
+        assert it.store.resolve(reference)
+
+    played(tmp_path, play)
+
+
+def test_a_pull_that_is_kept_goes_on_without_anyone(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(it: Played) -> None:
+        with it.all.pull(reference) as pull:
+            pull.is_kept = True
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+        proxy.release()
+        await pull.end()
+        assert it.store.resolve(reference)
+        assert pull.completed == pull.total
+        assert it.counted("aimage_pulls_total", outcome="done", registry=proxy.host) == 1
+        assert it.counted("aimage_pull_bytes_total", source="registry") == pull.total
+        assert it.counted("aimage_pull_inflight") == 0
+        async with aclosing(it.news.listen()) as news:
+            item = await anext(news)
+        assert (item.kind, item.facts["outcome"]) == ("pull", "done")
+        assert item.facts["reference"] == str(reference)
+
+    played(tmp_path, play)
+
+
+def test_a_worker_about_to_end_begins_no_transfer_and_stops_those_under_way(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+    proxy.hold = 1
+
+    async def play(it: Played) -> None:
+        with it.all.pull(reference) as pull:
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
+            it.all.close()
+            proxy.release()
+            with pytest.raises(StoppedError):
+                await pull.end()
+        with pytest.raises(StoppedError), it.all.pull(reference):
+            pass
+
+    played(tmp_path, play)
+
+
+def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+    released = threading.Event()
+
+    async def play(it: Played) -> None:
+        with ExitStack() as stack:
+            pulls = [
+                stack.enter_context(it.all.pull(Reference.parse(f"{proxy.host}/tests/x{number}")))
+                for number in range(MOST)
+            ]
+            with (
+                pytest.raises(BusyError),
+                it.all.pull(Reference.parse(f"{proxy.host}/tests/more")),
+            ):
+                pass
+            released.set()
+            results = await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+        assert all(isinstance(each, NotFoundError) for each in results), results
+
+    played(tmp_path, play)
+
+
+def test_a_local_name_begins_no_transfer(tmp_path):
+    async def play(it: Played) -> None:
+        local = Reference.parse("tiny")
+        with pytest.raises(UsageError, match="names no registry"), it.all.pull(local):
+            pass
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NetworkError("x"), 502),
+        (RegistryError("x", status=500), 502),
+        (UnauthorizedError("x"), 502),
+        (VerificationError("x"), 502),
+        (FormatError("x"), 502),
+        (NotFoundError("x"), 404),
+        (UsageError("x"), 400),
+        (NoSpaceError("x"), 507),
+        (StoreError("x"), 500),
+        (StoppedError("x"), 503),
+        (BusyError(1, 5), 503),
+    ],
+)
+def test_what_the_registry_did_is_told_from_what_the_worker_did(error, status):
+    assert api_error(of_registry(error)).status == status
+
+
+def test_the_urgent_come_first_and_who_joins_makes_it_urgent(tmp_path, proxy):
+    released = threading.Event()
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+
+    def name(number: int) -> Reference:
+        return Reference.parse(f"{proxy.host}/tests/y{number}")
+
+    async def play(it: Played) -> None:
+        wanted = [(urgency, priority) for urgency in (PREFETCH, DESIRED) for priority in (0, 5, 9)]
+        with ExitStack() as stack:
+            pulls = [
+                stack.enter_context(it.all.pull(name(number), urgency=urgency, priority=priority))
+                for number, (urgency, priority) in enumerate(wanted)
+            ]
+            assert not any(pull.is_begun for pull in pulls)  # others may be about to come
+            await asyncio.sleep(0.01)
+            # all that are desired, and of the prefetched none while two or more are at work
+            assert [pull.is_begun for pull in pulls] == 3 * [False] + 3 * [True]
+            assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 3
+            assert it.counted("aimage_pull_inflight") == 3
+            with it.all.pull(name(1)) as joined:  # a person asks for a prefetched one
+                assert joined is pulls[1] and joined.is_begun and joined.urgency == INTERACTIVE
+            released.set()
+            await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+        assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 0
+        begun = [pull.begun for pull in pulls]
+        assert max(begun[1], *begun[3:]) < begun[2] < begun[0]  # which ends first is chance
+
+    played(tmp_path, play)
+
+
+def test_of_many_that_come_together_the_first_by_priority_begin(tmp_path, proxy):
+    released = threading.Event()
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+
+    async def play(it: Played) -> None:
+        with ExitStack() as stack:
+            pulls = [
+                stack.enter_context(
+                    it.all.pull(
+                        Reference.parse(f"{proxy.host}/tests/w{priority}"),
+                        urgency=DESIRED,
+                        priority=priority,
+                    )
+                )
+                for priority in range(7)
+            ]
+            await asyncio.sleep(0.01)
+            assert [pull.is_begun for pull in pulls] == 3 * [False] + 4 * [True]
+            released.set()
+            await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+
+    played(tmp_path, play)
+
+
+def test_a_limit_is_for_what_comes_from_the_registry(tmp_path, pushed, registry):
+    reference = Reference.parse(f"{registry.host}/{PATH}")
+    passed: list[int] = []
+
+    class Said(Rate):
+        def passed(self, count: int) -> None:
+            passed.append(count)
+
+    async def play(it: Played) -> None:
+        with it.all.pull(reference) as pull:
+            await pull.end()
+        assert sum(passed) >= pull.total
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clowder_aimage.worker.transfers.Rate", Said)
+        patch.setattr(Connection, "limit", lambda *_: 10**9)
+        played(tmp_path, play)
+
+
+def test_one_that_waits_is_forgotten_when_nobody_asks_for_it_any_more(tmp_path, proxy):
+    released = threading.Event()
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+
+    async def play(it: Played) -> None:
+        with ExitStack() as stack:
+            for number in range(4):
+                name = Reference.parse(f"{proxy.host}/tests/z{number}")
+                stack.enter_context(it.all.pull(name, urgency=DESIRED))
+            await asyncio.sleep(0.01)
+            with it.all.pull(Reference.parse(f"{proxy.host}/{PATH}"), urgency=DESIRED) as waits:
+                await asyncio.sleep(0.01)
+                assert not waits.is_begun
+            with pytest.raises(StoppedError, match="given up"):
+                await waits.end()
+            await asyncio.sleep(0)
+            assert it.counted("aimage_pull_queue_depth", **{"class": "desired"}) == 0
+            released.set()
+
+    played(tmp_path, play)
+
+
+def test_a_pull_of_components_brings_no_more(tmp_path, proxy):
+    reference = Reference.parse(f"{proxy.host}/{PATH}")
+
+    async def play(it: Played) -> None:
+        with it.all.pull(reference, components=("vae",)) as part:
+            await part.end()
+        with it.all.pull(reference) as whole:
+            await whole.end()
+        assert 0 < part.total < whole.total
+        assert whole.sources["cache"] >= part.total - 1000  # its config is a document's
+        assert whole.sources["registry"] + whole.sources["cache"] == whole.total
+
+    played(tmp_path, play)

@@ -1,0 +1,234 @@
+"""Pulls from several registries: none waits for ever because another registry is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import NetworkError, NotFoundError, UnauthorizedError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.refusal import StoppedError
+from clowder_aimage.worker.transfer import Transfer
+from clowder_aimage.worker.transfers import DESIRED, INTERACTIVE, PREFETCH, Transfers
+from tests.conftest import TINY
+from tests.proxy import Proxy, Reply
+
+ROOM = {INTERACTIVE: 8, DESIRED: 4, PREFETCH: 2}
+
+
+@pytest.fixture
+def silent(monkeypatch) -> Iterator[None]:
+    """No registry says anything until the test is over, however long that takes."""
+    released = threading.Event()
+
+    def pull(reference: Reference, *_: object, **__: object) -> None:
+        released.wait(60)
+        raise NetworkError(f"{reference.registry} does not answer")
+
+    monkeypatch.setattr("clowder_aimage.worker.transfers.pull", pull)
+    yield
+    released.set()
+
+
+@pytest.fixture
+def silent_host(registry) -> Iterator[str]:
+    """One that takes a connection and says nothing."""
+    released = threading.Event()
+    with Proxy(registry.host).running() as proxy:
+        proxy.instead = lambda passed: Reply(404) if released.wait(60) else None
+        yield proxy.host
+        released.set()
+
+
+class Asked:
+    """Transfers into an empty store, and the pulls that a test asks them for."""
+
+    def __init__(self, root, stack: ExitStack) -> None:
+        self.store, self.metrics = ImageLayout(root), Metrics()
+        self.all = Transfers(self.store, Connection(), self.metrics, News(), settle=0.0)
+        self._stack = stack
+        self._numbers = iter(range(10**6))
+
+    def ask(self, host: str, urgency: int = DESIRED, priority: int = 0) -> Transfer:
+        name = Reference.parse(f"{host}/team/x{next(self._numbers)}")
+        return self.want(name, urgency, priority)
+
+    def want(self, name: Reference, urgency: int = DESIRED, priority: int = 0) -> Transfer:
+        return self._stack.enter_context(
+            self.all.pull(name, urgency=urgency, priority=priority),
+        )
+
+    async def turn(self) -> None:
+        """Let all that was asked for have had its turn."""
+        await asyncio.sleep(0.01)
+
+    async def time_out(self, pull: Transfer) -> None:
+        """The end of a pull whose registry says nothing, without waiting for that."""
+        pull.end_now()
+        with pytest.raises(StoppedError):
+            await pull.end()
+        await self.turn()
+
+
+def played(tmp_path, play):
+    async def run():
+        with ExitStack() as stack:
+            async with asyncio.timeout(60):
+                asked = Asked(tmp_path / "played", stack)
+                try:
+                    return await play(asked)
+                finally:
+                    asked.all.close()
+
+    return asyncio.run(run())
+
+
+def begun(pulls: list[Transfer]) -> int:
+    return sum(pull.is_begun for pull in pulls)
+
+
+def test_a_model_comes_though_many_before_it_are_of_a_silent_registry(
+    tmp_path, silent_host, repository
+):
+    first = ImageLayout(tmp_path / "first")
+    reference = Reference.parse(f"{repository}:v1")
+    create(first, reference, TINY)
+    push(first, reference, Connection())
+
+    async def play(it: Asked):
+        pulls = [it.ask(silent_host, priority=1) for _ in range(12)]
+        good = it.want(reference)
+        await it.turn()
+        assert (begun(pulls), good.is_begun) == (3, True)
+        return await good.end(), it.store.resolve(reference)
+
+    root, found = played(tmp_path, play)
+    assert root.digest == found.digest
+
+
+@pytest.mark.parametrize(("urgency", "most"), [(DESIRED, 3), (PREFETCH, 1)])
+def test_a_registry_leaves_a_place_to_another_that_comes_with_it(tmp_path, silent, urgency, most):
+    async def play(it: Asked) -> None:
+        pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
+        others = [it.ask("other.example", urgency) for _ in range(2)]
+        await it.turn()
+        assert (begun(pulls), begun(others)) == (most, 1)
+
+    played(tmp_path, play)
+
+
+@pytest.mark.parametrize("urgency", ROOM)
+def test_a_registry_alone_has_all_places_and_one_that_comes_later_begins_beyond_them(
+    tmp_path, silent, urgency
+):
+    async def play(it: Asked) -> None:
+        pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
+        await it.turn()
+        assert begun(pulls) == ROOM[urgency]
+        others = [it.ask("other.example", urgency) for _ in range(2)]
+        await it.turn()
+        assert (begun(pulls), [pull.is_begun for pull in others]) == (ROOM[urgency], [True, False])
+
+    played(tmp_path, play)
+
+
+def test_what_is_in_no_hurry_takes_no_place_beyond_what_more_urgent_ones_have(tmp_path, silent):
+    async def play(it: Asked) -> None:
+        pulls = [it.ask("one.example") for _ in range(2)]
+        late = it.ask("other.example", PREFETCH, priority=9)
+        await it.turn()
+        assert (begun(pulls), late.is_begun) == (2, False)
+        await it.time_out(pulls[0])
+        assert late.is_begun
+
+    played(tmp_path, play)
+
+
+def test_however_many_silent_registries_keep_no_model_out_for_ever(tmp_path, silent):
+    """Each of nine has more models than there are places, asks again for what timed out, and has
+    the larger priority."""
+    hosts = [f"silent{number}.example" for number in range(9)]
+
+    async def play(it: Asked) -> None:
+        pulls = [it.ask(host, priority=1) for _ in range(3) for host in hosts]
+        late = it.ask("good.example")
+        await it.turn()
+        assert (begun(pulls), late.is_begun) == (8, False)  # there is an end to places
+        ends = 0
+        while not late.is_begun:
+            oldest = next(pull for pull in pulls if pull.is_begun)
+            await it.time_out(oldest)
+            pulls.remove(oldest)
+            pulls.append(it.ask(f"{oldest.reference.registry}", priority=1))
+            await it.turn()
+            assert begun(pulls) + late.is_begun == 8
+            ends += 1
+            assert ends <= 27, "it is not its turn, though all that came before it have ended"
+
+    played(tmp_path, play)
+
+
+# -- what is counted
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotFoundError("x"), "not_found"),
+        (UnauthorizedError("x"), "unauthorized"),
+        (NetworkError("x"), "unreachable"),
+        (ValueError("x"), "failed"),
+    ],
+)
+def test_a_pull_that_fails_is_counted_by_the_word_of_the_status(tmp_path, monkeypatch, error, code):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("clowder_aimage.worker.transfers.pull", fails)
+
+    async def play(it: Asked):
+        with pytest.raises(type(error)):
+            await it.ask("registry.example.com").end()
+        return it.metrics.registry
+
+    counted = played(tmp_path, play)
+    labels = {"code": code, "registry": "registry.example.com"}
+    assert counted.get_sample_value("aimage_pull_failures_total", labels) == 1
+    labels = {"outcome": "failed", "registry": "registry.example.com"}
+    assert counted.get_sample_value("aimage_pulls_total", labels) == 1
+
+
+def test_a_pull_that_is_given_up_is_no_failure(tmp_path, silent):
+    async def play(it: Asked):
+        pull = it.ask("one.example")
+        await it.turn()
+        await it.time_out(pull)
+        return it.metrics.text().decode()
+
+    text = played(tmp_path, play)
+    assert 'aimage_pulls_total{outcome="stopped",registry="one.example"} 1.0' in text
+    assert "aimage_pull_failures_total{" not in text
+
+
+def test_a_first_question_about_a_tag_has_all_outcomes_counted(tmp_path):
+    metrics = Metrics()
+    metrics.tag_checked("a.example", "failed")
+    metrics.tag_checked("a.example", "failed")
+    assert {
+        outcome: metrics.registry.get_sample_value(
+            "aimage_tag_checks_total", {"outcome": outcome, "registry": "a.example"}
+        )
+        for outcome in ("unchanged", "moved", "refused", "failed")
+    } == {"unchanged": 0, "moved": 0, "refused": 0, "failed": 2}

@@ -1,0 +1,80 @@
+"""A registry that says nothing takes no place from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from clowder_aimage.create import create
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.push import push
+from clowder_aimage.registry import Connection
+from clowder_aimage.worker.metric import Metrics
+from clowder_aimage.worker.news import News
+from clowder_aimage.worker.refusal import BusyError, StoppedError
+from clowder_aimage.worker.transfers import MOST, Transfers
+from tests.conftest import TINY
+from tests.proxy import Proxy, Reply
+
+
+def played(root, play):
+    async def run():
+        store = ImageLayout(root)
+        async with asyncio.timeout(60):
+            return await play(Transfers(store, Connection(), Metrics(), News()), store)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def silent(registry):
+    """A proxy that answers nothing until ``released`` is set."""
+    released = threading.Event()
+    with Proxy(registry.host).running() as proxy:
+        proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
+        proxy.released = released
+        yield proxy
+        released.set()
+
+
+def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silent, repository):
+    first = ImageLayout(tmp_path / "first")
+    reference = Reference.parse(f"{repository}:v1")
+    create(first, reference, TINY)
+    push(first, reference, Connection())
+
+    async def play(transfers, store):
+        refused = 0
+        with ExitStack() as stack:
+            for number in range(40):
+                name = Reference.parse(f"{silent.host}/team/x{number}")
+                try:
+                    stack.enter_context(transfers.pull(name))
+                except BusyError:
+                    refused += 1
+            with transfers.pull(reference) as pull:
+                await pull.end()
+            silent.released.set()
+        return refused, store.resolve(reference)
+
+    refused, found = played(tmp_path / "store", play)
+    assert refused == 40 - MOST
+    assert found
+
+
+def test_the_end_waits_for_no_registry(tmp_path, silent):
+    async def play(transfers, _):
+        with transfers.pull(Reference.parse(f"{silent.host}/team/x")) as pull:
+            await asyncio.to_thread(silent.wait_until, lambda: silent.seen)
+            transfers.close()
+            with pytest.raises(StoppedError, match="given up"):
+                await pull.end()
+        silent.released.set()
+
+    played(tmp_path / "store", play)
