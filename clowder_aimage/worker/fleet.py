@@ -219,7 +219,7 @@ class Fleet:
         self._metrics.loads.observe(seconds)
         self._tell("load", model, seconds=round(seconds, 3))
         if model.is_stopped:
-            self.unload(model, "stopped")
+            model.leaving = self.unload(model, "stopped")
 
     def _died(self, model: Loaded, runner: Runner) -> None:
         if model.runner is not runner:
@@ -233,7 +233,7 @@ class Fleet:
     def unload(self, model: Loaded, reason: str) -> asyncio.Task[Any] | None:
         """Let a model go, or call its load off; what is done when all of its memory is free."""
         load, runner = model.load, model.runner
-        if load is not None:
+        if load is not None and not load.cancelling():  # twice, it would not wait for the process
             load.cancel()
         model.runner = model.at_work = None
         self._drop(model)
@@ -256,6 +256,7 @@ class Fleet:
         if self._models.get(model.digest) is model:
             del self._models[model.digest]  # who comes now has it loaded again
         await self._gone([self.unload(model, "stopped")])
+        await self._gone([model.leaving])  # its load had just ended
 
     async def expire(self) -> None:
         """Let idle models go whose time is over."""

@@ -30,6 +30,7 @@ class Loaded:
         self.keep_alive = keep_alive
         self.runner: Runner | None = None
         self.load: asyncio.Task[Runner] | None = None
+        self.leaving: asyncio.Task[None] | None = None  # of one that was stopped as it was loaded
         self.at_work: object | None = None
         self.users = 0
         self.is_stopped = False

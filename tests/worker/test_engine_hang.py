@@ -218,6 +218,48 @@ def test_stop_ends_a_load(store):
     assert isinstance(played(store, play)[-1], Picture)
 
 
+def test_stop_waits_for_a_process_that_the_system_is_slow_to_end(store, monkeypatch):
+    """One with many gigabytes is."""
+    kill = asyncio.subprocess.Process.kill
+
+    def slowly(process):
+        asyncio.get_running_loop().call_later(0.3, kill, process)
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", slowly)
+
+    async def play(engine):
+        client, pid = await loading(engine)
+        await asyncio.sleep(0.2)  # it is being loaded, no longer being started
+        await client.leave()
+        await asyncio.sleep(0.05)  # the load is being called off
+        assert await engine.stop(NAME)
+        return is_gone(pid)
+
+    assert played(store, play)
+
+
+def test_stop_ends_a_model_whose_load_has_just_ended(store, monkeypatch):
+    start, stopping = Runner.start, []
+
+    async def play(engine):
+        async def started(*args, **options):
+            runner = await start(*args, **options)
+            (model,) = engine._fleet.models
+            stopping.append((asyncio.create_task(engine._fleet.stop(model)), runner.pid))
+            return runner
+
+        monkeypatch.setattr(Runner, "start", started)
+        client = Client(engine, job())
+        await until(lambda: stopping)
+        ((task, pid),) = stopping
+        await task
+        gone = is_gone(pid)
+        await client.leave()
+        return gone, engine.loaded()
+
+    assert played(store, play) == (True, [])
+
+
 def test_a_load_that_nobody_waits_for_any_more_is_called_off(store):
     async def play(engine):
         client, pid = await loading(engine)

@@ -375,16 +375,16 @@ def test_what_others_left_in_the_store_hides_nothing_and_is_no_model(
     if data is not None:
         plant(tmp_path / "store", data)
         entry |= {"digest": str(Digest.of(data)), "size": len(data)}
-    index["manifests"].insert(0, entry | {"annotations": {mediatype.REF_NAME: "bad:latest"}})
+    index["manifests"].insert(0, entry | {"annotations": {mediatype.REF_NAME: "ghost:latest"}})
     place.write_text(json.dumps(index))
     walk = Walk(tmp_path)
     lists = [("GET", path) for path in ("/api/tags", "/v1/models", "/content/", "/v1/node")]
     for said in walk.ask([*lists, ("GET", "/readyz")]):
         assert said.status == 200, said
-        assert b"bad" not in said.body, said
+        assert b"ghost" not in said.body, said
         assert b"tiny" in said.body or said.path in ("/v1/node", "/readyz"), said
     for path, more in (("show", {}), ("generate", {"prompt": "a dog"}), ("copy", {})):
-        body = {"model": "bad", "source": "bad", "destination": "x", "stream": False} | more
+        body = {"model": "ghost", "source": "ghost", "destination": "x", "stream": False} | more
         (said,) = walk.ask([("POST", f"/api/{path}")], json.dumps(body).encode())
         assert said.status in (404, 500), said
         check_shape(said)
