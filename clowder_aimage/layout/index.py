@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import stat
@@ -159,10 +160,16 @@ def entry_name(annotations: Any) -> str:
 
 def same_name(name: str, reference: Reference) -> bool:
     """Whether a foreign entry's name means ``reference`` (``model`` is ``model:latest``)."""
+    return bool(name) and _meaning(name) == reference
+
+
+@functools.lru_cache(maxsize=4096)
+def _meaning(name: str) -> Reference | None:
+    """What a name means; the same ones are asked for, time and again."""
     try:
-        return bool(name) and Reference.parse(name) == reference
+        return Reference.parse(name)
     except UsageError:
-        return False
+        return None
 
 
 def is_named(entry: Any, name: str) -> bool:
@@ -170,12 +177,8 @@ def is_named(entry: Any, name: str) -> bool:
     if not isinstance(entry, dict):
         return False
     found = entry_name(entry.get("annotations"))
-    if found == name:
-        return True
-    try:
-        return same_name(found, Reference.parse(name))
-    except UsageError:  # another tool's name
-        return False
+    meant = _meaning(name)  # nothing, for another tool's name
+    return found == name or (meant is not None and same_name(found, meant))
 
 
 @contextlib.contextmanager

@@ -84,11 +84,12 @@ class ImageLayout:
         Raises:
             NotFoundError: there is none.
         """
+        wanted = str(reference)
         for name, descriptor in self.entries():
             if reference.digest is not None:
                 if descriptor.digest == reference.digest:
                     return descriptor
-            elif name == str(reference) or same_name(name, reference):
+            elif name == wanted or same_name(name, reference):
                 return descriptor
         raise NotFoundError(
             f"no {reference} in the store {self.root}",

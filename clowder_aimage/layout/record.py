@@ -8,6 +8,7 @@ or pinned, nothing may go.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -106,6 +107,7 @@ class Records:
             sync_directory(self._directory)
 
 
+@functools.lru_cache(maxsize=4096)
 def file_name(key: str) -> str:
     """The name of the file of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:40]

@@ -44,27 +44,29 @@ def items(store: ImageLayout) -> list[Item]:
     found = []
     for name, descriptor in store.tags():
         with contextlib.suppress(AImageError):  # another tool's name, or a manifest that is damaged
-            found.append(_item(store, Reference.parse(name), descriptor))
+            found.append(item_of(store, Reference.parse(name), descriptor))
     return sorted(found, key=lambda item: str(item.reference))
 
 
 def item(store: ImageLayout, reference: Reference) -> Item | None:
     """What is here by this very name. Raises ContentError, StoreError: it is damaged."""
     descriptor = entry(store, reference)
-    return None if descriptor is None else _item(store, reference, descriptor)
+    return None if descriptor is None else item_of(store, reference, descriptor)
 
 
 def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
     """What the store has by this very name: not, for a digest, by another name."""
     wanted = index_name(reference)
+    meant = Reference.parse(wanted)
     for name, descriptor in store.tags():
-        is_meant = name == wanted or same_name(name, Reference.parse(wanted))
+        is_meant = name == wanted or same_name(name, meant)
         if is_meant and reference.digest in (None, descriptor.digest):
             return descriptor
     return None
 
 
-def _item(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> Item:
+def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> Item:
+    """What a name means that stands for a manifest. Raises as ``item``."""
     try:
         blobs = {blob.digest: blob for blob in _needed(store, descriptor)}
     except NotFoundError:  # the manifest itself, or one below it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,16 @@ class Presence:
         return self.descriptor.digest if self.descriptor else None
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was found of what was ``meant``: a want, its name here, and the store's mark. Until
+    ``end`` it counts for the same."""
+
+    meant: tuple[Want, Reference, Hashable]
+    end: float
+    found: Presence
+
+
 def presence(store: ImageLayout, want: Want, reference: Reference) -> Presence:
     """What is here of a want; ``reference`` is what the store calls it.
 
@@ -56,21 +66,18 @@ def presence(store: ImageLayout, want: Want, reference: Reference) -> Presence:
         StoreError: the index cannot be read; no pull mends that.
     """
     try:
-        if stock.entry(store, reference) is None:
-            return Presence()
+        found = stock.entry(store, reference)
     except AImageError as error:
         raise StoreError(error.message, hint=error.hint) from error
-    item = None
+    if found is None:
+        return Presence()
     try:
-        item = stock.item(store, reference)
-        if item is None:
-            return Presence()
-        lacking: Iterable[Descriptor] = item.missing
+        lacking: Iterable[Descriptor] = stock.item_of(store, reference, found).missing
         if want.components:  # also where nothing is missing: they may be none of its
             lacking = _lacking(store, want, reference)
-        return Presence(item.descriptor, sum(blob.size for blob in lacking))
+        return Presence(found, sum(blob.size for blob in lacking))
     except NotFoundError:  # it has no such component: a pull will say so
-        return Presence(None if item is None else item.descriptor, 1)
+        return Presence(found, 1)
     except AImageError:
         return Presence()
 

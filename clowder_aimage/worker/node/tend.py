@@ -11,6 +11,7 @@ import structlog
 from clowder_aimage.content.plan import RESERVE
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.mark import mark
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry import Connection
@@ -33,6 +34,7 @@ from clowder_aimage.worker.node.presence import (
     Keeper,
     Presence,
     Questions,
+    Seen,
     presence,
 )
 from clowder_aimage.worker.node.tended import (
@@ -47,6 +49,7 @@ from clowder_aimage.worker.refusal import StoppedError
 from clowder_aimage.worker.transfers import DESIRED, PREFETCH, Transfers
 
 LOCAL = 10.0  # seconds between two looks at what is in the store
+ANEW = 300.0  # seconds, at most, until a blob that was changed in its place is noticed
 ROOM = 60.0  # seconds, at most, between two tries to make room for what had none
 STEP = 1024 * 1024  # bytes more, before a pull that had no room is tried again
 _log = structlog.get_logger("aimage.node")
@@ -109,9 +112,18 @@ class Tender:
         return found
 
     def _found(self, one: Tended) -> Presence:
+        """What is here of it: what was, while nothing has come to the store or gone. Each of
+        hundreds of models would else read the whole index, and look for all of its blobs."""
         if one.state == UNKNOWN and (known := self._keeper.stored(one)):
             one.name = Reference.parse(known)
-        return presence(self._store, one.want, one.name)
+        now, seen = self._clock(), one.seen
+        meant = (one.want, one.name, mark(self._store.roots))
+        if seen is not None and seen.meant == meant and now < seen.end:
+            return seen.found
+        found = presence(self._store, one.want, one.name)
+        end = now + ANEW * (1.0 - self._chance() / 2.0)  # not all of them together
+        one.seen = Seen(meant, end, found) if meant[-1] is not None else None
+        return found
 
     async def _unreadable(self, one: Tended, error: AImageError) -> None:
         """Nobody knows what is here. No registry mends that: the store is looked at again soon."""

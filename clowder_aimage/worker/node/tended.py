@@ -6,7 +6,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lease import FileLease
@@ -16,6 +16,9 @@ from clowder_aimage.worker.metric import SOURCES
 from clowder_aimage.worker.node.again import TIME, WRONG, Again
 from clowder_aimage.worker.node.want import POLICIES, Want
 from clowder_aimage.worker.transfer import Transfer
+
+if TYPE_CHECKING:
+    from clowder_aimage.worker.node.presence import Seen
 
 UNKNOWN, PRESENT, PULLING, WAITING, FAILED = (
     "unknown",
@@ -63,6 +66,7 @@ class Tended:
     changed: datetime = field(default_factory=lambda: datetime.now(UTC))
     transfer: Transfer | None = None
     sources: dict[str, int] = field(default_factory=dict)  # what brought what is here
+    seen: Seen | None = None  # what it was found to be when it was looked at last
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property

@@ -1,0 +1,136 @@
+"""A store's mark: another one as soon as a name or a blob has come or gone, the same one else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import mark as module
+from clowder_aimage.layout.mark import mark
+from clowder_aimage.layout.record import Records
+from clowder_aimage.layout.stores import Stores
+from clowder_aimage.oci import Reference
+from tests.content.artifact import put, put_artifact
+
+NAME = "example.org/team/model:v1"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = ImageLayout(tmp_path / "store")
+    put_artifact(store, NAME, b"one", b"two")
+    return store
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """As if all that was done before had been done long ago."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
+
+
+def blob(store):
+    return next(path for path in store.root.glob("blobs/sha256/*") if path.read_bytes() == b"two")
+
+
+def adds_a_blob(store):
+    put(store, b"three")
+
+
+def removes_a_blob(store):
+    blob(store).unlink()
+
+
+def replaces_a_blob(store):
+    (store.root / "new").write_bytes(b"owt")
+    (store.root / "new").replace(blob(store))
+
+
+def adds_another_algorithm(store):
+    (store.root / "blobs" / "sha512").mkdir()
+
+
+def loses_all_blobs(store):
+    shutil.rmtree(store.root / "blobs")
+
+
+def adds_a_name(store):
+    store.tag(store.resolve(Reference.parse(NAME)), Reference.parse("other"))
+
+
+def removes_a_name(store):
+    store.untag(Reference.parse(NAME))
+
+
+def notes_a_name(store):
+    """As the one half of naming that a killed process had time for."""
+    Records(store.root, "names").put("x", {"entry": {}}, durable=False)
+
+
+def writes_the_index_anew(store):
+    """The same bytes, with the time that they had: what a backup brings back."""
+    path = store.root / "index.json"
+    status = path.stat()
+    (store.root / "new").write_bytes(path.read_bytes())
+    os.utime(store.root / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (store.root / "new").replace(path)
+
+
+def changes_a_permission(store):
+    (store.root / "blobs" / "sha256").chmod(0o500)
+
+
+CHANGES = [
+    adds_a_blob,
+    removes_a_blob,
+    replaces_a_blob,
+    adds_another_algorithm,
+    loses_all_blobs,
+    adds_a_name,
+    removes_a_name,
+    notes_a_name,
+    writes_the_index_anew,
+    changes_a_permission,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_comes_or_goes_makes_it_another_one(store, later, change):
+    before = mark(store.roots)
+    assert before is not None and mark(store.roots) == before
+    time.sleep(0.02)  # longer than a step of the file system's clock
+    change(store)
+    assert mark(store.roots) != before
+
+
+def test_what_only_reads_leaves_it_the_same(store, later):
+    before = mark(store.roots)
+    found = store.resolve(Reference.parse(NAME))
+    store.read(found)
+    store.use(found)
+    store.lease(found.digest).close()
+    store.ingest("begun").abort()
+    assert mark(store.roots) == before
+
+
+def test_it_is_not_told_right_after_a_change(store):
+    assert mark(store.roots) is None
+
+
+def test_it_is_told_of_a_store_that_is_not_there(tmp_path, later):
+    assert mark([tmp_path / "none"]) == mark([tmp_path / "none"]) is not None
+    before = mark([tmp_path / "none"])
+    put_artifact(ImageLayout(tmp_path / "none"), NAME, b"one")
+    assert mark([tmp_path / "none"]) != before
+
+
+def test_of_several_stores_each_counts(store, tmp_path, later):
+    both = Stores([tmp_path / "first", store.root])
+    before = mark(both.roots)
+    time.sleep(0.02)
+    removes_a_blob(store)
+    assert mark(both.roots) != before
