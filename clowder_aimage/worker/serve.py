@@ -156,8 +156,9 @@ async def _run(
         routes=[*routes, *(daemon.routes() if daemon else [])],
     )
     wanted = settings.wanted if isinstance(settings, Settings) else ()
-    app[health.WANTED] = lambda: (*wanted, *(daemon.node.missing() if daemon else ()))
+    app[health.WANTED] = wanted
     if daemon is not None:
+        app[health.MISSING] = daemon.node.missing
         app[health.AGAINST], app[health.WARNINGS] = daemon.node.against, daemon.node.warnings
     app[health.CLOSING] = asyncio.Event()
     signals = Signals()

@@ -14,6 +14,7 @@ from clowder_aimage.registry import Connection
 from clowder_aimage.worker.engine import IF_MISSING, Engine
 from clowder_aimage.worker.metric import Metrics
 from clowder_aimage.worker.news import News
+from clowder_aimage.worker.readiness import Readiness
 from clowder_aimage.worker.transfers import Transfers
 
 
@@ -42,6 +43,10 @@ class Service:
     public_url: str | None = None
     has_gone: Callable[[], object] = lambda: None  # told when a name was let go
     started: float = field(default_factory=time.time)
+    readiness: Readiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readiness = Readiness(self.store)
 
     def reference(self, name: str | None) -> Reference:
         """The AImage that a client means by ``name``. Raises UsageError."""

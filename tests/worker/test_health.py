@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import subprocess
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +17,11 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, mark
 from clowder_aimage.registry import Connection
-from clowder_aimage.worker.api.health import CLOSING, WANTED, reasons_against
+from clowder_aimage.worker.api.health import CLOSING, WANTED
 from clowder_aimage.worker.app import build_app
+from clowder_aimage.worker.readiness import Readiness
 from clowder_aimage.worker.serve import make_service
 from clowder_aimage.worker.settings import Settings
 
@@ -38,7 +41,7 @@ def service(tmp_path):
 def spoken(service, talk, *, wanted=(), tokens=None):
     """What ``talk(client, app)`` returns, with a client of the whole application."""
     app = build_app(service, tokens=tokens)
-    app[WANTED] = lambda: wanted
+    app[WANTED] = wanted
 
     async def run():
         app[CLOSING] = asyncio.Event()
@@ -85,18 +88,47 @@ def test_pinned_models_are_to_be_here_whole(stocked, tmp_path):
     shutil.copytree(stocked, tmp_path / "store")
     store = ImageLayout(tmp_path / "store")
     store.pins.put("tiny:latest", {}, durable=False)
-    assert reasons_against(store, ["tiny"]) == []
+    readiness = Readiness(store)
+    assert readiness.against(["tiny"]) == []
     smallest = min(
         (path for path in (store.root / "blobs" / "sha256").iterdir()),
         key=lambda p: p.stat().st_size,
     )
     smallest.unlink()
     missing = {"reason": "model missing", "model": "tiny:latest"}
-    assert reasons_against(store, []) == [missing]
-    assert reasons_against(store, ["tiny:latest", "Not A Name"]) == [
+    assert readiness.against() == [missing]
+    assert readiness.against(["tiny:latest", "Not A Name"]) == [
         missing,
         {"reason": "model missing", "model": "Not A Name"},
     ]
+
+
+def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
+    stocked, tmp_path, monkeypatch
+):
+    shutil.copytree(stocked, tmp_path / "store")
+    store, seen = ImageLayout(tmp_path / "store"), []
+    store.pins.put("tiny:latest", {}, durable=False)
+    exists, later = store.exists, time.time_ns() + 10**11
+    monkeypatch.setattr(mark, "time", SimpleNamespace(time_ns=lambda: later))  # all was long ago
+    monkeypatch.setattr(store, "exists", lambda blob: seen.append(blob) or exists(blob))
+    readiness = Readiness(store)
+    assert readiness.against() == [] and seen
+    seen.clear()
+    assert readiness.against() == [] and not seen
+    assert readiness.against(["absent"]) == [{"reason": "model missing", "model": "absent"}]
+    assert not seen
+    time.sleep(0.02)  # longer than a step of the file system's clock
+    (blob, *_) = (tmp_path / "store" / "blobs" / "sha256").iterdir()
+    blob.unlink()
+    assert readiness.against() == [{"reason": "model missing", "model": "tiny:latest"}]
+
+
+def test_a_model_that_is_known_to_be_missing_is_not_looked_for(stocked, monkeypatch):
+    store = ImageLayout(stocked)
+    monkeypatch.setattr(store, "resolve", None)
+    missing = {"reason": "model missing", "model": "tiny:latest"}
+    assert Readiness(store).against(missing=["tiny:latest"]) == [missing]
 
 
 def test_a_worker_that_is_about_to_end_is_not_ready_but_alive(service):

@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.errors import AImageError, NotFoundError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.oci import Reference
 from clowder_aimage.worker.error import RETRY_AFTER, ApiError
 from clowder_aimage.worker.metric import CONTENT_TYPE
 from clowder_aimage.worker.news import Item
 from clowder_aimage.worker.route import INFER, OPEN, Route
 from clowder_aimage.worker.service import Service
 
-# What is to be here that is not pinned, what else keeps requests away, and what is wrong although
-# they may come
-WANTED: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("wanted")
+# What is to be here that is not pinned, what is known to be missing, what else keeps requests away,
+# and what is wrong although they may come
+WANTED: web.AppKey[Sequence[str]] = web.AppKey("wanted")
+MISSING: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("missing")
 AGAINST: web.AppKey[Callable[[], list[dict[str, str]]]] = web.AppKey("against")
 WARNINGS: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("warnings")
-BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
 CLOSING = web.AppKey("closing", asyncio.Event)
 ALIVE = 15.0  # seconds of silence after which a stream says that it lives
 
@@ -55,8 +49,9 @@ class Health:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Whether requests should be sent here. Who shows no token hears no names of models."""
-        wanted = request.app[WANTED]() if WANTED in request.app else ()
-        reasons = await asyncio.to_thread(reasons_against, self._service.store, wanted)
+        wanted = request.app.get(WANTED, ())
+        missing = request.app[MISSING]() if MISSING in request.app else ()
+        reasons = await asyncio.to_thread(self._service.readiness.against, wanted, missing)
         if AGAINST in request.app:
             reasons = request.app[AGAINST]() + reasons
         if self._service.engine.is_draining:
@@ -122,49 +117,3 @@ async def _next(items: AsyncGenerator[Item, None]) -> Item:
 def _frame(mark: str, item: Item) -> bytes:
     data = json.dumps({"at": item.at, **item.facts})
     return f"id: {mark}{item.id}\nevent: {item.kind}\ndata: {data}\n\n".encode()
-
-
-def reasons_against(store: ImageLayout, wanted: Sequence[str]) -> list[dict[str, str]]:
-    """Why requests should go elsewhere: the store, or a model that is to be here and is not. A
-    store that fails is a reason, too, and no error."""
-    found = [] if _is_writable(store) else [{"reason": "store not writable"}]
-    try:
-        pinned = _pinned(store)
-    except (AImageError, OSError):  # which models are to be here, nobody knows
-        pinned = []
-        found = found or [{"reason": "store not readable"}]
-    for name in dict.fromkeys((*wanted, *pinned)):
-        try:
-            is_here = _is_complete(store, Reference.parse(name))
-        except (AImageError, OSError):
-            is_here = False
-        if not is_here:
-            found.append({"reason": "model missing", "model": name})
-    return found
-
-
-def _is_writable(store: ImageLayout) -> bool:
-    """Whether a byte can be written where the store is, or will be. No file is left."""
-    place = store.root / ".aimage"
-    try:
-        while not place.exists() and place != place.parent:  # it may not even be looked at
-            place = place.parent
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        return False
-    return True
-
-
-def _is_complete(store: ImageLayout, reference: Reference) -> bool:
-    try:
-        stored = read_aimage(store, reference)
-    except NotFoundError:
-        return False
-    return all(store.exists(blob) for blob in stored.manifest.children)
-
-
-def _pinned(store: ImageLayout) -> list[str]:
-    return sorted(name for name, value in store.pins.items() if value.get("by") != BY_NODE)

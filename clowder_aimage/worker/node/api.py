@@ -14,7 +14,6 @@ from aiohttp import web
 from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.oci.text import read_json
 from clowder_aimage.worker.api.content import decode
-from clowder_aimage.worker.api.health import reasons_against
 from clowder_aimage.worker.api.ndjson import read_object, text
 from clowder_aimage.worker.error import RETRY_AFTER, ApiError
 from clowder_aimage.worker.node.node import Node, is_of
@@ -54,7 +53,7 @@ class NodeApi:
     async def status(self, _: web.Request) -> web.Response:
         """Everything about the node (schemas: docs/api.md, "Node")."""
         node, service = self._node, self._service
-        reasons = await asyncio.to_thread(reasons_against, service.store, node.missing())
+        reasons = await asyncio.to_thread(service.readiness.against, (), node.missing())
         reasons = node.against() + reasons
         started = datetime.fromtimestamp(service.started, UTC)
         body = {

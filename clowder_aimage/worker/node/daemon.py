@@ -10,7 +10,6 @@ from pathlib import Path
 
 import structlog
 
-from clowder_aimage.worker.api.health import reasons_against
 from clowder_aimage.worker.life import beside
 from clowder_aimage.worker.node import api
 from clowder_aimage.worker.node.node import Node
@@ -104,7 +103,7 @@ class Daemon:
         for state in ("live", "silent", "banned"):
             metrics.neighbours.labels(state).set(states[state])
         metrics.damaged.set(int(node._damaged))
-        against = await asyncio.to_thread(reasons_against, self._service.store, node.missing())
+        against = await asyncio.to_thread(self._service.readiness.against, (), node.missing())
         is_ready = not against and not node.against() and not self._service.engine.is_draining
         metrics.ready.set(is_ready)
         self._reading.turn()

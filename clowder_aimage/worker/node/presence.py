@@ -20,10 +20,10 @@ from clowder_aimage.pull import look
 from clowder_aimage.registry import Connection
 from clowder_aimage.server.thread import aside
 from clowder_aimage.worker.api import stock
-from clowder_aimage.worker.api.health import BY_NODE
 from clowder_aimage.worker.node.tended import Tended
 from clowder_aimage.worker.node.want import API, Want
 from clowder_aimage.worker.node.wanted import Wanted
+from clowder_aimage.worker.readiness import BY_NODE
 
 EACH, ALL = 8, 32  # questions at a time: to one registry, and to all of them
 PIN = {"by": BY_NODE}  # what a pin says that the node has set

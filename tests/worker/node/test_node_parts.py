@@ -293,7 +293,7 @@ async def served(home):
     service = make_service(settings, ImageLayout(home / "store"), Connection(docker_config=home))
     daemon = Daemon(service, settings, {})
     app = build_app(service, routes=[*store_routes(service), *daemon.routes()])
-    app[health.WANTED] = daemon.node.missing
+    app[health.MISSING] = daemon.node.missing
     app[health.AGAINST], app[health.WARNINGS] = daemon.node.against, daemon.node.warnings
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

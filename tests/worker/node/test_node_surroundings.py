@@ -18,11 +18,11 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import Connection
 from clowder_aimage.worker import life
 from clowder_aimage.worker.api.content import encode
-from clowder_aimage.worker.api.health import reasons_against
 from clowder_aimage.worker.node import daemon as daemon_module
 from clowder_aimage.worker.node.daemon import Daemon
 from clowder_aimage.worker.node.desired import read_directory
 from clowder_aimage.worker.node.settings import NodeSettings
+from clowder_aimage.worker.readiness import Readiness
 from clowder_aimage.worker.serve import make_service
 from clowder_aimage.worker.settings import gather
 from tests.layout.test_record_names import FAULTS, break_calls, drop_rights
@@ -51,15 +51,15 @@ def test_a_store_that_cannot_be_looked_at_is_a_reason_and_no_error(store, monkey
     for name in ("stat", "listdir", "open"):
         break_calls(monkeypatch, name, store.root, number)
     missing = {"reason": "model missing", "model": REF}
-    assert reasons_against(store, [REF]) == [NOT_WRITABLE, missing]
+    assert Readiness(store).against([REF]) == [NOT_WRITABLE, missing]
 
 
 @FAULTS
 def test_pins_that_cannot_be_read_are_a_reason_and_no_error(store, monkeypatch, number):
     missing = {"reason": "model missing", "model": "pinned:v1"}
-    assert reasons_against(store, []) == [missing]
+    assert Readiness(store).against() == [missing]
     break_calls(monkeypatch, "listdir", store.root / ".aimage" / "pins", number)
-    assert reasons_against(store, []) == [{"reason": "store not readable"}]
+    assert Readiness(store).against() == [{"reason": "store not readable"}]
 
 
 def refused(node, method, path, body):
@@ -121,16 +121,17 @@ async def comes(holds):
 
 
 def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatch):
-    real, looks = daemon_module.reasons_against, []
+    readiness, looks = daemon._service.readiness, []
+    real = readiness.against
     ready = daemon.node.metrics.ready._value.get
 
-    def failing(store, wanted):
+    def failing(wanted, missing):
         looks.append(len(looks))
         if len(looks) in range(3, 10):
             raise OSError(errno.EIO, "Input/output error")
         if len(looks) in range(10, 13):
             raise OSError(errno.ESTALE, "Stale file handle")
-        return real(store, wanted)
+        return real(wanted, missing)
 
     async def play():
         task = asyncio.create_task(daemon._measure())
@@ -140,7 +141,7 @@ def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatc
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    monkeypatch.setattr(daemon_module, "reasons_against", failing)
+    monkeypatch.setattr(readiness, "against", failing)
     with capture_logs() as logs:
         asyncio.run(play())
     assert [each["log_level"] for each in logs] == ["error", "error"], logs

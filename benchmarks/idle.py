@@ -1,0 +1,103 @@
+"""What a node costs that has nothing to do: its models are here, and nothing changes.
+
+    python benchmarks/idle.py [--counts 1,100,500] [--rounds 5] [--seconds 10]
+
+For each number of models (of 1,200 layers each, as in store.py), from a node that has just begun:
+the seconds until it is ready, what it uses of a core once it is (medians of the rounds), its
+resident memory and its open files. Nobody asks a registry: the policy is Never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from store import AIMAGE, make_store, name_of
+
+SETTLE = 25.0  # seconds until what has just changed has been looked at for the last time
+
+
+class Node:
+    """``aimage node`` on a store of so many models, all of them wanted."""
+
+    def __init__(self, home: Path, count: int) -> None:
+        make_store(home / "store", count, ours=True)
+        (home / "desired").mkdir()
+        wants = [{"ref": name_of(number), "pullPolicy": "Never"} for number in range(count)]
+        (home / "desired" / "models.json").write_text(json.dumps(wants))
+        command = [AIMAGE, "node", "--desired", home / "desired", "--store", home / "store"]
+        command += ["--addr", "127.0.0.1:0", "--log-level", "error", "--high", "100"]
+        self.begun = time.monotonic()
+        self._process = subprocess.Popen(
+            [*command, "--low", "100"], stdout=subprocess.PIPE, text=True, env=_env(home)
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+        self._proc = Path("/proc") / str(self._process.pid)
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=60) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def cpu(self) -> float:
+        """The seconds that it has used."""
+        words = (self._proc / "stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident(self) -> float:
+        """MiB."""
+        pages = int((self._proc / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1024**2
+
+    def files(self) -> int:
+        return len(list((self._proc / "fd").iterdir()))
+
+
+def _env(home: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("AIMAGE_")}
+    return kept | {"HOME": str(home)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--counts", default="1,100,500")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each round")
+    options = parser.parse_args()
+    print("| models | ready after s | % of a core | resident MiB | open files |")
+    print("|---|---|---|---|---|")
+    for count in map(int, options.counts.split(",")):
+        with tempfile.TemporaryDirectory() as home:
+            node = Node(Path(home), count)
+            try:
+                while not node.is_ready():
+                    time.sleep(0.5)
+                ready, used = time.monotonic() - node.begun, []
+                time.sleep(SETTLE)
+                for _ in range(options.rounds):
+                    before = node.cpu()
+                    time.sleep(options.seconds)
+                    used.append(100 * (node.cpu() - before) / options.seconds)
+                share = statistics.median(used)
+                facts = f"{share:.1f} | {node.resident():.0f} | {node.files()} |"
+                print(f"| {count} | {ready:.1f} | {facts}", flush=True)
+            finally:
+                node.end()
+
+
+if __name__ == "__main__":
+    main()
