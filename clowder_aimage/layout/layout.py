@@ -9,7 +9,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -38,6 +38,7 @@ from clowder_aimage.layout.lock import (
     open_shared,
     sync_directory,
 )
+from clowder_aimage.layout.mark import mark
 from clowder_aimage.layout.record import Records
 from clowder_aimage.oci import (
     Descriptor,
@@ -75,6 +76,11 @@ class ImageLayout:
     def borrowed(self) -> dict[str, Path]:
         """The names that only another store has, and which: they are none of ours to change."""
         return {}
+
+    def mark(self) -> Hashable:
+        """What is another one as soon as a name or a blob has come or gone (``mark``); None also
+        while blobs are on their way in together. Raises StoreError."""
+        return None if self._batch is not None else mark(self.roots)
 
     # -- reading
 

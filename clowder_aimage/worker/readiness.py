@@ -6,6 +6,7 @@ as no name and no blob has come or gone, and a few minutes at most.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -14,7 +15,6 @@ from collections.abc import Hashable, Sequence
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.layout.mark import mark
 from clowder_aimage.oci import Reference
 
 BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
@@ -52,20 +52,25 @@ class Readiness:
         known, end, seen = self._seen
         if now is None or known != now or time.monotonic() > end:
             end, seen = time.monotonic() + _ANEW, {}
-        seen = {name: seen[name] if name in seen else self._is_here(name) for name in names}
-        self._seen = now, end, seen
-        return [name for name in names if not seen[name]]
+        found: dict[str, bool] = {}
+        for name in names:
+            with contextlib.suppress(AImageError, OSError):  # which may pass: it is not noted
+                found[name] = seen[name] if name in seen else self._is_here(name)
+        if self._mark() == now:
+            self._seen = now, end, found
+        return [name for name in names if not found.get(name)]
 
     def _mark(self) -> Hashable:
         try:
-            return mark(self._store.roots)
+            return self._store.mark()
         except (AImageError, OSError):
             return None
 
     def _is_here(self, name: str) -> bool:
+        """Raises AImageError, OSError: something cannot be read."""
         try:
             stored = read_aimage(self._store, Reference.parse(name))
-        except (NotFoundError, AImageError, OSError):
+        except NotFoundError:
             return False
         return all(self._store.exists(blob) for blob in stored.manifest.children)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import json
 import os
@@ -24,6 +25,7 @@ from clowder_aimage.worker.app import build_app
 from clowder_aimage.worker.readiness import Readiness
 from clowder_aimage.worker.serve import make_service
 from clowder_aimage.worker.settings import Settings
+from tests.layout.test_record_names import break_calls
 
 # What dashboards and alerts are written for
 NAMES = """
@@ -122,6 +124,16 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
     (blob, *_) = (tmp_path / "store" / "blobs" / "sha256").iterdir()
     blob.unlink()
     assert readiness.against() == [{"reason": "model missing", "model": "tiny:latest"}]
+
+
+def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, monkeypatch):
+    store, later = ImageLayout(stocked), time.time_ns() + 10**11
+    monkeypatch.setattr(mark, "time", SimpleNamespace(time_ns=lambda: later))
+    readiness = Readiness(store)
+    with monkeypatch.context() as broken:
+        break_calls(broken, "open", store.root / "index.json", errno.EMFILE)
+        assert readiness.against(["tiny"]) == [{"reason": "model missing", "model": "tiny"}]
+    assert readiness.against(["tiny"]) == []
 
 
 def test_a_model_that_is_known_to_be_missing_is_not_looked_for(stocked, monkeypatch):

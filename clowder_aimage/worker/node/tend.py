@@ -11,7 +11,6 @@ import structlog
 from clowder_aimage.content.plan import RESERVE
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.mark import mark
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry import Connection
@@ -106,8 +105,11 @@ class Tender:
             await self._failed(one, error, is_here=found.is_complete)
 
     async def _look(self, one: Tended) -> Presence:
-        one.is_here = False  # where it cannot be known
-        found = await asyncio.to_thread(self._found, one)
+        try:
+            found = await asyncio.to_thread(self._found, one)
+        except AImageError:
+            one.is_here = False  # it cannot be known; while it is looked at it is what it was
+            raise
         one.digest, one.is_here = found.digest, found.is_complete
         return found
 
@@ -117,12 +119,13 @@ class Tender:
         if one.state == UNKNOWN and (known := self._keeper.stored(one)):
             one.name = Reference.parse(known)
         now, seen = self._clock(), one.seen
-        meant = (one.want, one.name, mark(self._store.roots))
+        meant = (one.want, one.name, self._store.mark())
         if seen is not None and seen.meant == meant and now < seen.end:
             return seen.found
         found = presence(self._store, one.want, one.name)
+        is_settled = meant[-1] is not None and meant[-1] == self._store.mark()
         end = now + ANEW * (1.0 - self._chance() / 2.0)  # not all of them together
-        one.seen = Seen(meant, end, found) if meant[-1] is not None else None
+        one.seen = Seen(meant, end, found) if found.is_sure and is_settled else None
         return found
 
     async def _unreadable(self, one: Tended, error: AImageError) -> None:
@@ -270,6 +273,7 @@ class Tender:
         one.name = stored_name(want.reference, root)
         one.root, one.drift = None, None
         one.forgive()
+        one.seen = None
         found = await self._look(one)
         if not found.is_complete:
             raise StoreError(f"{want.name} was fetched, and is not here in full: who removed it?")

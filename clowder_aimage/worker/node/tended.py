@@ -109,7 +109,7 @@ class Tended:
 
     def begin_anew(self) -> None:
         """Look at it now, whatever was: something has changed."""
-        self.due, self.attempts, self.again = 0.0, 0, None
+        self.due, self.attempts, self.again, self.seen = 0.0, 0, None, None
         self.ask_at = self.patience = -math.inf
         self.rooms, self.room_at = 0, math.inf
         self.forgive()

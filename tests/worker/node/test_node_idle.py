@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import mark
 from clowder_aimage.oci import Reference
 from clowder_aimage.worker.node import tend
@@ -41,6 +42,10 @@ async def idle(home, shop, count=3):
         await bench.turn(11.0)
     assert {one["state"] for one in bench.node.models()} == {"present"}
     return bench, names
+
+
+def fail(error):
+    raise error
 
 
 def largest(bench):
@@ -108,6 +113,52 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
         return bench.node.missing()
 
     assert len(asyncio.run(play())) == 1
+
+
+def test_a_model_that_is_looked_at_is_not_missing_meanwhile(tmp_path, shop, monkeypatch, settled):
+    async def play():
+        bench, _ = await idle(tmp_path, shop)
+        missing, presence = [], tend.presence
+
+        def watched(*asked):
+            missing.extend(bench.node.missing())
+            return presence(*asked)
+
+        monkeypatch.setattr(tend, "presence", watched)
+        bench.node.look_again()
+        await bench.turn(11.0)
+        return missing
+
+    assert asyncio.run(play()) == []
+
+
+def test_what_could_not_be_read_for_a_moment_is_read_again(tmp_path, shop, settled, monkeypatch):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        shop.refuse(lambda passed: True, 503)
+        bench.node.look_again()
+        with monkeypatch.context() as broken:
+            broken.setattr(bench.store, "read", lambda _: fail(StoreError("too many open files")))
+            await bench.turn(11.0)
+            missing = bench.node.missing()
+        await bench.turn(11.0)
+        return missing == names, bench.node.missing()
+
+    assert asyncio.run(play()) == (True, [])
+
+
+def test_who_asks_for_another_try_has_all_looked_at(tmp_path, shop, looks, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        looks.clear()
+        bench.node.retry(names[0])
+        await bench.turn()
+        assert looks == names[:1]
+        bench.node.look_again()
+        await bench.turn()
+        return names
+
+    assert sorted(asyncio.run(play())) == sorted(looks[1:])
 
 
 def test_what_changed_just_now_is_looked_at_again(tmp_path, shop, looks):
