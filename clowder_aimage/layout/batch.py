@@ -60,6 +60,12 @@ class Batch:
         with self._lock:
             return digest in self._waiting or digest in self._settling
 
+    @property
+    def has_some(self) -> bool:
+        """Whether any wait."""
+        with self._lock:
+            return bool(self._waiting or self._settling)
+
     def add(self, digest: Digest, blob: Waiting, size: int) -> None:
         """Let a blob wait. Raises StoreError or NoSpaceError, for any that waited."""
         with self._lock:

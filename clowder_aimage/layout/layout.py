@@ -79,8 +79,9 @@ class ImageLayout:
 
     def mark(self) -> Hashable:
         """What is another one as soon as a name or a blob has come or gone (``mark``); None also
-        while blobs are on their way in together. Raises StoreError."""
-        return None if self._batch is not None else mark(self.roots)
+        while blobs wait that count as here."""
+        batch = self._batch
+        return None if batch is not None and batch.has_some else mark(self.roots)
 
     # -- reading
 
@@ -340,14 +341,16 @@ class ImageLayout:
 
         Raises:
             NotFoundError, VerificationError: it is not here; it is damaged.
+            StoreError: it cannot be read.
         """
         for left in reversed(range(_LOOKS)):
-            try:
-                return read_all(self.open(content), content)
-            except VerificationError:
-                if not left or time.time() - os.stat(self.place(content)).st_mtime > _WRITTEN:
-                    raise
-                time.sleep(_LOOK)
+            with store_errors(self.root):
+                try:
+                    return read_all(self.open(content), content)
+                except VerificationError:
+                    if not left or time.time() - os.stat(self.place(content)).st_mtime > _WRITTEN:
+                        raise
+            time.sleep(_LOOK)
         raise AssertionError
 
     def _sync_blobs(self) -> None:

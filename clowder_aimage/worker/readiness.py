@@ -1,18 +1,17 @@
 """Whether requests should be sent to a worker or a node.
 
-A probe asks every few seconds, and anybody may: what was found to be here, or not, counts as long
-as no name and no blob has come or gone, and a few minutes at most.
+A probe asks every few seconds, and anybody may: what was found to be here counts as long as no name
+and no blob has come or gone, and a few minutes at most.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
 from collections.abc import Hashable, Sequence
 
-from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import read_aimage
 from clowder_aimage.oci import Reference
@@ -26,7 +25,7 @@ class Readiness:
 
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
-        self._seen: tuple[Hashable, float, dict[str, bool]] = (None, 0.0, {})
+        self._seen: tuple[Hashable, float, frozenset[str]] = (None, 0.0, frozenset())
 
     def against(
         self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
@@ -51,14 +50,12 @@ class Readiness:
         now = self._mark()
         known, end, seen = self._seen
         if now is None or known != now or time.monotonic() > end:
-            end, seen = time.monotonic() + _ANEW, {}
-        found: dict[str, bool] = {}
-        for name in names:
-            with contextlib.suppress(AImageError, OSError):  # which may pass: it is not noted
-                found[name] = seen[name] if name in seen else self._is_here(name)
+            end, seen = time.monotonic() + _ANEW, frozenset()
+        # what lacks is looked for again: it may only not have been readable for a moment
+        here = frozenset(name for name in names if name in seen or self._is_here(name))
         if self._mark() == now:
-            self._seen = now, end, found
-        return [name for name in names if not found.get(name)]
+            self._seen = now, end, here
+        return [name for name in names if name not in here]
 
     def _mark(self) -> Hashable:
         try:
@@ -67,12 +64,11 @@ class Readiness:
             return None
 
     def _is_here(self, name: str) -> bool:
-        """Raises AImageError, OSError: something cannot be read."""
         try:
             stored = read_aimage(self._store, Reference.parse(name))
-        except NotFoundError:
+            return all(self._store.exists(blob) for blob in stored.manifest.children)
+        except (AImageError, OSError):
             return False
-        return all(self._store.exists(blob) for blob in stored.manifest.children)
 
 
 def _is_writable(store: ImageLayout) -> bool:

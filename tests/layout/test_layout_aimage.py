@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
+from clowder_aimage.errors import FormatError, NotFoundError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
@@ -70,6 +71,16 @@ def test_a_damaged_manifest_or_config_is_refused(layout):
     layout.path(manifest.config).unlink()
     with pytest.raises(NotFoundError):
         read_aimage(layout, REFERENCE)
+
+
+def test_a_disk_that_does_not_give_a_manifest_is_a_fault_of_the_store(layout, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    found = keep(layout, "clowder").descriptor
+    monkeypatch.setattr("clowder_aimage.layout.layout.read_all", fail)
+    with pytest.raises(StoreError, match="Input/output error"):
+        layout.read(found)
 
 
 def recompressed(layout, media_type=mediatype.OCI_LAYER_TAR_GZIP, pack=gzip.compress):

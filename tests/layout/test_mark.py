@@ -37,6 +37,10 @@ def blob(store):
     return next(path for path in store.root.glob("blobs/sha256/*") if path.read_bytes() == b"two")
 
 
+def blob_of(store, content):
+    return store.root / "blobs" / "sha256" / content.digest.encoded
+
+
 def adds_a_blob(store):
     put(store, b"three")
 
@@ -115,6 +119,16 @@ def test_what_only_reads_leaves_it_the_same(store, later):
     store.lease(found.digest).close()
     store.ingest("begun").abort()
     assert mark(store.roots) == before
+
+
+def test_it_is_not_told_while_blobs_wait_that_count_as_here(store, later):
+    with store.batch():
+        assert store.mark() == mark(store.roots)
+        waiting = put(store, b"three")
+        assert store.exists(waiting) and not blob_of(store, waiting).exists()
+        assert store.mark() is None
+    assert blob_of(store, waiting).exists()
+    assert store.mark() == mark(store.roots) is not None
 
 
 def test_it_is_not_told_right_after_a_change(store):

@@ -179,7 +179,7 @@ class Node:
     def look_again(self) -> None:
         """Something may have gone from the store: see what is there."""
         for one in self._tended.values():
-            one.due, one.seen = 0.0, None
+            one.look_anew()
         self.wake()
 
     def wake(self, *, reload: bool = False) -> None:

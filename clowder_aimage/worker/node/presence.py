@@ -33,12 +33,10 @@ _log = structlog.get_logger("aimage.node")
 @dataclass(frozen=True, slots=True)
 class Presence:
     """``descriptor`` is the manifest that the name means here, if it means any; ``missing`` are the
-    bytes that lack of what is wanted of it. It is not ``is_sure`` where something could not be
-    read, which may pass."""
+    bytes that lack of what is wanted of it."""
 
     descriptor: Descriptor | None = None
     missing: int = 0
-    is_sure: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +79,7 @@ def presence(store: ImageLayout, want: Want, reference: Reference) -> Presence:
     except NotFoundError:  # it has no such component: a pull will say so
         return Presence(found, 1)
     except AImageError:
-        return Presence(is_sure=False)
+        return Presence()
 
 
 def _lacking(store: ImageLayout, want: Want, reference: Reference) -> list[Descriptor]:

@@ -107,25 +107,27 @@ class Tender:
     async def _look(self, one: Tended) -> Presence:
         try:
             found = await asyncio.to_thread(self._found, one)
-        except AImageError:
+        except Exception:
             one.is_here = False  # it cannot be known; while it is looked at it is what it was
             raise
         one.digest, one.is_here = found.digest, found.is_complete
         return found
 
     def _found(self, one: Tended) -> Presence:
-        """What is here of it: what was, while nothing has come to the store or gone. Each of
-        hundreds of models would else read the whole index, and look for all of its blobs."""
+        """What is here of it. All of it stays here while nothing has come to the store or gone:
+        hundreds of models would else read the whole index, and look for all of their blobs."""
         if one.state == UNKNOWN and (known := self._keeper.stored(one)):
             one.name = Reference.parse(known)
-        now, seen = self._clock(), one.seen
+        now, seen, forced = self._clock(), one.seen, one.forced
         meant = (one.want, one.name, self._store.mark())
         if seen is not None and seen.meant == meant and now < seen.end:
             return seen.found
         found = presence(self._store, one.want, one.name)
-        is_settled = meant[-1] is not None and meant[-1] == self._store.mark()
         end = now + ANEW * (1.0 - self._chance() / 2.0)  # not all of them together
-        one.seen = Seen(meant, end, found) if found.is_sure and is_settled else None
+        is_settled = meant[-1] is not None and meant[-1] == self._store.mark()
+        # what lacks may only not have been readable for a moment
+        is_known = found.is_complete and is_settled and forced == one.forced
+        one.seen = Seen(meant, end, found) if is_known else None
         return found
 
     async def _unreadable(self, one: Tended, error: AImageError) -> None:
@@ -273,7 +275,7 @@ class Tender:
         one.name = stored_name(want.reference, root)
         one.root, one.drift = None, None
         one.forgive()
-        one.seen = None
+        one.look_anew()
         found = await self._look(one)
         if not found.is_complete:
             raise StoreError(f"{want.name} was fetched, and is not here in full: who removed it?")

@@ -66,7 +66,8 @@ class Tended:
     changed: datetime = field(default_factory=lambda: datetime.now(UTC))
     transfer: Transfer | None = None
     sources: dict[str, int] = field(default_factory=dict)  # what brought what is here
-    seen: Seen | None = None  # what it was found to be when it was looked at last
+    seen: Seen | None = None  # how it was found to be here in full
+    forced: int = 0  # how often it was to be looked at anew
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
@@ -107,9 +108,15 @@ class Tended:
         if self.wrong is not None and self.again is not None and self.again.code != WRONG:
             self.whole_at = max(self.whole_at, self.ask_at)
 
+    def look_anew(self) -> None:
+        """Look for all of its blobs in the store, and soon; also where a look is under way."""
+        self.due, self.seen = 0.0, None
+        self.forced += 1
+
     def begin_anew(self) -> None:
         """Look at it now, whatever was: something has changed."""
-        self.due, self.attempts, self.again, self.seen = 0.0, 0, None, None
+        self.look_anew()
+        self.attempts, self.again = 0, None
         self.ask_at = self.patience = -math.inf
         self.rooms, self.room_at = 0, math.inf
         self.forgive()

@@ -118,18 +118,53 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
 def test_a_model_that_is_looked_at_is_not_missing_meanwhile(tmp_path, shop, monkeypatch, settled):
     async def play():
         bench, _ = await idle(tmp_path, shop)
-        missing, presence = [], tend.presence
+        missing, looked, presence = [], [], tend.presence
 
         def watched(*asked):
+            looked.append(asked)
             missing.extend(bench.node.missing())
             return presence(*asked)
 
         monkeypatch.setattr(tend, "presence", watched)
         bench.node.look_again()
         await bench.turn(11.0)
-        return missing
+        return missing, len(looked)
 
-    assert asyncio.run(play()) == []
+    assert asyncio.run(play()) == ([], 3)
+
+
+def test_a_model_of_which_nobody_knows_is_missing(tmp_path, shop, monkeypatch, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop, count=1)
+        monkeypatch.setattr(tend, "presence", lambda *_: fail(OSError(5, "Input/output error")))
+        bench.node.look_again()
+        await bench.turn(11.0)
+        return bench.node.missing() == names
+
+    assert asyncio.run(play())
+
+
+def test_a_look_that_is_to_be_made_anew_while_one_is_under_way_is_not_the_last(
+    tmp_path, shop, monkeypatch, looks, settled
+):
+    async def play():
+        bench, _ = await idle(tmp_path, shop, count=1)
+        presence = tend.presence
+
+        def interrupted(*asked):
+            found = presence(*asked)
+            if len(looks) == 1:
+                bench.node.look_again()
+            return found
+
+        looks.clear()
+        monkeypatch.setattr(tend, "presence", interrupted)
+        bench.node.look_again()
+        for _ in range(3):
+            await bench.turn(11.0)
+
+    asyncio.run(play())
+    assert len(looks) == 2
 
 
 def test_what_could_not_be_read_for_a_moment_is_read_again(tmp_path, shop, settled, monkeypatch):
