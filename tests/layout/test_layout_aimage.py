@@ -74,7 +74,8 @@ def test_a_damaged_manifest_or_config_is_refused(layout):
 
 
 def test_a_disk_that_does_not_give_a_manifest_is_a_fault_of_the_store(layout, monkeypatch):
-    def fail(*_):
+    def fail(file, _):
+        file.close()
         raise OSError(errno.EIO, "Input/output error")
 
     found = keep(layout, "clowder").descriptor
