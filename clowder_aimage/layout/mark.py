@@ -12,6 +12,7 @@ from clowder_aimage.layout.lock import PRIVATE
 # What changed within so many nanoseconds may change again and look the same: file systems count
 # time in steps, some of two seconds, and a server's clock may be another.
 _SETTLED = 5 * 10**9
+ANEW = 300.0  # seconds, at most, that what was found under a mark counts: see ``mark``
 _Stamp = tuple[int, int, int, int, int]
 
 

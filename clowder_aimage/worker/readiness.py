@@ -14,10 +14,10 @@ from collections.abc import Hashable, Sequence
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.mark import ANEW
 from clowder_aimage.oci import Reference
 
 BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
-_ANEW = 300.0  # seconds, at most, until a blob that was changed in its place is noticed
 
 
 class Readiness:
@@ -50,7 +50,7 @@ class Readiness:
         now = self._mark()
         known, end, seen = self._seen
         if now is None or known != now or time.monotonic() > end:
-            end, seen = time.monotonic() + _ANEW, frozenset()
+            end, seen = time.monotonic() + ANEW, frozenset()
         # what lacks is looked for again: it may only not have been readable for a moment
         here = frozenset(name for name in names if name in seen or self._is_here(name))
         if self._mark() == now:

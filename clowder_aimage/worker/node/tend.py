@@ -11,6 +11,7 @@ import structlog
 from clowder_aimage.content.plan import RESERVE
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.mark import ANEW
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry import Connection
@@ -48,7 +49,6 @@ from clowder_aimage.worker.refusal import StoppedError
 from clowder_aimage.worker.transfers import DESIRED, PREFETCH, Transfers
 
 LOCAL = 10.0  # seconds between two looks at what is in the store
-ANEW = 300.0  # seconds, at most, until a blob that was changed in its place is noticed
 ROOM = 60.0  # seconds, at most, between two tries to make room for what had none
 STEP = 1024 * 1024  # bytes more, before a pull that had no room is tried again
 _log = structlog.get_logger("aimage.node")

@@ -108,7 +108,7 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
         path.chmod(0o644)
         with path.open("r+b") as file:
             file.truncate(10)
-        for _ in range(int(tend.ANEW / 11.0) + 1):
+        for _ in range(int(mark.ANEW / 11.0) + 1):
             await bench.turn(11.0)
         return bench.node.missing()
 
