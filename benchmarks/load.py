@@ -28,7 +28,7 @@ from clowder_aimage.content.store import bytes_body
 from clowder_aimage.dialect import DEFAULT, DIALECTS
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header

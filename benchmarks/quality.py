@@ -22,9 +22,9 @@ import numpy.typing as npt
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Image, Request
+from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.oci import Reference
 
@@ -56,19 +56,19 @@ def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePip
     return pipeline, sum(layer.dtype == quantize for layer in aimage.layers) if quantize else 0
 
 
-def request(scene: Scene, seed: int) -> Request:
+def request(scene: Scene, seed: int) -> GenerateRequest:
     """What is asked for a scene."""
-    return Request(scene.caption, scene.width, scene.height, STEPS, seed=seed)
+    return GenerateRequest(scene.caption, scene.width, scene.height, STEPS, seed=seed)
 
 
-def picture(pipeline: ZImagePipeline, asked: Request) -> Pixels:
+def picture(pipeline: ZImagePipeline, asked: GenerateRequest) -> Pixels:
     """One picture."""
     *_, image = pipeline.generate(asked)
     assert isinstance(image, Image)
     return image.pixels
 
 
-def reference(directory: Path) -> Callable[[Request], Pixels]:
+def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
     """diffusers' own way to the same picture, in float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ def reference(directory: Path) -> Callable[[Request], Pixels]:
     pipeline = Reference.from_pretrained(directory, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
 
-    def make(asked: Request) -> Pixels:
+    def make(asked: GenerateRequest) -> Pixels:
         made = pipeline(
             asked.prompt,
             height=asked.height,

@@ -24,13 +24,13 @@ from typing import Any
 import aiohttp
 
 from clowder_aimage.create import create
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.engine.engine import Engine, EngineLimits, Job
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.transfer_queue import TransferQueue
+from clowder_aimage.http.metric import Metrics
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.engine import Engine, Job, Limits
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.transfers import Transfers
+from clowder_aimage.registry import ClientOptions
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "shapes" / "model"
 NAME = Reference.parse("shapes")
@@ -41,7 +41,7 @@ _CHILD = """
 import sys, time
 from pathlib import Path
 from clowder_aimage.generate import find, load, make_request
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.layered_store import Stores
 from clowder_aimage.model.picture import encode_picture
 from clowder_aimage.model.pipeline import Image
 from clowder_aimage.oci import Reference
@@ -123,9 +123,9 @@ async def by_http(
 
 async def measure(store: Path, rounds: int, side: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    layout, metrics = Stores([store]), Metrics()
-    transfers = Transfers(layout, Connection(), metrics, News())
-    engine = Engine(layout, transfers, Limits(), metrics)
+    layout, metrics = LayeredStore([store]), Metrics()
+    transfers = TransferQueue(layout, ClientOptions(), metrics, EventLog())
+    engine = Engine(layout, transfers, EngineLimits(), metrics)
     bare, server = Bare(store), Server(store)
     try:
         async with aiohttp.ClientSession() as session:
@@ -153,7 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory) / "store"
-        create(Stores([store]), NAME, MODEL)
+        create(LayeredStore([store]), NAME, MODEL)
         found = asyncio.run(measure(store, options.rounds, options.side))
     base = statistics.median(found[BARE])
     print("| way | ms, median | ratio |\n|---|---|---|")

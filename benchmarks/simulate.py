@@ -51,7 +51,7 @@ class Rules:
     overhead: float = 0.01  # seconds a request
     begin: float = 1.25  # seconds within which the nodes see the tag
     settle: float = 0.4  # seconds from the last byte until it is said that the model is here
-    uploads: int = 3  # as in worker/node/share.py
+    uploads: int = 3  # as in node/peer_routes.py
     named: str = TREE
     order: str = "same"
     seed: int = 1

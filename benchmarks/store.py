@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.layout import ImageLayout, batch, direct
-from clowder_aimage.layout.record import Records
+from clowder_aimage.layout import ImageLayout, direct_io, group_commit
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Descriptor, mediatype
 
 AIMAGE = str(Path(sys.executable).with_name("aimage"))
@@ -73,7 +73,7 @@ def make_store(root: Path, count: int, *, ours: bool) -> None:
         }
         if ours:
             entry["annotations"][mediatype.CONTAINERD_NAME] = name_of(which)
-            Records(root, "names").put(name_of(which), {"entry": entry}, durable=False)
+            MetadataFiles(root, "names").put(name_of(which), {"entry": entry}, durable=False)
         entries.append(entry)
     (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
@@ -163,14 +163,14 @@ def make_blobs() -> list[tuple[Descriptor, bytes]]:
 @contextlib.contextmanager
 def hasty(*, cached: bool) -> Iterator[None]:
     """Leave fsync and syncfs out; where it is ``cached``, no write goes past the page cache."""
-    fsync, syncfs, flag = os.fsync, batch._syncfs, direct._DIRECT
+    fsync, syncfs, flag = os.fsync, group_commit._syncfs, direct_io._DIRECT
     os.fsync = lambda fd: None  # type: ignore[assignment]
-    batch._syncfs = lambda: lambda fd: 0
-    direct._DIRECT = 0 if cached else flag
+    group_commit._syncfs = lambda: lambda fd: 0
+    direct_io._DIRECT = 0 if cached else flag
     try:
         yield
     finally:
-        os.fsync, batch._syncfs, direct._DIRECT = fsync, syncfs, flag
+        os.fsync, group_commit._syncfs, direct_io._DIRECT = fsync, syncfs, flag
 
 
 def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:

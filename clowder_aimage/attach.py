@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.content import OnEvent, Overlay, copy
-from clowder_aimage.content.event import ignore
+from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.content.store import file_body
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 
 EMPTY = b"{}"
 TITLE = "org.opencontainers.image.title"
@@ -29,7 +29,7 @@ _MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
 def attach(
     reference: Reference,
     files: Sequence[Path],
-    connection: Connection,
+    connection: ClientOptions,
     *,
     artifact_type: str,
     annotations: Mapping[str, str] | None = None,

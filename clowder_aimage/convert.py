@@ -9,18 +9,19 @@ from typing import Any
 from clowder_aimage.content import ContentStore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import NotFoundError, UsageError
-from clowder_aimage.importer import Packed, Plan, Recipe, check_config, pack
-from clowder_aimage.importer.layer import layer_name
-from clowder_aimage.importer.stored import plan_conversion, read_stored, weights_of
-from clowder_aimage.importer.survey import OnSurvey, survey_weights
-from clowder_aimage.importer.write import OnWritten
-from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import hold, inflate, read_aimage
-from clowder_aimage.model.fields import parse_object
+from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
+from clowder_aimage.importer.blob_writer import OnWritten
+from clowder_aimage.importer.packer import pack
+from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
+from clowder_aimage.importer.stored_weights import plan_conversion, read_stored, weights_of
+from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
+from clowder_aimage.model.config_fields import parse_object
 from clowder_aimage.oci import Reference
-from clowder_aimage.tensor.stated import Stated
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
-Converted = Packed
+Converted = PackedModel
 _LARGEST = 16 * 1024 * 1024  # bytes of a configuration
 
 
@@ -33,7 +34,7 @@ def convert(
     jobs: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
-    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Converted:
     """Make of the AImage ``reference`` what ``recipe`` says, in its dialect, and name it
@@ -76,9 +77,9 @@ def _configured(
     read when they are asked for."""
 
     @cache
-    def of(component: str) -> Stated:
+    def of(component: str) -> QuantizationConfig:
         config = _object(store, aimage, layer_name(component, "config.json"))
-        return Stated(config, _object(store, aimage, "model_index.json"))
+        return QuantizationConfig(config, _object(store, aimage, "model_index.json"))
 
     return lambda component, name: of(component).of(name)
 

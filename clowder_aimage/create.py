@@ -8,28 +8,28 @@ from pathlib import Path
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.formats import lora
 from clowder_aimage.importer import (
-    Packed,
-    Plan,
+    CreatePlan,
+    PackedModel,
     Provenance,
     Recipe,
     check_config,
     make_plan,
-    pack,
 )
-from clowder_aimage.importer.fit import Shapes, check_fit
-from clowder_aimage.importer.formats import lora
+from clowder_aimage.importer.adapter_check import Shapes, check_fit
+from clowder_aimage.importer.blob_writer import OnWritten
 from clowder_aimage.importer.inventory import Inventory
-from clowder_aimage.importer.layer import layer_name
-from clowder_aimage.importer.shards import is_safetensors
-from clowder_aimage.importer.source import Form, take
-from clowder_aimage.importer.survey import OnSurvey, survey_weights
-from clowder_aimage.importer.write import OnWritten
-from clowder_aimage.layout.aimage import read_aimage, read_manifest
+from clowder_aimage.importer.model_source import ModelForm, take
+from clowder_aimage.importer.packer import pack
+from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
+from clowder_aimage.importer.shard_index import is_safetensors
+from clowder_aimage.layout.stored_aimage import read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
-Created = Packed
-AS_FOUND = Form()
+Created = PackedModel
+AS_FOUND = ModelForm()
 
 
 def create(
@@ -37,7 +37,7 @@ def create(
     reference: Reference,
     path: Path,
     *,
-    form: Form = AS_FOUND,
+    form: ModelForm = AS_FOUND,
     base: Reference | None = None,
     dialect: str = DEFAULT,
     algorithm: str = "sha256",
@@ -46,7 +46,7 @@ def create(
     jobs: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
-    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Created:
     """Pack the model at ``path`` and name it ``reference``.

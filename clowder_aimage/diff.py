@@ -15,15 +15,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.content.choose import ANY, Platform, find
+from clowder_aimage.content.platform import ANY, Platform, find
 from clowder_aimage.content.store import Source
-from clowder_aimage.content.verify import read_all
+from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer, detect
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import MAX_CONFIG_SIZE
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 
 FOREIGN = "foreign"  # the dialect of what is no AImage
 _TITLE = "org.opencontainers.image.title"
@@ -81,7 +81,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class FieldChange:
     """A field of config or annotations: the keys that lead to it, and its value on each side.
 
     ``a`` and ``b`` hold one value, or none where that side has no such field.
@@ -102,8 +102,8 @@ class Difference:
     changed: tuple[Change, ...]
     added: tuple[Change, ...]
     removed: tuple[Change, ...]
-    config: tuple[Fields, ...]
-    annotations: tuple[Fields, ...]
+    config: tuple[FieldChange, ...]
+    annotations: tuple[FieldChange, ...]
     fetch: Mapping[Digest, int]
 
     @property
@@ -117,7 +117,7 @@ def diff(
     a: Reference,
     b: Reference,
     layout: ImageLayout,
-    connection: Connection,
+    connection: ClientOptions,
     *,
     remote: bool = False,
 ) -> Difference:
@@ -160,7 +160,9 @@ def compare(a: Side, b: Side) -> Difference:
     )
 
 
-def _read(reference: Reference, layout: ImageLayout, connection: Connection, remote: bool) -> Side:
+def _read(
+    reference: Reference, layout: ImageLayout, connection: ClientOptions, remote: bool
+) -> Side:
     """One side, from the store if it is there."""
     if not remote:
         try:
@@ -223,14 +225,14 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _fields(
     a: Mapping[str, Any], b: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[Fields]:
+) -> Iterator[FieldChange]:
     """What differs between two objects, down to the fields that are none themselves."""
     for key in sorted(a.keys() | b.keys()):
         old, new = ((side[key],) if key in side else () for side in (a, b))
         if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
             yield from _fields(old[0] if old else {}, new[0] if new else {}, (*path, key))
         elif not _same(old, new):
-            yield Fields((*path, key), old, new)
+            yield FieldChange((*path, key), old, new)
 
 
 def _has_fields(value: tuple[Any, ...]) -> bool:

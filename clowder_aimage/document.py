@@ -29,7 +29,7 @@ from clowder_aimage.oci import (
     read_json,
 )
 from clowder_aimage.oci.position import (
-    Lines,
+    LineIndex,
     NotJSONError,
     Path,
     Positions,
@@ -54,7 +54,7 @@ SCHEMAS = _MANIFESTS | _INDEXES | {mediatype.AIMAGE_CONFIG: "aimage-config"}
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
+class DocumentViolation:
     """What is wrong in a document; ``pointer`` is a JSON pointer, empty of the whole.
 
     ``line`` and ``column`` are those of the nearest value there is, and 0 where lines mean nothing.
@@ -67,20 +67,20 @@ class Violation:
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckedDocument:
     """A document that was looked at. ``schema`` is what it was taken for, empty where nobody knows,
     and ``note`` says why then nothing was checked."""
 
     name: str
     schema: str
-    violations: list[Violation] = field(default_factory=list)
+    violations: list[DocumentViolation] = field(default_factory=list)
     note: str = ""
     value: Any = None
 
 
 def check(
     name: str, raw: bytes, schema: str = "", *, media_type: str = "", has_lines: bool = True
-) -> Checked:
+) -> CheckedDocument:
     """Everything that is wrong with the document ``raw``, in the order of its places.
 
     ``schema`` is a schema's name; without one the document says what it is, and ``media_type``
@@ -90,9 +90,9 @@ def check(
     try:
         value, found = _parse(raw, text)
     except NotJSONError as error:
-        line, column = Lines(text).find(error.offset)
-        wrong = Violation("", f"not JSON: {error.message}", line, column)
-        return Checked(name, schema or SCHEMAS.get(media_type, ""), [wrong])
+        line, column = LineIndex(text).find(error.offset)
+        wrong = DocumentViolation("", f"not JSON: {error.message}", line, column)
+        return CheckedDocument(name, schema or SCHEMAS.get(media_type, ""), [wrong])
     schema = schema or kind_of(value) or SCHEMAS.get(media_type, "")
     if schema:
         found += schemas.violations(schema, value)
@@ -101,18 +101,18 @@ def check(
         found += _reader(schema, raw, media_type)
     placed = _placed(text, found, has_lines=has_lines)
     note = "" if schema else f"no schema is known for {media_type or 'it'}"
-    return Checked(name, schema, placed, note, value)
+    return CheckedDocument(name, schema, placed, note, value)
 
 
-def check_tensors(name: str, raw: bytes, size: int) -> Checked:
+def check_tensors(name: str, raw: bytes, size: int) -> CheckedDocument:
     """The header of a safetensors file of ``size`` bytes that begins with ``raw``."""
     from clowder_aimage.tensor import read_header
 
     try:
         read_header(io.BytesIO(raw), size)
     except FormatError as error:
-        return Checked(name, SAFETENSORS, [Violation("", error.message)])
-    return Checked(name, SAFETENSORS)
+        return CheckedDocument(name, SAFETENSORS, [DocumentViolation("", error.message)])
+    return CheckedDocument(name, SAFETENSORS)
 
 
 def kind_of(value: object) -> str:
@@ -247,7 +247,9 @@ def _named(manifest: Manifest) -> Dialect | None:
     return dialect if dialect.name in ("clowder", "custom", "ollama", "modelpack") else None
 
 
-def _placed(text: str, found: list[schemas.Violation], *, has_lines: bool) -> list[Violation]:
+def _placed(
+    text: str, found: list[schemas.Violation], *, has_lines: bool
+) -> list[DocumentViolation]:
     """The violations with their lines, in the order of their places."""
     if not found:
         return []
@@ -257,11 +259,11 @@ def _placed(text: str, found: list[schemas.Violation], *, has_lines: bool) -> li
     except NotJSONError:  # nothing that read_json took
         positions = Positions()
     positions.of.update(dict(positions.twice))  # of two keys the second is the one too many
-    lines = Lines(text)
+    lines = LineIndex(text)
     placed = []
     for one in sorted(found, key=lambda one: _nearest(one.path, positions)):
         line, column = lines.find(_nearest(one.path, positions)) if has_lines else (0, 0)
-        placed.append(Violation(pointer(one.path), one.message, line, column))
+        placed.append(DocumentViolation(pointer(one.path), one.message, line, column))
     return placed
 
 

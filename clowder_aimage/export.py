@@ -11,21 +11,21 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.exporter import (
     SHARD,
-    Blobs,
-    Plan,
-    Way,
+    ExportPlan,
+    LayerStore,
+    LinkMethod,
     is_ours,
     plan_export,
     whole_directory,
     write_files,
 )
-from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, hold, packed_layers, read_aimage
+from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.stored_aimage import StoredAImage, hold, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportSummary:
     """A directory of ``files`` with ``size`` bytes; ``tensors`` are in the weights among them.
     ``ways`` counts how whole files came, ``quantized`` has the form of components' weights."""
 
@@ -33,7 +33,7 @@ class Exported:
     files: int
     tensors: int
     size: int
-    ways: Counter[Way]
+    ways: Counter[LinkMethod]
     quantized: Mapping[str, str]
 
 
@@ -44,9 +44,9 @@ def export(
     *,
     links: bool = False,
     shard: int = SHARD,
-    on_plan: Callable[[Plan], None] = lambda _: None,
+    on_plan: Callable[[ExportPlan], None] = lambda _: None,
     on_written: Callable[[int], None] = lambda _: None,
-) -> Exported:
+) -> ExportSummary:
     """Write the AImage ``reference`` as ``directory``, which must not exist, or be empty.
 
     It is there whole or not at all. With ``links``, whole files share their bytes with the store
@@ -66,7 +66,7 @@ def export(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         _check_whole(store, reference, stored)
-        blobs = Blobs(store, packed_layers(store, stored))
+        blobs = LayerStore(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
             plan = plan_export(blobs, stored.aimage, shard=shard, is_ours=is_ours(stored))
             on_plan(plan)
@@ -74,12 +74,12 @@ def export(
                 plan, blobs, root, path=directory, links=links, on_written=on_written
             )
     store.use(stored.descriptor)
-    return Exported(
+    return ExportSummary(
         stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
     )
 
 
-def _check_whole(store: ContentStore, reference: Reference, stored: Stored) -> None:
+def _check_whole(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
     """Raise NotFoundError where blobs are missing, in the form that they came in, too."""
     pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
     if all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
-from clowder_aimage.content.event import ignore
+from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, hold, inflate, read_aimage
+from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Made, Pipeline, Request
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Made, Pipeline
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import pull, stored_name
-from clowder_aimage.registry import Connection
+from clowder_aimage.registry import ClientOptions
 from clowder_aimage.schema import validate
 
 MODEL_DEFAULTS = ("width", "height", "steps", "guidance")  # what a config may decide
@@ -26,10 +26,10 @@ DEFAULT_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class RunnableModel:
     """A loaded AImage. It belongs to the thread that loaded it."""
 
-    stored: Stored
+    stored: StoredAImage
     pipeline: Pipeline
     dtype: str
 
@@ -38,7 +38,7 @@ class Model:
         """What computes: the device, and on a CPU the BLAS."""
         return describe()
 
-    def generate(self, request: Request) -> Generator[Made, None, None]:
+    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
         """Steps, previews and pictures as they come; closing the generator cancels."""
         return self.pipeline.generate(request)
 
@@ -46,11 +46,11 @@ class Model:
 def fetch(
     store: ContentStore,
     reference: Reference,
-    connection: Connection,
+    connection: ClientOptions,
     lease: Lease,
     *,
     on_event: OnEvent = ignore,
-) -> Stored:
+) -> StoredAImage:
     """The AImage, from the store or else from the registry in its name; ``lease`` keeps it.
 
     Raises:
@@ -89,7 +89,7 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
     )
 
 
-def find(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
+def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """The AImage, if it is in the store as a whole; ``lease`` keeps it. Raises NotFoundError."""
     stored = _complete(store, reference, lease)
     inflate(store, stored)
@@ -100,7 +100,7 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
 def _pull(
     reference: Reference,
     store: ContentStore,
-    connection: Connection,
+    connection: ClientOptions,
     on_event: OnEvent,
     incomplete: NotFoundError,
 ) -> Descriptor:
@@ -124,7 +124,7 @@ class _PartError(NotFoundError):
         self.digest = digest
 
 
-def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored:
+def _complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """The AImage, if all its blobs are in the store. Raises NotFoundError."""
     hold(store, reference, lease)
     stored = read_aimage(store, reference)
@@ -145,13 +145,13 @@ def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored
     return stored
 
 
-def load(store: ContentStore, stored: Stored, *, dtype: str | None = None) -> Model:
+def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None) -> RunnableModel:
     """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
     chosen = dtype_name(dtype)
-    return Model(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
+    return RunnableModel(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
 
 
-def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
+def make_request(aimage: AImage, prompt: str, **wishes: Any) -> GenerateRequest:
     """A request in which what is not wished for (None) is as the AImage's config says."""
     defaults = {
         "width": DEFAULT_SIDE,
@@ -160,10 +160,12 @@ def make_request(aimage: AImage, prompt: str, **wishes: Any) -> Request:
         **aimage.properties.get("defaults", {}),
     }
     known = {key: value for key, value in defaults.items() if key in MODEL_DEFAULTS}
-    return Request(prompt, **known | {k: v for k, v in wishes.items() if v is not None})
+    return GenerateRequest(prompt, **known | {k: v for k, v in wishes.items() if v is not None})
 
 
-def describe_picture(reference: Reference, model: Model, request: Request) -> dict[str, Any]:
+def describe_picture(
+    reference: Reference, model: RunnableModel, request: GenerateRequest
+) -> dict[str, Any]:
     """All that is needed to render the pictures of a request again, but for each one's own seed."""
     return {
         "reference": str(reference),

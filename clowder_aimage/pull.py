@@ -18,15 +18,15 @@ from clowder_aimage.content import (
     plan_copy,
     read_all,
 )
-from clowder_aimage.content.choose import ANY, Platform, Rooted, Wish, find
-from clowder_aimage.content.event import ignore
+from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.platform import ANY, ManifestSelector, PinnedSource, Platform, find
 from clowder_aimage.dialect import detect
-from clowder_aimage.dialect.selection import Selection
+from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import MAX_CONFIG_SIZE, inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 
 Near = Callable[[Source], Source]
 
@@ -36,7 +36,7 @@ def _itself(source: Source) -> Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialPull:
     """What a partial pull has named, and the blobs of it that are not in the store."""
 
     root: Descriptor
@@ -46,9 +46,9 @@ class Part:
 def pull(
     reference: Reference,
     store: ContentStore,
-    connection: Connection,
+    connection: ClientOptions,
     *,
-    wish: Wish | None = ANY,
+    wish: ManifestSelector | None = ANY,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
     is_named: bool = True,
@@ -90,14 +90,14 @@ def pull(
 def pull_part(
     reference: Reference,
     layout: ImageLayout,
-    connection: Connection,
-    selection: Selection,
+    connection: ClientOptions,
+    selection: LayerSelection,
     *,
-    wish: Wish = ANY,
+    wish: ManifestSelector = ANY,
     on_event: OnEvent = ignore,
     rate: Rate | None = None,
     near: Near = _itself,
-) -> Part:
+) -> PartialPull:
     """Fetch of the AImage ``reference`` what ``selection`` chooses, and its config; name it.
 
     The name is marked as partial while blobs of it are missing: another part may be added later,
@@ -125,15 +125,15 @@ def pull_part(
             )
             missing = _name(layout, plan, name)
     _inflate(layout, name)
-    return Part(plan.root, tuple(missing))
+    return PartialPull(plan.root, tuple(missing))
 
 
 def plan_pull(
     reference: Reference,
-    connection: Connection,
+    connection: ClientOptions,
     *,
-    wish: Wish | None = ANY,
-    part: tuple[Selection, ContentStore] | None = None,
+    wish: ManifestSelector | None = ANY,
+    part: tuple[LayerSelection, ContentStore] | None = None,
 ) -> CopyPlan:
     """What a pull would move: only manifests are fetched, and for a ``part`` the config, where the
     store lacks it. Raises as ``pull`` and ``pull_part`` do."""
@@ -145,7 +145,7 @@ def plan_pull(
 
 
 def look(
-    reference: Reference, connection: Connection, known: Digest | None
+    reference: Reference, connection: ClientOptions, known: Digest | None
 ) -> tuple[Descriptor, Descriptor] | None:
     """What ``reference`` means now: the manifest or index it names, and the manifest that a pull
     would take of it; None where it still names ``known``. No blob is asked for.
@@ -157,7 +157,7 @@ def look(
         found = repository.resolve_changed(reference, known)
         if found is None:
             return None
-        return found, _meant(Rooted(repository, found), reference, ANY).root
+        return found, _meant(PinnedSource(repository, found), reference, ANY).root
 
 
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -167,17 +167,17 @@ def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     return replace(reference, digest=descriptor.digest)
 
 
-def _meant(source: Source, reference: Reference, wish: Wish | None) -> Rooted:
+def _meant(source: Source, reference: Reference, wish: ManifestSelector | None) -> PinnedSource:
     if wish is None:
-        return Rooted(source, source.resolve(reference))
+        return PinnedSource(source, source.resolve(reference))
     machine = os.uname()
     return find(source, reference, wish, Platform.of(machine.sysname, machine.machine))
 
 
-class _Known(Rooted):
+class _Known(PinnedSource):
     """A source of which one blob was read already, and need not be fetched again."""
 
-    def __init__(self, source: Rooted, content: Descriptor, data: bytes) -> None:
+    def __init__(self, source: PinnedSource, content: Descriptor, data: bytes) -> None:
         super().__init__(source, source.root)
         self._content = content
         self._data = data
@@ -189,8 +189,8 @@ class _Known(Rooted):
 
 
 def _plan_part(
-    source: Rooted, reference: Reference, selection: Selection, store: ContentStore
-) -> tuple[CopyPlan, Rooted]:
+    source: PinnedSource, reference: Reference, selection: LayerSelection, store: ContentStore
+) -> tuple[CopyPlan, PinnedSource]:
     """What is to be moved of an AImage, and the source that still knows its config."""
     plan = plan_copy(source, reference)
     _, manifest = plan.documents[-1]
@@ -233,6 +233,6 @@ def _inflate(store: ContentStore, name: Reference) -> None:
     inflate(store, stored)
 
 
-def _rate(connection: Connection, reference: Reference) -> Rate | None:
+def _rate(connection: ClientOptions, reference: Reference) -> Rate | None:
     limit = connection.limit(reference.registry)
     return Rate(limit) if limit else None

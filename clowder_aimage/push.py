@@ -15,9 +15,9 @@ from clowder_aimage.content import (
     copy,
     plan_copy,
 )
-from clowder_aimage.content.event import ignore
-from clowder_aimage.content.plan import MAX_DEPTH
-from clowder_aimage.content.verify import read_all
+from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_plan import MAX_DEPTH
+from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -27,8 +27,8 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import Stored, hold, inflate, read_aimage
+from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
@@ -37,7 +37,13 @@ from clowder_aimage.oci import (
     mediatype,
     parse_document,
 )
-from clowder_aimage.registry import Connection, Holders, Ladder, Origins, Repository
+from clowder_aimage.registry import (
+    ClientOptions,
+    DialectCache,
+    MountHolders,
+    MountOrigins,
+    Repository,
+)
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
@@ -47,13 +53,13 @@ _FEWER = "pack the model into fewer layers, its experts together"
 def push(
     store: ContentStore,
     reference: Reference,
-    connection: Connection,
+    connection: ClientOptions,
     *,
     dialect: str | None = None,
     fallback: bool = True,
     on_event: OnEvent = ignore,
     on_fallback: OnFallback = lambda name, error: None,
-    ladder: Ladder | None = None,
+    ladder: DialectCache | None = None,
     on_remembered: OnRemembered = lambda name, refused: None,
 ) -> Descriptor:
     """Send what ``reference`` names in ``store`` to the registry in the name.
@@ -84,8 +90,8 @@ def push(
             hint="push by tag to rewrite it",
         )
     host = reference.registry or ""
-    memory = ladder or Ladder(None)
-    origins = Origins(Holders(store, reference), on_event)
+    memory = ladder or DialectCache(None)
+    origins = MountOrigins(MountHolders(store, reference), on_event)
     with store.lease() as lease, Repository(reference, connection, origins) as repository:
         stored = _read(store, reference, dialect, lease)
 
@@ -116,7 +122,7 @@ def push(
 
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
-) -> Stored | None:
+) -> StoredAImage | None:
     """What is to be sent, leased; None for what is no AImage and goes as it is.
 
     Raises:
@@ -139,7 +145,7 @@ def _read(
 
 
 def _absent_first(
-    store: ContentStore, source: Source, plan: CopyPlan, stored: Stored, reference: Reference
+    store: ContentStore, source: Source, plan: CopyPlan, stored: StoredAImage, reference: Reference
 ) -> tuple[Source, CopyPlan]:
     """Of an AImage that is here in part: the blobs that the registry must have are asked for
     before any is sent, and where it lacks one, what is missing is said."""
@@ -204,7 +210,7 @@ def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) ->
 
 def _descend(
     store: ContentStore,
-    stored: Stored,
+    stored: StoredAImage,
     names: list[str],
     send: Callable[[Source], Descriptor],
     on_fallback: OnFallback,
@@ -240,7 +246,7 @@ class _UnfitError(ModelError):
     """A dialect that this AImage cannot be written in."""
 
 
-def _rewritten(store: ContentStore, stored: Stored, dialect: Dialect) -> Source:
+def _rewritten(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:
     """A view of the store in which ``stored`` is written in ``dialect``."""
     if dialect.name == stored.dialect.name:
         return store

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clowder_aimage.content import OnEvent, copy
-from clowder_aimage.content.event import ignore
+from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.errors import ManifestRefusedError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Origins, Repository
+from clowder_aimage.registry import ClientOptions, MountOrigins, Repository
 
 
 def transfer(
     source: Reference,
     target: Reference,
-    connection: Connection,
+    connection: ClientOptions,
     *,
     on_event: OnEvent = ignore,
 ) -> Descriptor:
@@ -29,7 +29,7 @@ def transfer(
         VerificationError, FormatError: it is not what it claims to be.
     """
     _check_hosts(source, target)
-    origins = Origins(lambda digest: _origins(source, target), on_event)
+    origins = MountOrigins(lambda digest: _origins(source, target), on_event)
     with (
         Repository(source, connection) as there,
         Repository(target, connection, origins) as here,

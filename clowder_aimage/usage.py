@@ -1,6 +1,6 @@
 """What the names in a store take on disk, and what is needed by one of them alone.
 
-What a name needs is what a collection takes it to need (``layout/collect.py``): every digest that
+What a name needs is what a collection takes it to need (``layout/gc.py``): every digest that
 its manifests and their configs mention, so that ``unique`` is what removing the name would free.
 Manifests are searched and not parsed, which is several times as fast. The time grows with the bytes
 of all manifests and the number of blobs; the memory with the number of layers in all manifests.
@@ -18,9 +18,7 @@ from typing import Any
 
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.fault import store_errors
-from clowder_aimage.layout.lock import check_own
-from clowder_aimage.layout.mention import (
+from clowder_aimage.layout.digest_scan import (
     LARGEST,
     MAX_DEPTH,
     blobs,
@@ -29,13 +27,15 @@ from clowder_aimage.layout.mention import (
     mentioned,
     plain,
 )
+from clowder_aimage.layout.lock import check_own
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Descriptor, Digest
 
 _BLOCK = 512  # bytes that st_blocks counts in
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class NameUsage:
     """What one manifest takes; all sizes are bytes of the files on disk.
 
     ``names`` are all the names that it has, and an empty one where an entry names nothing: they
@@ -57,13 +57,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class StoreUsage:
     """The shares, the largest ``unique`` first, and what they take together, in bytes.
 
     ``size`` counts every blob once; ``freed`` is what would be freed if all of them went.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[NameUsage, ...]
     blobs: int
     size: int
     freed: int
@@ -74,7 +74,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class DiskUsage:
     """A store as a whole. Sizes are bytes; ``allocated`` is what the file system gives for them.
 
     ``unneeded`` is what no entry of ``index.json`` needs; ``partials`` are unfinished downloads
@@ -93,7 +93,7 @@ class Filling:
     free: int
 
 
-def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> Usage:
+def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> StoreUsage:
     """What each manifest in ``layout`` takes, or those of ``only``, beside all the others.
 
     Where ``layout`` is made of several stores, ``roots`` are their directories.
@@ -122,7 +122,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         for blob in found.blobs:
             mine[blob] += 1
     sizes = needs.sizes
-    return Usage(
+    return StoreUsage(
         shares=tuple(shares),
         blobs=len(mine) - mine.count(0),
         size=sum(size for size, count in zip(sizes, mine, strict=True) if count),
@@ -134,8 +134,8 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
 
 def _share(
     digest: Digest, names: list[str], found: _Needed, sizes: list[int], users: list[int]
-) -> Share:
-    return Share(
+) -> NameUsage:
+    return NameUsage(
         names=tuple(sorted(set(names), key=lambda name: (not name, name))),
         digest=digest,
         size=sum(sizes[blob] for blob in found.blobs),
@@ -145,13 +145,13 @@ def _share(
     )
 
 
-def filling(layout: ImageLayout) -> Filling:
+def filling(layout: ImageLayout) -> DiskUsage:
     """How full the one store ``layout`` is. Raises StoreError."""
     entries = list(layout.entries())
     needs = _Needs(layout, [layout.root])
     needed = {blob for _, descriptor in entries for blob in needs.of(descriptor).blobs}
     partials = [status.st_blocks * _BLOCK for status in _partials(layout.root)]
-    return Filling(
+    return DiskUsage(
         root=layout.root,
         names=sum(1 for name, _ in entries if name),
         blobs=len(needs.sizes),

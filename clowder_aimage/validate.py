@@ -15,8 +15,8 @@ from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config
 from clowder_aimage.document import (
     MAX_SIZE,
     SCHEMAS,
-    Checked,
-    Violation,
+    CheckedDocument,
+    DocumentViolation,
     check,
     check_tensors,
 )
@@ -33,17 +33,17 @@ _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", "oci-index"))
 
 
 @dataclass(slots=True)
-class Report:
+class ValidationReport:
     """What was looked at, the document that was asked for first."""
 
-    documents: list[Checked] = field(default_factory=list)
+    documents: list[CheckedDocument] = field(default_factory=list)
 
     @property
     def is_valid(self) -> bool:
         return not any(one.violations for one in self.documents)
 
 
-def validate_file(path: pathlib.Path, schema: str = "") -> Report:
+def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
     """Check a JSON document, or the header of a safetensors file.
 
     Raises:
@@ -57,7 +57,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> Report:
             if not schema and (path.suffix == ".safetensors" or _is_tensors(start, size)):
                 header = int.from_bytes(start[:_LENGTH], "little")
                 start += file.read(min(header, MAX_HEADER_SIZE + 1))
-                return Report([check_tensors(str(path), start, size)])
+                return ValidationReport([check_tensors(str(path), start, size)])
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
         raise NotFoundError(f"there is no file {path}") from None
@@ -69,24 +69,26 @@ def _is_tensors(start: bytes, size: int) -> bool:
     return start[_LENGTH:] == b"{" and int.from_bytes(start[:_LENGTH], "little") <= size - _LENGTH
 
 
-def validate_stream(file: BinaryIO, name: str, schema: str = "", start: bytes = b"") -> Report:
+def validate_stream(
+    file: BinaryIO, name: str, schema: str = "", start: bytes = b""
+) -> ValidationReport:
     """Check the JSON document that comes out of ``file``. Raises UsageError."""
     if schema and schema not in names():
         raise UsageError(f"there is no schema {schema}", hint=f"there are {', '.join(names())}")
     raw = start + file.read(MAX_SIZE + 1)
     if len(raw) > MAX_SIZE:
-        wrong = Violation("", f"more than {MAX_SIZE} bytes: no document is as large")
-        return Report([Checked(name, schema, [wrong])])
+        wrong = DocumentViolation("", f"more than {MAX_SIZE} bytes: no document is as large")
+        return ValidationReport([CheckedDocument(name, schema, [wrong])])
     checked = check(name, raw, schema)
     if not checked.schema and not checked.violations:
         raise UsageError(
             f"{name} is JSON, and none of the documents that have a schema here",
             hint=f"--schema NAME says what it should be: {', '.join(names())}",
         )
-    return Report([checked])
+    return ValidationReport([checked])
 
 
-def validate_reference(layout: ImageLayout, reference: Reference) -> Report:
+def validate_reference(layout: ImageLayout, reference: Reference) -> ValidationReport:
     """Check what a name in the store names: a manifest or an index, and all documents under it.
 
     Raises:
@@ -104,7 +106,7 @@ def is_layout(path: pathlib.Path) -> bool:
     return any((path / name).is_file() for name, _ in _LAYOUT)
 
 
-def validate_layout(path: pathlib.Path) -> Report:
+def validate_layout(path: pathlib.Path) -> ValidationReport:
     """Check the documents of an OCI image layout: ``oci-layout``, ``index.json``, and every
     manifest and AImage config that it leads to. Raises UsageError."""
     walk = _Walk(ImageLayout(path), shows_paths=True)
@@ -112,8 +114,8 @@ def validate_layout(path: pathlib.Path) -> Report:
         if (path / name).is_file():
             (checked,) = validate_file(path / name, schema).documents
         else:
-            missing = Violation("", "there is no such file, and every image layout has it")
-            checked = Checked(str(path / name), schema, [missing])
+            missing = DocumentViolation("", "there is no such file, and every image layout has it")
+            checked = CheckedDocument(str(path / name), schema, [missing])
         walk.add(checked)
     return walk.finish()
 
@@ -124,7 +126,7 @@ class _Step:
 
     descriptor: Descriptor
     name: str
-    parent: Checked | None = None
+    parent: CheckedDocument | None = None
     raw: bytes = b""
     place: Path = ()
 
@@ -135,14 +137,14 @@ class _Walk:
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
         self._layout = layout
         self._shows_paths = shows_paths
-        self._report = Report()
+        self._report = ValidationReport()
         self._steps: deque[_Step] = deque()
         self._seen: set[tuple[Digest, int]] = set()
 
     def begin(self, descriptor: Descriptor, name: str) -> None:
         self._steps.append(_Step(descriptor, name))
 
-    def finish(self) -> Report:
+    def finish(self) -> ValidationReport:
         while self._steps:
             step = self._steps.popleft()
             key = step.descriptor.digest, step.descriptor.size
@@ -151,7 +153,7 @@ class _Walk:
                 self._look(step)
         return self._report
 
-    def add(self, checked: Checked, raw: bytes = b"") -> Checked:
+    def add(self, checked: CheckedDocument, raw: bytes = b"") -> CheckedDocument:
         """Take a document into the report; what it names is next."""
         self._report.documents.append(checked)
         value, checked.value = checked.value, None
@@ -164,13 +166,13 @@ class _Walk:
         """Read a blob, compare it with what names it, and check what is in it."""
         descriptor, schema = step.descriptor, SCHEMAS.get(step.descriptor.media_type, "")
         if descriptor.size > MAX_SIZE:
-            self.add(Checked(step.name, schema, note="it is too large for a document"))
+            self.add(CheckedDocument(step.name, schema, note="it is too large for a document"))
             return
         try:
             with self._layout.open(descriptor) as file:
                 raw = file.read(MAX_SIZE + 1)
         except NotFoundError:
-            self.add(Checked(step.name, schema, note="it is not in the store"))
+            self.add(CheckedDocument(step.name, schema, note="it is not in the store"))
             return
         if step.place == _CONFIG:
             self._config(step, raw)
@@ -181,7 +183,7 @@ class _Walk:
         where = step.parent or self._report.documents[-1]
         for field_name, message in _differences(raw, descriptor):
             place = (*step.place, field_name) if step.parent else ()
-            where.violations.append(Violation(pointer(place), message))
+            where.violations.append(DocumentViolation(pointer(place), message))
 
     def _config(self, step: _Step, raw: bytes) -> None:
         """The config of a manifest: an AImage's own, or one in which an AImage's travels."""
@@ -195,7 +197,7 @@ class _Walk:
                 _read_carried(step, raw)
                 return
         kind = step.descriptor.media_type or "a config without a media type"
-        self.add(Checked(step.name, "", note=f"no schema is known for {kind}"))
+        self.add(CheckedDocument(step.name, "", note=f"no schema is known for {kind}"))
 
 
 def _named(value: Any) -> Iterator[tuple[Path, Descriptor]]:
@@ -231,4 +233,4 @@ def _read_carried(step: _Step, raw: bytes) -> None:
         manifest = Manifest.parse(step.raw)
         detect(manifest).read(manifest, raw)
     except FormatError as error:
-        step.parent.violations.append(Violation("", error.message))
+        step.parent.violations.append(DocumentViolation("", error.message))

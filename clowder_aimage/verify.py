@@ -10,10 +10,10 @@ from pathlib import Path
 from clowder_aimage.content import Rate, copy, plan_copy
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.check import Check, Problem, Report
-from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.fsck import Fsck, FsckProblem, FsckReport
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 
 _REPAIRED = ("damaged", "missing")
 
@@ -24,18 +24,18 @@ def verify(
     *,
     on_plan: Callable[[int], None] = lambda size: None,
     on_read: Callable[[int], None] = lambda count: None,
-) -> Report:
+) -> FsckReport:
     """Check what ``references`` name, or all of the layout. Raises NotFoundError."""
     if references:
         roots = [(str(reference), layout.resolve(reference)) for reference in references]
     else:
         roots = [(name or str(root.digest), root) for name, root in layout.entries()]
     with layout.lease() as lease:
-        check = Check(layout, roots, lease, on_plan=on_plan, on_read=on_read)
+        check = Fsck(layout, roots, lease, on_plan=on_plan, on_read=on_read)
         report = check.run(loose=not references)
     if not references:
         report.problems += [
-            Problem("document", f"index.json, entry {position}", message)
+            FsckProblem("document", f"index.json, entry {position}", message)
             for position, message in layout.unreadable()
         ]
         report.problems = _still(layout, roots, report.problems)
@@ -43,8 +43,8 @@ def verify(
 
 
 def _still(
-    layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[Problem]
-) -> list[Problem]:
+    layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[FsckProblem]
+) -> list[FsckProblem]:
     """What is wrong now: a name may have been let go while we looked, and its blobs with it."""
     if not any(problem.kind == "missing" for problem in problems):
         return problems
@@ -54,8 +54,8 @@ def _still(
 
 
 def repair(
-    layout: ImageLayout, report: Report, connection: Connection
-) -> list[tuple[Problem, AImageError | None]]:
+    layout: ImageLayout, report: FsckReport, connection: ClientOptions
+) -> list[tuple[FsckProblem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
     Blobs lose their write permission. A damaged blob is moved out of the way of the right one, and
@@ -68,7 +68,7 @@ def repair(
     for path in report.writable:
         with contextlib.suppress(OSError):  # another user's
             path.chmod(path.stat().st_mode & 0o444)
-    aside: dict[Problem, Path] = {}
+    aside: dict[FsckProblem, Path] = {}
     failed: dict[str, AImageError] = {}
     try:
         for problem in problems:
@@ -88,12 +88,12 @@ def repair(
     return outcome
 
 
-def _path(layout: ImageLayout, problem: Problem) -> Path:
+def _path(layout: ImageLayout, problem: FsckProblem) -> Path:
     digest = Digest.parse(problem.what)
     return Path(layout.root, "blobs", digest.algorithm, digest.encoded)
 
 
-def _aside(layout: ImageLayout, problem: Problem) -> Path:
+def _aside(layout: ImageLayout, problem: FsckProblem) -> Path:
     """Move a damaged blob out of the way."""
     path = _path(layout, problem)
     aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
@@ -104,7 +104,7 @@ def _aside(layout: ImageLayout, problem: Problem) -> Path:
     return aside
 
 
-def _end(layout: ImageLayout, problem: Problem, aside: Path, *, is_mended: bool) -> None:
+def _end(layout: ImageLayout, problem: FsckProblem, aside: Path, *, is_mended: bool) -> None:
     with store_errors(layout.root):
         if is_mended:
             aside.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def _end(layout: ImageLayout, problem: Problem, aside: Path, *, is_mended: bool)
 
 
 def _fetch(
-    layout: ImageLayout, name: str, connection: Connection, wanted: Collection[Digest]
+    layout: ImageLayout, name: str, connection: ClientOptions, wanted: Collection[Digest]
 ) -> None:
     """Fetch these blobs of what a name names here, whatever its tag means in the registry by now.
     What is here in part stays so."""
@@ -139,7 +139,7 @@ def _fetch(
 
 
 def _outcome(
-    layout: ImageLayout, problem: Problem, failed: dict[str, AImageError]
+    layout: ImageLayout, problem: FsckProblem, failed: dict[str, AImageError]
 ) -> AImageError | None:
     if _path(layout, problem).is_file():
         return None

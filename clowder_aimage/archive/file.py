@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
-from clowder_aimage.layout.direct import DirectFile
+from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.lock import flock, is_locked, open_plain, sync_directory
 from clowder_aimage.oci import Digest
 

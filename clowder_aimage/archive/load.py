@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from clowder_aimage.archive.name import Names, check_layout, choose, read_entries
-from clowder_aimage.archive.tape import Member, Source, Tape
+from clowder_aimage.archive.name import ArchiveNames, check_layout, choose, read_entries
+from clowder_aimage.archive.tape import Member, Tape, TapeSource
 from clowder_aimage.archive.tree import DOCUMENTS, add, lacking, read_document, read_tree
-from clowder_aimage.content.plan import check_space
+from clowder_aimage.content.copy_plan import check_space
 from clowder_aimage.content.store import Lease
-from clowder_aimage.content.verify import verify
+from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
@@ -23,8 +23,8 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import inflate, read_aimage
 from clowder_aimage.layout.index import MAX_INDEX_SIZE
+from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
@@ -33,7 +33,7 @@ _UNKNOWN = "application/octet-stream"  # of a blob that nothing has named yet
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """What got which name; entries without one, in words; how many blobs were taken in and how
     many were there; and why names were not given, where some were not."""
 
@@ -51,7 +51,7 @@ def load(
     *,
     on_plan: Callable[[int], None] = lambda size: None,
     on_read: Callable[[int], None] = lambda count: None,
-) -> Loaded:
+) -> LoadResult:
     """Take in what the archive has, a file or an unbuffered stream, and give it its names, or the
     one that is ``wanted``. A name is given when all that it needs is there; blobs that are there
     already are passed over.
@@ -67,7 +67,7 @@ def load(
         StoreError: the archive cannot be read, or the layout not written.
     """
     with _opened(archive) as (file, name):
-        source = Source(file, name, on_read)
+        source = TapeSource(file, name, on_read)
         if source.size:
             on_plan(source.size)
         tape = Tape(source)
@@ -112,14 +112,14 @@ class _Load:
         self._wanted = wanted
         self._on_plan = on_plan
         self._files: dict[str, bytes] = {}  # the small ones beside the blobs
-        self._names: Names | None = None
+        self._names: ArchiveNames | None = None
         self._expected: dict[Digest, Descriptor] = {}  # what the documents so far have named
         self._documents: set[Digest] = set()
         self._seen: set[Digest] = set()
         self._taken: set[Digest] = set()
         self._is_planned = False
 
-    def run(self) -> Loaded:
+    def run(self) -> LoadResult:
         for member in self._tape.members():
             self._take(member)
         if self._names is None:
@@ -229,7 +229,7 @@ class _Load:
 
     # -- names
 
-    def _name(self, names: Names) -> Loaded:
+    def _name(self, names: ArchiveNames) -> LoadResult:
         """Give the names of which all is there."""
         given, problems = [], []
         for reference, root in names.named.items():
@@ -252,7 +252,7 @@ class _Load:
             )
         taken = self._taken - self._documents
         skipped = self._seen - self._documents - taken
-        return Loaded(tuple(given), names.unnamed, len(taken), len(skipped), problem)
+        return LoadResult(tuple(given), names.unnamed, len(taken), len(skipped), problem)
 
     def _lacks(self, root: Descriptor) -> list[Descriptor]:
         """What ``root`` needs and is not there. Of an index, manifests may have been left out."""

@@ -13,7 +13,7 @@ _MOST = 4096  # entries; each name is a durable write of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ArchiveNames:
     """What is named, and the entries, in words, that have no name of ours."""
 
     named: Mapping[Reference, Descriptor]
@@ -50,7 +50,7 @@ def read_entries(raw: bytes, where: str) -> list[Descriptor]:
     return [Descriptor.from_json(entry, f"index.json of {where}") for entry in entries]
 
 
-def choose(entries: list[Descriptor], wanted: Reference | None, where: str) -> Names:
+def choose(entries: list[Descriptor], wanted: Reference | None, where: str) -> ArchiveNames:
     """The names to give: the one that is ``wanted``, or those that the entries have.
 
     Raises:
@@ -64,7 +64,7 @@ def choose(entries: list[Descriptor], wanted: Reference | None, where: str) -> N
                 + ", ".join(map(_words, entries[:20])),
                 hint="load it without --as, and use 'aimage tag'",
             )
-        return Names({wanted: entries[0]})
+        return ArchiveNames({wanted: entries[0]})
     named: dict[Reference, Descriptor] = {}
     unnamed = []
     for entry in entries:
@@ -80,7 +80,7 @@ def choose(entries: list[Descriptor], wanted: Reference | None, where: str) -> N
             f"{where} has no name for {', '.join(unnamed[:20])}",
             hint="give it one: aimage load FILE --as NAME",
         )
-    return Names(named, tuple(unnamed))
+    return ArchiveNames(named, tuple(unnamed))
 
 
 def _reference(entry: Descriptor) -> Reference | None:

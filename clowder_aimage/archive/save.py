@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.archive.file import Writer, whole_file
-from clowder_aimage.archive.tree import Tree, add, blob_name, lacking, read_document, read_tree
-from clowder_aimage.content import Event, OnEvent, VerifyingReader
-from clowder_aimage.content.event import ignore
+from clowder_aimage.archive.tree import (
+    StoredGraph,
+    add,
+    blob_name,
+    lacking,
+    read_document,
+    read_tree,
+)
+from clowder_aimage.content import CopyEvent, OnEvent, VerifyingReader
+from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.content.store import Lease
-from clowder_aimage.content.verify import check_size
+from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.absence import absence, remedy
-from clowder_aimage.layout.aimage import hold, read_aimage
-from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.completeness import absence, remedy
 from clowder_aimage.layout.index import LAYOUT_FILE
+from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.stored_aimage import hold, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 
@@ -27,7 +34,7 @@ _END = bytes(2 * tarfile.BLOCKSIZE)  # POSIX pax, "ustar Interchange Format": tw
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """An archive of ``size`` bytes, with its ``digest`` where that was asked for: what was named,
     and the manifests that indexes list but the store lacks."""
 
@@ -44,7 +51,7 @@ def save(
     *,
     hashed: bool = False,
     on_event: OnEvent = ignore,
-) -> Saved:
+) -> SaveResult:
     """Write what ``references`` name, and all that it needs, as an OCI image layout in a tar.
 
     Each blob is in it once, verified on its way. The names come first, then the manifests, parents
@@ -70,7 +77,9 @@ def save(
             archive.write(writer, on_event)
     for _, root in archive.names:
         layout.use(root)
-    return Saved(archive.size, writer.digest, archive.names, tuple(archive.tree.absent.values()))
+    return SaveResult(
+        archive.size, writer.digest, archive.names, tuple(archive.tree.absent.values())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class _Archive:
         self.names = tuple(
             sorted(self._resolve(references).items(), key=lambda named: str(named[0]))
         )
-        self.tree = Tree()
+        self.tree = StoredGraph()
         for reference, root in self.names:
             self._add(reference, read_tree(layout, root))
         self._index = encode(self._index_document())
@@ -121,7 +130,7 @@ class _Archive:
                 raise UsageError(f"{name} cannot name both {names[name].digest} and {root.digest}")
         return names
 
-    def _add(self, reference: Reference, tree: Tree) -> None:
+    def _add(self, reference: Reference, tree: StoredGraph) -> None:
         self._lease.add(*tree.digests)
         if tree.is_hollow:
             raise NotFoundError(
@@ -187,7 +196,7 @@ class _Archive:
         blobs = [self.tree.blobs[digest] for digest in self._loose()]
         whole = Descriptor.of(mediatype.OCI_INDEX, self._index)
         root = self.names[0][1] if len(self.names) == 1 else whole
-        on_event(Event("plan", root, sum(blob.size for blob in blobs), len(blobs)))
+        on_event(CopyEvent("plan", root, sum(blob.size for blob in blobs), len(blobs)))
         for member in self._members:
             writer.write(member.header)
             if isinstance(member.content, bytes):
@@ -195,9 +204,9 @@ class _Archive:
             elif member.content.digest in self.tree.documents:
                 self._pass(writer, member.content, ignore)
             else:
-                on_event(Event("start", member.content, member.content.size))
+                on_event(CopyEvent("start", member.content, member.content.size))
                 self._pass(writer, member.content, on_event)
-                on_event(Event("done", member.content, member.content.size))
+                on_event(CopyEvent("done", member.content, member.content.size))
             writer.write(member.padding)
         writer.write(_END)
 
@@ -210,7 +219,7 @@ class _Archive:
                 if not count:
                     return
                 writer.filled(count)
-                on_event(Event("progress", content, count))
+                on_event(CopyEvent("progress", content, count))
 
 
 def _file(name: str, content: bytes | Descriptor) -> _Member:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.tar import Tar
-from clowder_aimage.content.verify import readinto
+from clowder_aimage.content.tar import TarReader
+from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import FormatError, StoreError
 
 _ROOM = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is looked at
@@ -45,7 +45,7 @@ class Member:
     open: Callable[[], BinaryIO]
 
 
-class Source(io.RawIOBase):
+class TapeSource(io.RawIOBase):
     """The bytes of ``file``, an unbuffered stream, counted; the first may be looked at before.
 
     Errors of reading are StoreErrors that call it ``name``. ``size`` is 0 where nobody knows.
@@ -107,7 +107,7 @@ class Source(io.RawIOBase):
 class Tape:
     """The members of the archive in ``source``, plain or compressed with gzip."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TapeSource) -> None:
         """Look at its first bytes. Raises FormatError for a compression that is not read."""
         self._source = source
         front = source.peek(6)
@@ -121,7 +121,7 @@ class Tape:
         packed = gzip.GzipFile(fileobj=source, mode="rb") if self._is_packed else source
         self._stream = cast(BinaryIO, packed)
         skip = (lambda _: False) if self._is_packed else source.skip
-        self._tar = Tar(self._read, source.name, hint="copy or save it again", skip=skip)
+        self._tar = TarReader(self._read, source.name, hint="copy or save it again", skip=skip)
         self._unpacked = 0  # bytes
 
     @property
@@ -186,7 +186,7 @@ class Tape:
 class _Section(io.RawIOBase):
     """The next ``size`` bytes of a tar."""
 
-    def __init__(self, tar: Tar, size: int) -> None:
+    def __init__(self, tar: TarReader, size: int) -> None:
         self._tar = tar
         self._left = size
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from clowder_aimage.content.plan import MAX_DEPTH
+from clowder_aimage.content.copy_plan import MAX_DEPTH
 from clowder_aimage.content.store import Source
-from clowder_aimage.content.verify import read_all
+from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
@@ -15,7 +15,7 @@ DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(slots=True)
-class Tree:
+class StoredGraph:
     """``documents`` that are there, parents before children; the ``blobs`` that they need, there or
     not; and the manifests that an index lists but the store lacks: variants not fetched."""
 
@@ -51,14 +51,14 @@ def read_document(store: Source, descriptor: Descriptor) -> Manifest | Index:
         raise FormatError(f"{descriptor.digest}: {error.message}", hint=error.hint) from None
 
 
-def read_tree(store: Source, root: Descriptor) -> Tree:
+def read_tree(store: Source, root: Descriptor) -> StoredGraph:
     """What ``root`` needs. Only documents are read. Raises as ``read_document`` does."""
-    tree = Tree()
+    tree = StoredGraph()
     _read(store, root, tree, 0)
     return tree
 
 
-def _read(store: Source, descriptor: Descriptor, tree: Tree, depth: int) -> None:
+def _read(store: Source, descriptor: Descriptor, tree: StoredGraph, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise FormatError(f"{descriptor.digest}: indexes are nested more than {MAX_DEPTH} deep")
     if not add(tree.documents, descriptor):

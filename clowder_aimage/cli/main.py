@@ -10,8 +10,8 @@ from typing import NoReturn
 import click
 
 from clowder_aimage import __version__
-from clowder_aimage.cli.option import common_options
-from clowder_aimage.cli.output import printable
+from clowder_aimage.cli.console.option import common_options
+from clowder_aimage.cli.console.output import printable
 from clowder_aimage.errors import AImageError
 
 # verb: (module, first line of its help); the module is imported when the verb is used
@@ -66,7 +66,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"clowder_aimage.cli.{VERBS[cmd_name][0]}")
+        module = importlib.import_module(f"clowder_aimage.cli.verbs.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
 

@@ -1,9 +1,9 @@
 """What a store of content is, and the one way to copy between two of them."""
 
 from clowder_aimage.content.copy import copy
-from clowder_aimage.content.event import Event, OnEvent
+from clowder_aimage.content.copy_event import CopyEvent, OnEvent
+from clowder_aimage.content.copy_plan import CopyPlan, plan_copy
 from clowder_aimage.content.memory import MemoryStore, Overlay
-from clowder_aimage.content.plan import CopyPlan, plan_copy
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import (
     Body,
@@ -16,13 +16,13 @@ from clowder_aimage.content.store import (
     bytes_body,
     file_body,
 )
-from clowder_aimage.content.verify import VerifyingReader, read_all
+from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 
 __all__ = [
     "Body",
     "ContentStore",
+    "CopyEvent",
     "CopyPlan",
-    "Event",
     "Ingest",
     "IngestBusyError",
     "Lease",

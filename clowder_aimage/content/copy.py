@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import BinaryIO, cast
 
-from clowder_aimage.content.event import Event, OnEvent, ignore
-from clowder_aimage.content.fetch import Fetch
-from clowder_aimage.content.parallel import StoppedError, in_parallel
-from clowder_aimage.content.plan import CopyPlan, check_space, plan_copy
+from clowder_aimage.content.copy_event import CopyEvent, OnEvent, ignore
+from clowder_aimage.content.copy_plan import CopyPlan, check_space, plan_copy
+from clowder_aimage.content.fetch import BlobDownload
+from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.content.store import ContentStore, Source, Target, bytes_body
-from clowder_aimage.content.verify import readinto
+from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.oci import Descriptor, Reference
 
 DEFAULT_CONCURRENCY = 8
@@ -49,16 +49,16 @@ def copy(
         AccessError: it could not be read, or could not be kept.
     """
     plan = plan or plan_copy(source, reference)
-    on_event(Event("plan", plan.root, plan.size, len(plan.blobs)))
+    on_event(CopyEvent("plan", plan.root, plan.size, len(plan.blobs)))
     with contextlib.ExitStack() as leases:
         if isinstance(target, ContentStore):
             check_space(plan.missing(target), target)
             leases.enter_context(target.lease(*plan.digests))
             missing = plan.missing(target)  # from now on it stays as it is
             for blob in set(plan.blobs).difference(missing):
-                on_event(Event("skip", blob, blob.size))
+                on_event(CopyEvent("skip", blob, blob.size))
             with target.batch():
-                Fetch(
+                BlobDownload(
                     source, target, missing, connections=concurrency, on_event=on_event, rate=rate
                 ).run()
         else:
@@ -84,13 +84,13 @@ def _push_blobs(
 
     def one(blob: Descriptor) -> None:
         if stopped.is_set():
-            raise StoppedError
+            raise ParallelStoppedError
         if target.exists(blob):
-            on_event(Event("skip", blob, blob.size))
+            on_event(CopyEvent("skip", blob, blob.size))
             return
-        on_event(Event("start", blob, blob.size))
+        on_event(CopyEvent("start", blob, blob.size))
         target.push(blob, _Watch(source, blob, stopped, on_event))
-        on_event(Event("done", blob, blob.size))
+        on_event(CopyEvent("done", blob, blob.size))
 
     in_parallel([partial(one, blob) for blob in blobs], concurrency, stopped.set)
 
@@ -116,11 +116,11 @@ class _Watch:
     def _count(self, count: int) -> None:
         if count:
             self._passed += count
-            self._on_event(Event("progress", self._blob, count))
+            self._on_event(CopyEvent("progress", self._blob, count))
 
     def passed(self, count: int) -> None:
         if self._stopped.is_set():
-            raise StoppedError
+            raise ParallelStoppedError
         self._count(count)
 
 

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.event import Event, OnEvent
-from clowder_aimage.content.parallel import StoppedError, in_parallel
-from clowder_aimage.content.part import LOOK, Blob, Part, is_large
+from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, is_large
+from clowder_aimage.content.concurrency import ConcurrencyProbe
+from clowder_aimage.content.copy_event import CopyEvent, OnEvent
+from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.rate import Rate
-from clowder_aimage.content.store import ContentStore, Doubtful, IngestBusyError, Source
-from clowder_aimage.content.verify import readinto
-from clowder_aimage.content.width import Width
+from clowder_aimage.content.store import ContentStore, IngestBusyError, MultiSource, Source
+from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -31,7 +31,7 @@ NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is mad
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
 
 
-class Fetch:
+class BlobDownload:
     """One run of the engine over ``blobs``, the largest first."""
 
     def __init__(
@@ -54,11 +54,11 @@ class Fetch:
         # what another process is fetching, and when to look at it again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
         self._seen: dict[Digest, int] = {}  # how far that process is with it
-        self._active: list[Blob] = []
+        self._active: list[BlobTransfer] = []
         self._opening = 0
         self._changed = threading.Condition()
         self._stopped = False
-        self._width = Width(self._connections)
+        self._width = ConcurrencyProbe(self._connections)
         self._large = 0  # connections that are at large blobs
 
     def run(self) -> None:
@@ -80,18 +80,18 @@ class Fetch:
     def _connection(self) -> None:
         """One connection's life: take work until there is none."""
         buffer = new_buffer()
-        blob: Blob | None = None
+        blob: BlobTransfer | None = None
         try:
             while (blob := self._next(blob)) is not None:
                 self._take_part(blob, buffer)
                 self._leave(blob.content)
-        except StoppedError:
+        except ParallelStoppedError:
             return
         except BaseException:
             self._stop()
             raise
 
-    def _next(self, last: Blob | None) -> Blob | None:
+    def _next(self, last: BlobTransfer | None) -> BlobTransfer | None:
         """A blob to take a part of; None at the end.
 
         The one that this connection alone is at, so that its bytes come in order; else a new one;
@@ -101,7 +101,7 @@ class Fetch:
             with self._changed:
                 alone = last is not None and last.unclaimed and not last.readers
                 content = last if alone and not self._stopped else self._choose()
-                if isinstance(content, Blob):
+                if isinstance(content, BlobTransfer):
                     content.readers += 1
                     self._large += content.is_large
                     return content
@@ -126,11 +126,11 @@ class Fetch:
                 self._large -= 1
                 self._changed.notify_all()
 
-    def _choose(self) -> Descriptor | Blob | None:
+    def _choose(self) -> Descriptor | BlobTransfer | None:
         """What to do next, once there is something to do. The lock is held."""
         while True:
             if self._stopped:
-                raise StoppedError
+                raise ParallelStoppedError
             wide = self._large >= self._width.value  # large blobs have all that is worth having
             if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
@@ -155,7 +155,7 @@ class Fetch:
                 return None
             self._changed.wait(LOOK)  # a part under way may turn out to be slow
 
-    def _begin(self, content: Descriptor) -> Blob | None:
+    def _begin(self, content: Descriptor) -> BlobTransfer | None:
         """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
@@ -166,15 +166,15 @@ class Fetch:
             return None
         if self._target.exists(content):  # it was finished while we waited for the ingest
             ingest.abort()
-            self._on_event(Event("skip", content, content.size))
+            self._on_event(CopyEvent("skip", content, content.size))
             return None
         try:
             if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
-                self._on_event(Event("progress", content, -seen))
-            blob = Blob(content, ingest, self._grain)
-            self._on_event(Event("start", content, content.size))
+                self._on_event(CopyEvent("progress", content, -seen))
+            blob = BlobTransfer(content, ingest, self._grain)
+            self._on_event(CopyEvent("start", content, content.size))
             if content.size - blob.left:
-                self._on_event(Event("progress", content, content.size - blob.left))
+                self._on_event(CopyEvent("progress", content, content.size - blob.left))
         except BaseException:  # whoever watches may have had enough: nobody must wait for us then
             ingest.suspend()
             raise
@@ -191,13 +191,13 @@ class Fetch:
         """Tell how far another process is with a blob. Only one thread at a time has it."""
         if content.digest not in self._seen:
             self._seen[content.digest] = 0
-            self._on_event(Event("start", content, content.size))
+            self._on_event(CopyEvent("start", content, content.size))
         come = content.size - self._target.lacking(content)
         if (count := come - self._seen[content.digest]) > 0:
             self._seen[content.digest] = come
-            self._on_event(Event("progress", content, count))
+            self._on_event(CopyEvent("progress", content, count))
 
-    def _take_part(self, blob: Blob, buffer: memoryview) -> None:
+    def _take_part(self, blob: BlobTransfer, buffer: memoryview) -> None:
         """Fetch one part of a blob, and finish the blob if that was the last one."""
         with self._changed:
             alone = self._pending or blob.is_fast
@@ -227,14 +227,14 @@ class Fetch:
         elif part is not None:
             blob.ingest.checkpoint()
 
-    def _read(self, blob: Blob, part: Part, buffer: memoryview) -> None:
+    def _read(self, blob: BlobTransfer, part: Chunk, buffer: memoryview) -> None:
         """Stream a part into the ingest, as far as it goes by now."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
             self._learn(blob, ranges=not getattr(reader, "ignores_range", False))
             while part.left > 0:
                 if self._stopped:
-                    raise StoppedError
+                    raise ParallelStoppedError
                 size = min(part.left, len(buffer), self._rate.burst if self._rate else part.left)
                 count = readinto(reader, buffer[:size])
                 if not count:
@@ -246,9 +246,9 @@ class Fetch:
                     blob.ingest.checkpoint()
                     noted = part.at
 
-    def _passed(self, blob: Blob, count: int) -> None:
+    def _passed(self, blob: BlobTransfer, count: int) -> None:
         """So many bytes of a blob came."""
-        self._on_event(Event("progress", blob.content, count))
+        self._on_event(CopyEvent("progress", blob.content, count))
         if blob.is_large and not self._width.settled:
             with self._changed:
                 before = self._width.value
@@ -258,25 +258,25 @@ class Fetch:
         if self._rate is not None:
             self._rate.passed(count)
 
-    def _learn(self, blob: Blob, *, ranges: bool) -> None:
+    def _learn(self, blob: BlobTransfer, *, ranges: bool) -> None:
         """Whether other connections may join is known once a first part begins to come."""
         with self._changed:
             if ranges and not blob.ranges:
                 self._changed.notify_all()
             blob.came(ranges=ranges)
 
-    def _finish(self, blob: Blob) -> None:
+    def _finish(self, blob: BlobTransfer) -> None:
         """Have a blob verified; one that is wrong is fetched again, where there is another place
         to have it from, or where part of it was here before."""
         content = blob.content
         try:
             blob.ingest.commit(content)
         except VerificationError:
-            elsewhere = isinstance(self._source, Doubtful) and self._source.distrust(content)
+            elsewhere = isinstance(self._source, MultiSource) and self._source.distrust(content)
             if not elsewhere and not blob.resumed:
                 raise
-            self._on_event(Event("progress", content, -content.size))
+            self._on_event(CopyEvent("progress", content, -content.size))
             with self._changed:
                 self._pending.appendleft(content)
             return
-        self._on_event(Event("done", content, content.size))
+        self._on_event(CopyEvent("done", content, content.size))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO
 
 from clowder_aimage.content.store import Body, Source
-from clowder_aimage.content.verify import VerifyingReader, check
+from clowder_aimage.content.verified_reader import VerifyingReader, check
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 

@@ -10,7 +10,7 @@ from clowder_aimage.errors import AImageError
 _PARTING = 1.0  # seconds that calls under way get to clean up in when one has failed
 
 
-class StoppedError(AImageError):
+class ParallelStoppedError(AImageError):
     """Another call failed, or the user left: this one stops where it can."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Doubtful(Protocol):
+class MultiSource(Protocol):
     """A source that has content from several places, and can leave out one that was wrong."""
 
     def distrust(self, content: Descriptor, /) -> bool:

@@ -19,7 +19,7 @@ _HEADER = 64 * 1024  # bytes of a member's header with all its extensions
 _FAULTS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
-class Tar:
+class TarReader:
     """The tar whose bytes ``read(view)`` gives, some at a time and 0 at the end. Errors call
     it ``name``, and say ``hint`` where it breaks off. ``skip(count)`` passes over bytes without
     reading them, or says that it cannot.

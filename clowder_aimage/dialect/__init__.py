@@ -1,20 +1,26 @@
 """The ways to write an AImage down as a manifest: same blobs, other words."""
 
 from clowder_aimage.dialect.aimage import AImage, Layer
-from clowder_aimage.dialect.clowder import Clowder
-from clowder_aimage.dialect.container import Container
+from clowder_aimage.dialect.clowder import ClowderDialect
+from clowder_aimage.dialect.container import ContainerDialect
 from clowder_aimage.dialect.dialect import Dialect
-from clowder_aimage.dialect.docker import Docker
-from clowder_aimage.dialect.kitops import KitOps
-from clowder_aimage.dialect.modelpack import ModelPack
-from clowder_aimage.dialect.ollama import Ollama
+from clowder_aimage.dialect.docker import DockerDialect
+from clowder_aimage.dialect.kitops import KitOpsDialect
+from clowder_aimage.dialect.modelpack import ModelPackDialect
+from clowder_aimage.dialect.ollama import OllamaDialect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Manifest
 
 # The ones that are written.
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
-    for dialect in (Clowder(custom=True), Clowder(), Ollama(), Container(), ModelPack())
+    for dialect in (
+        ClowderDialect(custom=True),
+        ClowderDialect(),
+        OllamaDialect(),
+        ContainerDialect(),
+        ModelPackDialect(),
+    )
 }
 # From the one that says most to the one that every registry takes. ModelPack is another artifact,
 # not another dress: it is written where it is asked for.
@@ -24,8 +30,8 @@ READABLE: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
         *(DIALECTS[name] for name in ("custom", "clowder", "ollama", "modelpack")),
-        Docker(),
-        KitOps(),
+        DockerDialect(),
+        KitOpsDialect(),
         DIALECTS["container"],
     )
 }
@@ -54,13 +60,13 @@ __all__ = [
     "LADDER",
     "READABLE",
     "AImage",
-    "Clowder",
-    "Container",
+    "ClowderDialect",
+    "ContainerDialect",
     "Dialect",
-    "Docker",
+    "DockerDialect",
     "KitOps",
     "Layer",
-    "ModelPack",
-    "Ollama",
+    "ModelPackDialect",
+    "OllamaDialect",
     "detect",
 ]

@@ -13,12 +13,12 @@ from clowder_aimage.dialect.aimage import (
     parse_dtype,
     parse_shape,
 )
-from clowder_aimage.dialect.name import name_all
+from clowder_aimage.dialect.layer_name import name_all
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
-class Clowder:
+class ClowderDialect:
     """The default. With ``custom`` the manifest's own media type is Clowder's too, as Clowder's
     storage document prefers; registries refuse that, image layouts do not.
 

@@ -20,7 +20,7 @@ from clowder_aimage.oci.manifest import encode
 CARRIED_LAYERS = "vnd.clowder.aimage.layers"
 
 
-class Container:
+class ContainerDialect:
     """OCI image config and layer types; the true media type of a layer is an annotation."""
 
     name = "container"

@@ -13,10 +13,10 @@ them, but for the template and the projector, whose usual names are taken.
 from __future__ import annotations
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.name import Taken, clean_path, name_all, numbered
-from clowder_aimage.dialect.neighbour import (
+from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_all, numbered
+from clowder_aimage.dialect.vendor import (
     FILEPATH,
-    Part,
+    VendorFile,
     at,
     neighbour_config,
     part_names,
@@ -29,25 +29,25 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 _CONFIG = "application/vnd.docker.ai.model.config."  # v0.1+json, v0.2+json
 _AI = "application/vnd.docker.ai."
 _FILE = _AI + "model.file"  # a config, a tokenizer ...: only its path says what
-_PROJECTOR = Part("mmproj", ".gguf", mediatype.AIMAGE_GGUF)
+_PROJECTOR = VendorFile("mmproj", ".gguf", mediatype.AIMAGE_GGUF)
 _PARTS = {
-    _AI + "gguf.v3": Part("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
-    _AI + "gguf.v3.lora": Part("adapter", ".gguf", mediatype.AIMAGE_LORA),
+    _AI + "gguf.v3": VendorFile("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _AI + "gguf.v3.lora": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
     _AI + "gguf.v3.mmproj": _PROJECTOR,
     _AI + "mmproj": _PROJECTOR,
-    _AI + "safetensors": Part(
+    _AI + "safetensors": VendorFile(
         "model", ".safetensors", mediatype.AIMAGE_TRANSFORMERS, is_split=True
     ),
-    _AI + "license": Part("LICENSE", "", mediatype.AIMAGE_FILE),
-    _AI + "chat.template.jinja": Part("chat_template", ".jinja", mediatype.AIMAGE_FILE),
-    _AI + "dduf": Part("model", ".dduf"),
-    _AI + "vllm.config.tar": Part("config", ".tar"),
-    _AI + "dir.tar": Part("directory", ".tar"),
+    _AI + "license": VendorFile("LICENSE", "", mediatype.AIMAGE_FILE),
+    _AI + "chat.template.jinja": VendorFile("chat_template", ".jinja", mediatype.AIMAGE_FILE),
+    _AI + "dduf": VendorFile("model", ".dduf"),
+    _AI + "vllm.config.tar": VendorFile("config", ".tar"),
+    _AI + "dir.tar": VendorFile("directory", ".tar"),
 }
 _FORMATS = ("gguf", "safetensors", "diffusers")
 
 
-class Docker:
+class DockerDialect:
     """A GGUF or safetensors model, a file a layer."""
 
     name = "docker"
@@ -61,7 +61,7 @@ class Docker:
             None if path else _PARTS.get(layer.media_type)
             for path, layer in zip(paths, manifest.layers, strict=True)
         ]
-        taken = Taken(path for path in paths if path)
+        taken = UsedNames(path for path in paths if path)
         known = [
             path or (name and taken.add(numbered(name)))
             for path, name in zip(paths, part_names(parts), strict=True)

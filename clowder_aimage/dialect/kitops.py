@@ -18,14 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.name import clean_path, name_all
-from clowder_aimage.dialect.neighbour import (
-    at,
-    neighbour_config,
-    read_object,
-    read_only,
-    type_of_file,
-)
+from clowder_aimage.dialect.layer_name import clean_path, name_all
+from clowder_aimage.dialect.vendor import at, neighbour_config, read_object, read_only, type_of_file
 from clowder_aimage.oci import Descriptor, Manifest
 
 _MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
@@ -47,7 +41,7 @@ class _Element:
     digest: str
 
 
-class KitOps:
+class KitOpsDialect:
     """A model, and the data, code and documentation that go with it."""
 
     name = "kitops"

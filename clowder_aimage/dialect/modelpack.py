@@ -22,15 +22,9 @@ from clowder_aimage.dialect.clowder import (
     layer_annotations,
     manifest_annotations,
 )
-from clowder_aimage.dialect.name import clean_path, name_all
-from clowder_aimage.dialect.neighbour import (
-    FILEPATH,
-    at,
-    neighbour_config,
-    read_object,
-    type_of_file,
-)
+from clowder_aimage.dialect.layer_name import clean_path, name_all
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_text
+from clowder_aimage.dialect.vendor import FILEPATH, at, neighbour_config, read_object, type_of_file
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -67,7 +61,7 @@ _FORMAT_WORDS = {"transformers": "safetensors", "lora": "safetensors", "savedmod
 _SCALES = ((10**15, "Q"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
-class ModelPack:
+class ModelPackDialect:
     """A layer that is one file is written raw, under the path that the file would have."""
 
     name = "modelpack"

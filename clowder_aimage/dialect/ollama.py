@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
-from clowder_aimage.dialect.name import name_all
-from clowder_aimage.dialect.neighbour import Part, neighbour_config, part_names, read_object
+from clowder_aimage.dialect.layer_name import name_all
+from clowder_aimage.dialect.vendor import VendorFile, neighbour_config, part_names, read_object
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -34,21 +34,23 @@ _WRITE = {
     mediatype.AIMAGE_FILE: mediatype.OLLAMA_JSON,
 }
 _PARTS = {
-    _OLLAMA + "model": Part("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
-    _OLLAMA + "draft": Part("draft", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
-    _OLLAMA + "projector": Part("projector", ".gguf", mediatype.AIMAGE_GGUF),
-    _OLLAMA + "adapter": Part("adapter", ".gguf", mediatype.AIMAGE_LORA),
-    _OLLAMA + "template": Part("template", "", mediatype.AIMAGE_FILE),
-    _OLLAMA + "prompt": Part("prompt", "", mediatype.AIMAGE_FILE),  # a template's earlier name
-    _OLLAMA + "license": Part("license", "", mediatype.AIMAGE_FILE),
-    _OLLAMA + "params": Part("params", ".json", mediatype.AIMAGE_FILE),
-    _OLLAMA + "system": Part("system", "", mediatype.AIMAGE_FILE),
-    _OLLAMA + "messages": Part("messages", ".json", mediatype.AIMAGE_FILE),
-    _OLLAMA + "embed": Part("embed", ".json", mediatype.AIMAGE_FILE),
+    _OLLAMA + "model": VendorFile("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _OLLAMA + "draft": VendorFile("draft", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
+    _OLLAMA + "projector": VendorFile("projector", ".gguf", mediatype.AIMAGE_GGUF),
+    _OLLAMA + "adapter": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
+    _OLLAMA + "template": VendorFile("template", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "prompt": VendorFile(
+        "prompt", "", mediatype.AIMAGE_FILE
+    ),  # a template's earlier name
+    _OLLAMA + "license": VendorFile("license", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "params": VendorFile("params", ".json", mediatype.AIMAGE_FILE),
+    _OLLAMA + "system": VendorFile("system", "", mediatype.AIMAGE_FILE),
+    _OLLAMA + "messages": VendorFile("messages", ".json", mediatype.AIMAGE_FILE),
+    _OLLAMA + "embed": VendorFile("embed", ".json", mediatype.AIMAGE_FILE),
 }
 
 
-class Ollama:
+class OllamaDialect:
     """What ollama reads, and its tensor models as it writes them. A layer of another kind keeps
     Clowder's media type."""
 

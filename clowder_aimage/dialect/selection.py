@@ -14,7 +14,7 @@ _MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class LayerSelection:
     """What is in one of the ``components``, or has a name that fits one of the ``patterns``.
 
     A component is the first part of a name, or more of it (``adapters/style``). In a pattern ``*``

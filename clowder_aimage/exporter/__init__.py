@@ -4,22 +4,22 @@ Tensors are gathered into the files that the model's library looks for, whole fi
 they are, and what a neighbour packed into a tar is unpacked.
 """
 
-from clowder_aimage.exporter.blobs import Blobs
 from clowder_aimage.exporter.directory import whole_directory
-from clowder_aimage.exporter.kind import is_ours
-from clowder_aimage.exporter.link import Way
-from clowder_aimage.exporter.plan import MLX, MODELOPT, Plan, plan_export
+from clowder_aimage.exporter.export_plan import MLX, MODELOPT, ExportPlan, plan_export
+from clowder_aimage.exporter.export_writer import ExportedFiles, write_files
+from clowder_aimage.exporter.file_link import LinkMethod
+from clowder_aimage.exporter.layer_kind import is_ours
+from clowder_aimage.exporter.layer_store import LayerStore
 from clowder_aimage.exporter.shard import SHARD
-from clowder_aimage.exporter.write import Written, write_files
 
 __all__ = [
     "MLX",
     "MODELOPT",
     "SHARD",
-    "Blobs",
-    "Plan",
-    "Way",
-    "Written",
+    "ExportPlan",
+    "ExportedFiles",
+    "LayerStore",
+    "LinkMethod",
     "is_ours",
     "plan_export",
     "whole_directory",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.exporter.form import Entry
+from clowder_aimage.exporter.weight_name import WeightEntry
 from clowder_aimage.tensor import DTYPE_BITS, encode_header
 
 SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has one to itself
@@ -28,14 +28,14 @@ class WeightFile:
 
     name: str
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[WeightEntry, ...]
 
     @property
     def size(self) -> int:
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
-def weight_files(stem: str, entries: Sequence[Entry], most: int = SHARD) -> list[WeightFile]:
+def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -> list[WeightFile]:
     """The files that hold ``entries``.
 
     Raises:
@@ -62,8 +62,8 @@ def index(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
     return f"{stem}.safetensors.index.json", text.encode()
 
 
-def _split(ordered: Sequence[Entry], most: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
+def _split(ordered: Sequence[WeightEntry], most: int) -> list[list[WeightEntry]]:
+    shards: list[list[WeightEntry]] = [[]]
     size = 0
     for entry in ordered:
         if shards[-1] and size + entry.nbytes > most:
@@ -79,7 +79,7 @@ def _name(stem: str, number: int, count: int) -> str:
     return f"{stem}{part}.safetensors"
 
 
-def _file(name: str, shard: Sequence[Entry]) -> WeightFile:
+def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
     ordered = sorted(shard, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.name))
     header = encode_header([(e.name, e.dtype, e.shape) for e in ordered], _METADATA)
     return WeightFile(name, header, tuple(ordered))

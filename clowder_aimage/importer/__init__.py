@@ -4,16 +4,16 @@ What weights are stored as is a recipe; with one, a survey looks at values befor
 ``precision`` and ``quantize`` change them while they are written.
 """
 
+from clowder_aimage.importer.blob_writer import write_layers
+from clowder_aimage.importer.create_plan import CreatePlan, Provenance, make_plan
 from clowder_aimage.importer.inventory import Inventory, take_inventory
-from clowder_aimage.importer.pack import Packed, check_config, pack
-from clowder_aimage.importer.plan import Plan, Provenance, make_plan
+from clowder_aimage.importer.packer import PackedModel, check_config, pack
 from clowder_aimage.importer.recipe import Recipe
-from clowder_aimage.importer.write import write_layers
 
 __all__ = [
+    "CreatePlan",
     "Inventory",
-    "Packed",
-    "Plan",
+    "PackedModel",
     "Provenance",
     "Recipe",
     "check_config",

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.importer.policy import UNFIT, reason_to_keep
+from clowder_aimage.importer.quantization_policy import UNFIT, reason_to_keep
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
-from clowder_aimage.importer.weight import FLOATS, Weight
 from clowder_aimage.tensor import Quantization, nbytes
-from clowder_aimage.tensor.blob import BIAS, SCALE
+from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
+from clowder_aimage.tensor.weight import FLOATS, Weight
 
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class WeightDecision:
     """What becomes of a weight: its values are stored as ``dtype``, or quantized to
     ``quantization``; ``reason`` is why they are not, where that was asked for."""
 
@@ -53,7 +53,7 @@ class Decision:
 
 def decide(
     component: str, weights: Sequence[Weight], recipe: Recipe, exact: frozenset[tuple[str, str]]
-) -> list[Decision]:
+) -> list[WeightDecision]:
     """What becomes of each weight; ``exact`` names (component, tensor) the F32 ones whose values
     are BF16."""
     wanted = recipe.of(component)
@@ -62,7 +62,7 @@ def decide(
         dtype = _dtype(component, weight, recipe, exact)
         reason = reason_to_keep(weight, wanted) if wanted else None
         chosen = None if reason or weight.quantization else wanted
-        made.append(Decision(weight, dtype, chosen, reason))
+        made.append(WeightDecision(weight, dtype, chosen, reason))
     return made
 
 
@@ -76,7 +76,7 @@ def _dtype(
     return DTYPES[recipe.dtype]
 
 
-def entries(decision: Decision) -> list[Entry]:
+def entries(decision: WeightDecision) -> list[Entry]:
     """What of a weight stands in a header."""
     weight, quantization = decision.weight, decision.quantization
     if quantization is None:
@@ -102,12 +102,14 @@ def _is_plain(weight: Weight) -> bool:
     return weight.quantization is None
 
 
-def values_of(decision: Decision) -> str:
+def values_of(decision: WeightDecision) -> str:
     """The dtype that values have right before they are quantized: MLX knows no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
 
-def check_quantized(component: str, decisions: Sequence[Decision], wanted: Quantization) -> None:
+def check_quantized(
+    component: str, decisions: Sequence[WeightDecision], wanted: Quantization
+) -> None:
     """Raises UsageError where a component is quantized already, or nothing of it can be."""
     weights = [decision.weight for decision in decisions]
     # codes that lie in layers of their own, as ollama's first generation wrote them, are U32
@@ -129,7 +131,7 @@ def check_quantized(component: str, decisions: Sequence[Decision], wanted: Quant
     )
 
 
-def _way_out(decisions: Sequence[Decision], wanted: Quantization) -> str:
+def _way_out(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
     """What to do where nothing can be quantized: that depends on what keeps most of the values."""
     kept = Counter[str]()
     for decision in decisions:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer.layer import layer_name
-from clowder_aimage.importer.read import SpanReader
+from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
-from clowder_aimage.importer.weight import FLOATS, Weight
+from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.tensor.weight import FLOATS, Weight
 
 CHUNK = 1024 * 1024  # bytes of a source that are looked at or cast at once
 CHUNKS = 8 * CHUNK  # of all threads together

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.importer.foreign import check_method, check_rest
-from clowder_aimage.importer.shards import SourceTensor
-from clowder_aimage.importer.weight import Part, Reading, Weight, by_name, plain
+from clowder_aimage.importer.shard_index import SourceTensor
+from clowder_aimage.importer.unsupported_quantization import check_method, check_rest
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
-from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
-from clowder_aimage.tensor.stated import KEYS
+from clowder_aimage.tensor.quantization_config import KEYS
+from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.weight import TensorPart, Weight, WeightReader, by_name, plain
 
 _ACTIVATIONS = (".input_scale", ".input_global_scale")
 _NVFP4 = Quantization.parse("nvfp4")
@@ -144,18 +144,18 @@ def _modelopt(named: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
     factor = named.get(f"{codes.name}_scale_2")
     if factor is None:
         raise _unknown(codes)
-    return _nvfp4(codes.name, codes, named[f"{codes.name}_scale"], factor, Reading.FACTOR)
+    return _nvfp4(codes.name, codes, named[f"{codes.name}_scale"], factor, WeightReader.FACTOR)
 
 
 def _compressed(named: Mapping[str, SourceTensor], codes: SourceTensor, name: str) -> Weight:
     scale, divisor = named.get(f"{name}_scale"), named.get(f"{name}_global_scale")
     if scale is None or divisor is None or codes.dtype != "U8":
         raise _unknown(codes)
-    return _nvfp4(name, codes, scale, divisor, Reading.DIVISOR)
+    return _nvfp4(name, codes, scale, divisor, WeightReader.DIVISOR)
 
 
 def _nvfp4(
-    name: str, codes: SourceTensor, scale: SourceTensor, factor: SourceTensor, reading: Reading
+    name: str, codes: SourceTensor, scale: SourceTensor, factor: SourceTensor, reading: WeightReader
 ) -> Weight:
     """Two codes a byte, the first in the low half, as four bytes of MLX's words have them."""
     if scale.dtype not in ("F8_E4M3", "U8") or factor.dtype not in _FLOATS:
@@ -164,8 +164,8 @@ def _nvfp4(
         raise _unfit(codes, _NVFP4)
     words = (*codes.shape[:-1], codes.shape[-1] // 4)
     parts = [
-        Part(SCALE, "U8", scale.shape, scale),
-        Part(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
+        TensorPart(SCALE, "U8", scale.shape, scale),
+        TensorPart(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
     ]
     return _weight(name, _NVFP4, codes, words, parts)
 
@@ -175,9 +175,9 @@ def _weight(
     quantization: Quantization,
     codes: SourceTensor,
     words: tuple[int, ...],
-    parts: list[Part],
+    parts: list[TensorPart],
 ) -> Weight:
-    whole = (Part("", "U32", words, codes), *parts)
+    whole = (TensorPart("", "U32", words, codes), *parts)
     shape = quantization.shape(words) if words else ()
     return Weight(name, quantization.type.name, shape, whole, quantization)
 
@@ -201,8 +201,8 @@ def factors(name: str, data: bytes, dtype: str, *, inverted: bool) -> bytes:
         raise FormatError(f"{name[:200]} is too small to be a global scale") from None
 
 
-def _part(suffix: str, tensor: SourceTensor) -> Part:
-    return Part(suffix, tensor.dtype, tensor.shape, tensor)
+def _part(suffix: str, tensor: SourceTensor) -> TensorPart:
+    return TensorPart(suffix, tensor.dtype, tensor.shape, tensor)
 
 
 def _check(weight: Weight) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.importer.policy import BARE, QUANTIZABLE
+from clowder_aimage.importer.quantization_policy import BARE, QUANTIZABLE
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.quantization import ALIASES, QUANT_TYPES
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import PRIVATE, held, make_directory, sync_directory
-from clowder_aimage.layout.record import Records, file_name, write_file
+from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_file
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
@@ -112,7 +112,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     """``value`` with the names that we gave and another tool has dropped."""
-    records = Records(root, "names")
+    records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in value["manifests"] if ours else ():
         if isinstance(entry, dict):
@@ -129,7 +129,7 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
 def _learn(root: Path, entries: list[Any]) -> None:
     """Write down what another tool has named by our names: what they meant before must not come
     back when it drops them."""
-    records = Records(root, "names")
+    records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in entries if ours else ():
         name = entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.store import IngestBusyError
-from clowder_aimage.content.verify import check
+from clowder_aimage.content.verified_reader import check
 from clowder_aimage.errors import AImageError, VerificationError
-from clowder_aimage.layout.batch import Batch
-from clowder_aimage.layout.direct import DirectFile
-from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.direct_io import DirectFile
+from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -31,6 +30,7 @@ from clowder_aimage.layout.lock import (
     open_shared,
     sync_directory,
 )
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
@@ -56,7 +56,7 @@ class FileIngest:
         key: str,
         expected: Descriptor | None = None,
         *,
-        batch: Batch | None = None,
+        batch: GroupCommit | None = None,
     ) -> None:
         """Open an ingest; without ``expected`` it is a new one that nobody else finds. In a
         ``batch``, small content is published with others.

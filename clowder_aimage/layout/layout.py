@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.store import Body, IngestBusyError
-from clowder_aimage.content.verify import read_all, readinto
+from clowder_aimage.content.verified_reader import read_all, readinto
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
-from clowder_aimage.layout.batch import Batch
-from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.fingerprint import mark
+from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
     edit_index,
     entry_name,
@@ -28,7 +28,7 @@ from clowder_aimage.layout.index import (
 )
 from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file
 from clowder_aimage.layout.lease import COLLECTION, FileLease
-from clowder_aimage.layout.listing import remember
+from clowder_aimage.layout.listing_cache import remember
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -38,8 +38,8 @@ from clowder_aimage.layout.lock import (
     open_shared,
     sync_directory,
 )
-from clowder_aimage.layout.mark import mark
-from clowder_aimage.layout.record import Records
+from clowder_aimage.layout.metadata import MetadataFiles
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -64,8 +64,8 @@ class ImageLayout:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._names = Records(root, "names")
-        self._batch: Batch | None = None
+        self._names = MetadataFiles(root, "names")
+        self._batch: GroupCommit | None = None
         self._joining = threading.Lock()
 
     @property
@@ -201,9 +201,9 @@ class ImageLayout:
         return 0.0
 
     @property
-    def pins(self) -> Records:
+    def pins(self) -> MetadataFiles:
         """The names that no collection takes."""
-        return Records(self.root, "pins")
+        return MetadataFiles(self.root, "pins")
 
     # -- writing
 
@@ -226,7 +226,7 @@ class ImageLayout:
         """
         with self._joining:
             if self._batch is None or self._batch.failure is not None:
-                self._batch = Batch(self.root)
+                self._batch = GroupCommit(self.root)
             batch = self._batch
             batch.users += 1
         try:
@@ -236,7 +236,7 @@ class ImageLayout:
         if batch.failure is not None:
             raise batch.failure
 
-    def _leave(self, batch: Batch) -> None:
+    def _leave(self, batch: GroupCommit) -> None:
         try:
             batch.settle()
         finally:

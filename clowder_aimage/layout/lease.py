@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
-from clowder_aimage.layout.fault import store_errors
 from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
@@ -30,6 +29,7 @@ from clowder_aimage.layout.lock import (
     make_directory,
     open_shared,
 )
+from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout.fault import store_errors
+from clowder_aimage.layout.os_error import store_errors
 
 PRIVATE = ".aimage"  # the directory of a store that only we need
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -13,15 +13,15 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model.array import read_arrays
 from clowder_aimage.model.backend import Embedding, Linear, mx, tree_flatten
-from clowder_aimage.model.blob import Tensor, some
 from clowder_aimage.model.quantized import QuantizedArray, quantized_layer
+from clowder_aimage.model.stored_tensor import StoredTensor, some
 
 FLOATS = ("F32", "F16", "BF16")
 _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ModuleParameter:
     """The module's side: the shape of every parameter, by name."""
 
     component: str
@@ -29,7 +29,7 @@ class Target:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, component: str, module: Any) -> Target:
+    def of(cls, component: str, module: Any) -> ModuleParameter:
         parameters = dict(tree_flatten(module.parameters()))
         return cls(component, module, {name: value.shape for name, value in parameters.items()})
 
@@ -52,7 +52,7 @@ class Target:
             )
         return wanted
 
-    def check(self, tensor: Tensor, own: str) -> None:
+    def check(self, tensor: StoredTensor, own: str) -> None:
         """Hold a tensor next to its parameter.
 
         Raises:
@@ -90,8 +90,8 @@ class Target:
 
 
 def load_into(
-    target: Target,
-    tensors: Mapping[str, Tensor],
+    target: ModuleParameter,
+    tensors: Mapping[str, StoredTensor],
     dtype: mx.Dtype | None,
     *,
     keep_quantized: bool,

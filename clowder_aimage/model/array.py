@@ -14,9 +14,9 @@ from typing import Any
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.blob import Span, Tensor
 from clowder_aimage.model.quantized import QuantizedArray
-from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
+from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 
 CHUNK_BLOBS = 16
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -27,8 +27,8 @@ _TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "
 
 
 def read_arrays(
-    tensors: Iterable[Tensor], dtype: mx.Dtype | None, *, keep_quantized: bool
-) -> Iterator[tuple[Tensor, Value]]:
+    tensors: Iterable[StoredTensor], dtype: mx.Dtype | None, *, keep_quantized: bool
+) -> Iterator[tuple[StoredTensor, Value]]:
     """The tensors with their values, evaluated.
 
     Floats become ``dtype``; None keeps what is stored. Quantized ones stay codes with
@@ -52,10 +52,10 @@ def read_arrays(
         yield from _evaluated(pending)
 
 
-_Pending = tuple[int, list[tuple[Tensor, Value]]]  # bytes as stored, and the arrays
+_Pending = tuple[int, list[tuple[StoredTensor, Value]]]  # bytes as stored, and the arrays
 
 
-def _evaluated(pending: deque[_Pending]) -> list[tuple[Tensor, Value]]:
+def _evaluated(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
     """The oldest chunk, when it is there. Memory that its casts gave back goes to the system."""
     _, chunk = pending.popleft()
     try:
@@ -67,16 +67,16 @@ def _evaluated(pending: deque[_Pending]) -> list[tuple[Tensor, Value]]:
     return chunk
 
 
-def _arrays(chunk: list[tuple[Tensor, Value]]) -> list[mx.array]:
+def _arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
     arrays: list[mx.array] = []
     for _, value in chunk:
         arrays += value.arrays if isinstance(value, QuantizedArray) else [value]
     return arrays
 
 
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
     """As many tensors as fit in a chunk, at least one."""
-    chunk: list[Tensor] = []
+    chunk: list[StoredTensor] = []
     paths: set[str] = set()
     size = 0
     for tensor in tensors:
@@ -95,7 +95,7 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 Files = dict[str, dict[str, mx.array]]
 
 
-def _open(chunk: list[Tensor]) -> Files:
+def _open(chunk: list[StoredTensor]) -> Files:
     """The arrays of every file in the chunk, by path and key; each is opened once."""
     files: Files = {}
     for tensor in chunk:
@@ -112,8 +112,10 @@ def _open(chunk: list[Tensor]) -> Files:
     return files
 
 
-def _value(tensor: Tensor, files: Files, dtype: mx.Dtype | None, keep_quantized: bool) -> Value:
-    def array(span: Span) -> mx.array:
+def _value(
+    tensor: StoredTensor, files: Files, dtype: mx.Dtype | None, keep_quantized: bool
+) -> Value:
+    def array(span: TensorSpan) -> mx.array:
         return files[span.path][span.key]
 
     value = array(tensor.values)

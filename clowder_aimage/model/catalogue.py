@@ -14,7 +14,7 @@ from functools import cached_property
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
-from clowder_aimage.model.blob import Blob, Span, Tensor, blame
+from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan, WeightBlob, blame
 from clowder_aimage.tensor import (
     BlobTensor,
     Header,
@@ -24,9 +24,9 @@ from clowder_aimage.tensor import (
     find_tensor,
     read_tensors,
 )
-from clowder_aimage.tensor.blob import LEGACY_KEY
-from clowder_aimage.tensor.outside import CODES, Said, complete, own_layers
-from clowder_aimage.tensor.stated import Stated
+from clowder_aimage.tensor.external_quantization import CODES, Said, complete, own_layers
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
+from clowder_aimage.tensor.tensor_blob import LEGACY_KEY
 
 _EXPERTS = ("experts", "shared_experts")
 _FLOATS = ("F64", "F32", "F16", "BF16")  # values for sure, whatever stands beside them
@@ -36,11 +36,15 @@ class Catalogue:
     """What ``component`` consists of: ``layers`` by their names without the component."""
 
     def __init__(
-        self, store: ContentStore, component: str, layers: Mapping[str, Layer], stated: Stated
+        self,
+        store: ContentStore,
+        component: str,
+        layers: Mapping[str, Layer],
+        stated: QuantizationConfig,
     ) -> None:
         self._store, self._component, self._stated = store, component, stated
         self._all = layers
-        self._read: dict[str, dict[str, Tensor]] = {}
+        self._read: dict[str, dict[str, StoredTensor]] = {}
 
     @cached_property
     def _parts(self) -> dict[str, dict[str, str]]:
@@ -64,7 +68,7 @@ class Catalogue:
         if layer.dtype in _FLOATS:
             return False
         try:
-            tensors = Blob.read(self._store, layer).header.tensors
+            tensors = WeightBlob.read(self._store, layer).header.tensors
         except AImageError:
             return True  # whoever asks for it hears why
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
@@ -85,7 +89,7 @@ class Catalogue:
                 names[name] = None
         return tuple(names)
 
-    def find(self, name: str) -> Tensor:
+    def find(self, name: str) -> StoredTensor:
         """The tensor called ``name``.
 
         Raises:
@@ -109,18 +113,18 @@ class Catalogue:
                     yield group
         yield from (shard for shard, layer in self._layers.items() if layer.is_shard)
 
-    def _tensors(self, layer_name: str) -> dict[str, Tensor]:
+    def _tensors(self, layer_name: str) -> dict[str, StoredTensor]:
         """What a layer's blob holds, from the header or from memory."""
         if layer_name not in self._read:
             layer = self._layers[layer_name]
-            blob = Blob.read(self._store, layer)
+            blob = WeightBlob.read(self._store, layer)
             try:
                 self._read[layer_name] = dict(self._inside(layer_name, blob))
             except FormatError as error:
                 raise blame(layer, error) from None
         return self._read[layer_name]
 
-    def _inside(self, layer_name: str, blob: Blob) -> Iterator[tuple[str, Tensor]]:
+    def _inside(self, layer_name: str, blob: WeightBlob) -> Iterator[tuple[str, StoredTensor]]:
         if parts := self._parts.get(layer_name):
             yield layer_name, self._joined(layer_name, blob, parts)
             return
@@ -149,7 +153,7 @@ class Catalogue:
 
         return complete(header, stated)
 
-    def _joined(self, name: str, blob: Blob, parts: Mapping[str, str]) -> Tensor:
+    def _joined(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
         """A quantized tensor whose codes, scales and biases are layers of their own."""
         codes = blob.span(self._single(name, blob).key)
         spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
@@ -161,17 +165,17 @@ class Catalogue:
         }
         found = read_tensors(self._completed(Header(infos, {}, 0), name))[name]
         _check(blob.layer, found)
-        return Tensor(name, found.dtype, found.shape, codes, found.quantization, spans)
+        return StoredTensor(name, found.dtype, found.shape, codes, found.quantization, spans)
 
-    def _part(self, layer_name: str) -> Span:
+    def _part(self, layer_name: str) -> TensorSpan:
         """The scales or biases that are a layer of their own."""
         layer = self._all[layer_name]
-        blob = Blob.read(self._store, layer)
+        blob = WeightBlob.read(self._store, layer)
         found = self._single(layer_name, blob)
         _check(layer, found)
         return blob.span(found.key)
 
-    def _single(self, name: str, blob: Blob) -> BlobTensor:
+    def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
         """The one array in the blob of a layer."""
         return find_tensor(read_tensors(blob.header), name, self._component)
 

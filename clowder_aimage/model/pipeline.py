@@ -21,7 +21,7 @@ MAX_PREVIEWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerateRequest:
     """What to make.
 
     width, height: pixels. steps: denoising steps. seed: of the first picture; the next one takes
@@ -88,7 +88,7 @@ class Image:
 class Pipeline(Protocol):
     """A loaded model. It lives on the thread that loaded it."""
 
-    def generate(self, request: Request) -> Generator[Made, None, None]:
+    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
         """Steps, previews and pictures, as they come; closing the generator cancels.
 
         Raises:
@@ -118,7 +118,7 @@ _ANY = Arrays()
 
 
 def check_request(
-    request: Request,
+    request: GenerateRequest,
     *,
     multiple: int,
     max_width: int,
@@ -160,7 +160,7 @@ def check_request(
 
 
 def _check_arrays(
-    request: Request, multiple: int, needs: Callable[[int, int], Arrays], most: Arrays
+    request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], most: Arrays
 ) -> None:
     """Refuse a picture whose arrays would be too large: no error comes of such ones, the process
     ends, or what it computes is wrong."""

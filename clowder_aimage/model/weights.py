@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model import view
+from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
-from clowder_aimage.model.file import find_object, read_object
+from clowder_aimage.model.component_file import find_object, read_object
 from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.stated import Stated
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     from clowder_aimage.model.array import Value
@@ -52,7 +52,7 @@ class ModelWeights:
         config: Mapping[str, Any],
         index: Mapping[str, Any],
     ) -> None:
-        self._catalogue = Catalogue(store, component, layers, Stated(config, index))
+        self._catalogue = Catalogue(store, component, layers, QuantizationConfig(config, index))
         self._loaded: dict[str, Value] = {}
         self._dtype: mx.Dtype | None = None
         self.component = component
@@ -155,11 +155,11 @@ class ModelWeights:
             FormatError: for a blob that is not what its layer says, or that is quantized where the
                 module cannot take it. Nothing has been loaded in either case.
         """
-        from clowder_aimage.model.apply import Target, load_into
+        from clowder_aimage.model.apply import ModuleParameter, load_into
 
         names = self._catalogue.names()
         skipped = tuple(name for name in names if skip(name))
-        target = Target.of(self.component, module)
+        target = ModuleParameter.of(self.component, module)
         left_out = set(skipped)
         wanted = target.match(name for name in names if name not in left_out)
         tensors = {own: self._catalogue.find(name) for name, own in wanted.items()}
@@ -170,7 +170,7 @@ class ModelWeights:
 
     # -- other runtimes
 
-    def numpy(self, name: str) -> view.Array:
+    def numpy(self, name: str) -> tensor_view.Array:
         """The tensor ``name``, read-only: a view of the blob; float32 where it is quantized or of
         a type that numpy has not (BF16, 8-bit floats).
 
@@ -179,16 +179,16 @@ class ModelWeights:
             FormatError: its blob is not what its layer says.
             ModelError: it cannot be shown.
         """
-        return view.numpy_tensor(self._catalogue.find(name))
+        return tensor_view.numpy_tensor(self._catalogue.find(name))
 
     def torch(self, name: str) -> Any:
         """The tensor ``name`` as a ``torch.Tensor`` over the blob; float32 where it is quantized.
 
         Raises as ``numpy`` does, and ModelError without PyTorch.
         """
-        return view.torch_tensor(self._catalogue.find(name))
+        return tensor_view.torch_tensor(self._catalogue.find(name))
 
-    def parts(self, name: str) -> dict[str, view.Array]:
+    def parts(self, name: str) -> dict[str, tensor_view.Array]:
         """What is stored for the quantized tensor ``name``, as numpy arrays: codes at "", and at
         ".scale", ".bias" and ".global_scale" what there is of them.
 
@@ -199,7 +199,7 @@ class ModelWeights:
         if tensor.quantization is None:
             raise FormatError(f"{name[:200]} is not quantized: it is {tensor.dtype}")
         spans = {"": tensor.values, **tensor.parts}
-        return {part: view.numpy_span(span) for part, span in spans.items()}
+        return {part: tensor_view.numpy_span(span) for part, span in spans.items()}
 
 
 def _keeps(wish: bool | None) -> bool:

@@ -15,7 +15,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.descriptor import Descriptor, check_spelling, read_annotations
 from clowder_aimage.oci.digest import Digest
-from clowder_aimage.oci.text import read_json
+from clowder_aimage.oci.strict_json import read_json
 
 MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should take 4 MB
 _FIELDS = frozenset(

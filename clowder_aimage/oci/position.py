@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci.text import MAX_NESTING
+from clowder_aimage.oci.strict_json import MAX_NESTING
 
 Path = tuple[str | int, ...]
 """The keys and positions that lead to a value; of the whole it is empty."""
@@ -46,7 +46,7 @@ def pointer(path: Path) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
-class Lines:
+class LineIndex:
     """Where people find a character of a text."""
 
     def __init__(self, text: str) -> None:

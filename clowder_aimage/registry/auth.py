@@ -25,14 +25,14 @@ import requests
 
 from clowder_aimage.errors import UnauthorizedError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.answer import failure, read_capped
-from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB,
     Credential,
     find_credential,
     read_config,
 )
+from clowder_aimage.registry.response_error import failure, read_capped
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_ANSWER = 1024 * 1024
@@ -110,7 +110,7 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
     def __init__(
         self,
         reference: Reference,
-        connection: Connection,
+        connection: ClientOptions,
         session: requests.Session,
         timeout: tuple[float, float],
         scheme: str,

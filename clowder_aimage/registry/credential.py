@@ -9,7 +9,7 @@ import oras.auth.utils
 
 from clowder_aimage.errors import NotFoundError, UnauthorizedError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
     config_key,
     helper,
@@ -20,7 +20,7 @@ from clowder_aimage.registry.docker_config import (
 from clowder_aimage.registry.session import Session
 
 
-def login(registry: str, username: str, password: str, connection: Connection) -> str:
+def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
     """Check credentials with the registry and keep them where docker does.
 
     Returns:
@@ -50,7 +50,7 @@ def login(registry: str, username: str, password: str, connection: Connection) -
     return str(path)
 
 
-def logout(registry: str, connection: Connection) -> None:
+def logout(registry: str, connection: ClientOptions) -> None:
     """Forget the credentials of a registry. Raises NotFoundError when there are none."""
     path = connection.login_file
     config = read_config(path)

@@ -10,9 +10,9 @@ from typing import Protocol
 import requests
 from urllib3.exceptions import HTTPError
 
-from clowder_aimage.content.part import SMALL
+from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.registry.answer import failure
+from clowder_aimage.registry.response_error import failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})
@@ -20,7 +20,7 @@ _WINDOW = 20.0  # seconds over which a connection's speed is judged
 _SLOWEST = 2048  # bytes per second below which another connection can only be better
 
 
-class Get(Protocol):
+class BlobRequest(Protocol):
     """Ask for bytes [start, end) of the blob, or for all of it where start is None."""
 
     def __call__(self, start: int | None, end: int, /) -> requests.Response: ...
@@ -35,7 +35,7 @@ class BlobReader(io.RawIOBase):
     stores them does that.
     """
 
-    def __init__(self, get: Get, what: str, offset: int, end: int, size: int) -> None:
+    def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
         self._get = get
         self._what = what
         self._offset = offset

@@ -12,7 +12,7 @@ import urllib3
 
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
-from clowder_aimage.registry.answer import finish, read_capped
+from clowder_aimage.registry.response_error import finish, read_capped
 
 if TYPE_CHECKING:
     from clowder_aimage.registry.session import Session

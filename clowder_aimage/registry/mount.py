@@ -12,12 +12,12 @@ from urllib.parse import urlencode
 
 import requests
 
-from clowder_aimage.content.event import Event, OnEvent, ignore
+from clowder_aimage.content.copy_event import CopyEvent, OnEvent, ignore
 from clowder_aimage.content.store import ContentStore
-from clowder_aimage.content.verify import read_all
+from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.registry.answer import finish
+from clowder_aimage.registry.response_error import finish
 from clowder_aimage.registry.session import Session
 
 CANDIDATES = 3  # repositories that are asked about one blob
@@ -26,7 +26,7 @@ _MANIFESTS_READ = 64  # of a store, to learn what other repositories hold
 Find = Callable[[Digest], Sequence[str]]  # a blob -> repositories that may hold it
 
 
-class Origins:
+class MountOrigins:
     """The repositories of a registry that a blob may be mounted from, the likeliest first.
 
     ``find`` knows where a blob may be; the registry's answers say which of those are worth asking.
@@ -46,7 +46,7 @@ class Origins:
 
     def mounted(self, content: Descriptor) -> None:
         """That blob is there now, and nothing was sent."""
-        self._on_event(Event("skip", content, content.size))
+        self._on_event(CopyEvent("skip", content, content.size))
 
     def refused(self, repository: str) -> None:
         """Nothing can be mounted from there."""
@@ -57,7 +57,7 @@ class Origins:
         self._lacking.add(repository)
 
 
-def begin(session: Session, content: Descriptor, origins: Origins) -> requests.Response | None:
+def begin(session: Session, content: Descriptor, origins: MountOrigins) -> requests.Response | None:
     """Mount a blob, else begin its upload: the answer to that, or None when it is mounted.
 
     An answer 202 to a mount is the beginning of an upload as good as any other.
@@ -94,7 +94,7 @@ def _mount(session: Session, digest: Digest, repository: str) -> requests.Respon
     return answer
 
 
-class Holders:
+class MountHolders:
     """Where a blob may be in the registry of ``target``, as far as a store's names tell.
 
     The store is asked when the first blob is missing in the registry, and only once.

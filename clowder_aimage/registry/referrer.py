@@ -23,8 +23,8 @@ from clowder_aimage.oci import (
     parse_document,
 )
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry.answer import failure, finish, manifest_failure, read_capped
-from clowder_aimage.registry.listing import pages
+from clowder_aimage.registry.pagination import pages
+from clowder_aimage.registry.response_error import failure, finish, manifest_failure, read_capped
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 

@@ -10,15 +10,15 @@ from typing import BinaryIO, cast
 import requests
 
 from clowder_aimage.content.store import Body
-from clowder_aimage.content.verify import VerifyingReader
+from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import parse_document
-from clowder_aimage.registry import listing, referrer
-from clowder_aimage.registry.answer import failure, finish, manifest_failure, read_capped
-from clowder_aimage.registry.connection import Connection
+from clowder_aimage.registry import pagination, referrer
+from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
-from clowder_aimage.registry.mount import Origins
+from clowder_aimage.registry.mount import MountOrigins
+from clowder_aimage.registry.response_error import failure, finish, manifest_failure, read_capped
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.upload import upload
@@ -36,7 +36,7 @@ class Repository:
     """
 
     def __init__(
-        self, reference: Reference, connection: Connection, origins: Origins | None = None
+        self, reference: Reference, connection: ClientOptions, origins: MountOrigins | None = None
     ) -> None:
         if reference.registry is None:
             raise UsageError(
@@ -46,7 +46,7 @@ class Repository:
             )
         self._session = Session(reference, connection)
         self._name = reference.name
-        self._origins = origins or Origins()
+        self._origins = origins or MountOrigins()
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
 
@@ -155,7 +155,7 @@ class Repository:
 
     def tag_names(self) -> list[str]:
         """All tags of the repository, in the registry's order (end-8a, end-8b)."""
-        return listing.tags(self._session, self._name)
+        return pagination.tags(self._session, self._name)
 
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
         """The manifests whose subject it is, of one type where one is given (end-12)."""

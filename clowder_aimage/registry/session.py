@@ -13,13 +13,13 @@ import requests
 import urllib3
 from urllib3.exceptions import ProtocolError
 
-from clowder_aimage.content.parallel import StoppedError
+from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import AImageError, NetworkError, RegistryError, UnauthorizedError
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.registry.answer import failure, finish
 from clowder_aimage.registry.auth import Authenticator
-from clowder_aimage.registry.connection import Connection, open_session
+from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.mirror import Mirrors
+from clowder_aimage.registry.response_error import failure, finish
 from clowder_aimage.registry.retry import BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, origin
 
@@ -41,7 +41,7 @@ class Session:
     def __init__(
         self,
         reference: Reference,
-        connection: Connection,
+        connection: ClientOptions,
         *,
         basic_auth: str | None = None,
         is_mirror: bool = False,
@@ -192,7 +192,7 @@ class Session:
     ) -> requests.Response:
         self._pause.wait()
         if self._closed.is_set():
-            raise StoppedError
+            raise ParallelStoppedError
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if authorization:
             sent["Authorization"] = authorization
@@ -275,7 +275,7 @@ def _reason(error: BaseException) -> str:
     return str(text).rpartition(">: ")[2][:300]
 
 
-def _mirrors(reference: Reference, connection: Connection | None) -> Mirrors:
+def _mirrors(reference: Reference, connection: ClientOptions | None) -> Mirrors:
     """The mirrors that our config file names for the registry of ``reference``."""
     known = None if connection is None else connection.registries.get(reference.registry or "")
     if connection is None or known is None:

@@ -32,7 +32,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
-from clowder_aimage.registry.answer import finish
+from clowder_aimage.registry.response_error import finish
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5

@@ -16,11 +16,11 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 import requests
 
 from clowder_aimage.content.store import Body
-from clowder_aimage.content.verify import VerifyingReader, check_size, verify
+from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.registry.answer import Failure, error_for, failure, finish
-from clowder_aimage.registry.mount import Origins, begin
+from clowder_aimage.registry.mount import MountOrigins, begin
+from clowder_aimage.registry.response_error import ResponseFailure, error_for, failure, finish
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
@@ -33,7 +33,7 @@ _FORGOTTEN = "the registry forgets uploads under way; behind a load balancer, al
 _KIND = {"Content-Type": "application/octet-stream"}
 
 
-def upload(session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
+def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
     """Mount a blob from ``origins``, else send it.
 
     Raises:
@@ -47,7 +47,9 @@ def upload(session: Session, content: Descriptor, body: Body, origins: Origins) 
 class _Upload:
     """One blob on its way; what the registry has of it survives an attempt."""
 
-    def __init__(self, session: Session, content: Descriptor, body: Body, origins: Origins) -> None:
+    def __init__(
+        self, session: Session, content: Descriptor, body: Body, origins: MountOrigins
+    ) -> None:
         self._session = session
         self._content = content
         self._body = body
@@ -214,7 +216,7 @@ class _Upload:
         """Raise what a refused blob means: ours is damaged, or it became so on the way."""
         if answer.status_code in (404, 410):
             raise self._failure(answer)
-        found = Failure.of(answer)
+        found = ResponseFailure.of(answer)
         if found.code == "DIGEST_INVALID":
             self._location = None
             verify(self._body(), self._content)

@@ -1,12 +1,5 @@
 """Tensor values: dtypes, the safetensors header, what blobs hold. No numerics library in here."""
 
-from clowder_aimage.tensor.blob import (
-    BlobTensor,
-    check_layer,
-    find_group,
-    find_tensor,
-    read_tensors,
-)
 from clowder_aimage.tensor.dtype import DTYPE_BITS, nbytes
 from clowder_aimage.tensor.header import (
     Header,
@@ -16,6 +9,13 @@ from clowder_aimage.tensor.header import (
     read_header,
 )
 from clowder_aimage.tensor.quantization import QUANT_TYPES, Quantization, QuantType
+from clowder_aimage.tensor.tensor_blob import (
+    BlobTensor,
+    check_layer,
+    find_group,
+    find_tensor,
+    read_tensors,
+)
 
 __all__ = [
     "DTYPE_BITS",

@@ -15,7 +15,7 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 from tests.process import PROGRAM
 from tests.scripted import ScriptedRegistry, artifact, serving

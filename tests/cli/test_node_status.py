@@ -10,7 +10,15 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from click.testing import CliRunner
 
-from clowder_aimage.cli.node_status import DEFAULT_NODE, ago, clean, lines, node, state_of, status
+from clowder_aimage.cli.verbs.node_status import (
+    DEFAULT_NODE,
+    ago,
+    clean,
+    lines,
+    node,
+    state_of,
+    status,
+)
 from clowder_aimage.errors import (
     FormatError,
     NetworkError,
@@ -372,10 +380,10 @@ def test_moments_of_other_zones_and_of_none():
 
 def test_the_verb_starts_fast():
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.node_status"],
+        [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.verbs.node_status"],
         capture_output=True,
         text=True,
     )
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "clowder_aimage.cli.node_status" in modules
+    assert "clowder_aimage.cli.verbs.node_status" in modules
     assert not {module for module in modules if module.partition(".")[0] in {*HEAVY, "yaml"}}

@@ -6,10 +6,10 @@ import pytest
 
 from clowder_aimage.content import MemoryStore, bytes_body, copy, plan_copy
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.dialect.selection import Selection
+from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import _name as name_part
 from clowder_aimage.pull import stored_name
@@ -104,7 +104,7 @@ def test_a_registry_that_is_gone_is_no_reason_to_hide_what_is_missing(part):
 
 def chosen(layers, components=(), patterns=()):
     aimage = AImage(CONFIG, tuple(layers))
-    return sorted(Selection(tuple(components), tuple(patterns)).names(aimage, NAME))
+    return sorted(LayerSelection(tuple(components), tuple(patterns)).names(aimage, NAME))
 
 
 def test_files_at_the_top_come_with_a_component_and_weights_do_not():

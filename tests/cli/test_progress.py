@@ -17,11 +17,11 @@ import threading
 
 import pytest
 
-from clowder_aimage.cli.bar import Screen, cells, clip, fit, frame
-from clowder_aimage.cli.meter import Meter
-from clowder_aimage.cli.output import duration
-from clowder_aimage.cli.progress import Bars, Events, Lines, Progress
-from clowder_aimage.content.event import Event
+from clowder_aimage.cli.console.bar import Screen, cells, clip, fit, frame
+from clowder_aimage.cli.console.meter import Meter
+from clowder_aimage.cli.console.output import duration
+from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
+from clowder_aimage.content.copy_event import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.process import PROGRAM
 
@@ -85,14 +85,14 @@ def blob(number: int, size: int, **annotations: str) -> Descriptor:
     return Descriptor("application/octet-stream", digest, size, annotations)
 
 
-def plan(*blobs: Descriptor) -> Event:
-    return Event("plan", blob(-1, 1), sum(b.size for b in blobs), len(blobs))
+def plan(*blobs: Descriptor) -> CopyEvent:
+    return CopyEvent("plan", blob(-1, 1), sum(b.size for b in blobs), len(blobs))
 
 
 class Watched:
     """A progress whose clock and looks are ours."""
 
-    def __init__(self, kind: type[Bars | Lines | Events]) -> None:
+    def __init__(self, kind: type[BarView | LineView | JsonView]) -> None:
         self.stream = Terminal()
         self.clock = Clock()
         view = kind(self.stream)
@@ -100,7 +100,7 @@ class Watched:
         self.progress = Progress("pulling", REFERENCE, quiet=False, view=view, clock=self.clock)
 
     def tell(self, kind: str, content: Descriptor, count: int = 0) -> None:
-        self.progress.on_event(Event(kind, content, count))
+        self.progress.on_event(CopyEvent(kind, content, count))
 
     def after(self, seconds: float) -> list[str]:
         """What the terminal shows after that time."""
@@ -114,7 +114,7 @@ class Watched:
 
 
 def test_many_small_blobs_are_one_calm_line():
-    watched = Watched(Bars)
+    watched = Watched(BarView)
     blobs = [blob(i, 10_000) for i in range(1200)]
     frames = []
     with watched.progress as progress:
@@ -135,7 +135,7 @@ def test_many_small_blobs_are_one_calm_line():
 
 
 def test_slow_blobs_get_a_line_each_until_they_are_done():
-    watched = Watched(Bars)
+    watched = Watched(BarView)
     named = blob(1, 50_000_000, **{"org.opencontainers.image.title": "vae/weights.safetensors"})
     nameless = blob(2, 50_000_000)
     with watched.progress as progress:
@@ -161,7 +161,7 @@ def test_slow_blobs_get_a_line_each_until_they_are_done():
 
 
 def test_a_stalled_transfer_is_seen_to_stall():
-    watched = Watched(Bars)
+    watched = Watched(BarView)
     content = blob(1, 100_000_000)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -174,7 +174,7 @@ def test_a_stalled_transfer_is_seen_to_stall():
 
 
 def test_a_retry_does_not_move_the_total_back():
-    watched = Watched(Bars)
+    watched = Watched(BarView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -194,7 +194,7 @@ def test_a_retry_does_not_move_the_total_back():
 
 def test_a_retry_does_not_move_the_events_back():
     """Programs draw bars of them, too; what must be done again is an event of its own."""
-    watched = Watched(Events)
+    watched = Watched(JsonView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -209,7 +209,7 @@ def test_a_retry_does_not_move_the_events_back():
 
 
 def test_what_an_earlier_run_left_is_no_speed():
-    watched = Watched(Bars)
+    watched = Watched(BarView)
     content = blob(1, 10_000_000_000)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -220,7 +220,7 @@ def test_what_an_earlier_run_left_is_no_speed():
 
 
 def test_a_mounted_blob_counts_once():
-    watched = Watched(Events)
+    watched = Watched(JsonView)
     content = blob(1, 100)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -234,7 +234,7 @@ def test_a_mounted_blob_counts_once():
 
 
 def test_events_have_stable_names():
-    watched = Watched(Events)
+    watched = Watched(JsonView)
     named = blob(1, 3_000_000, **{"vnd.clowder.aimage.name": "x\x1b.wei\u202eght"})
     with watched.progress as progress:
         progress.on_event(plan(named, blob(2, 5)))
@@ -279,7 +279,7 @@ def test_events_have_stable_names():
 
 
 def test_a_log_gets_lines():
-    watched = Watched(Lines)
+    watched = Watched(LineView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
         progress.on_event(plan(content))
@@ -292,7 +292,7 @@ def test_a_log_gets_lines():
 
 def test_steps():
     clock, stream = Clock(), Terminal()
-    view = Bars(stream)
+    view = BarView(stream)
     view.every = NEVER
     with Progress("rendering", quiet=False, unit="steps", view=view, clock=clock) as progress:
         progress.begin(8)
@@ -311,7 +311,7 @@ def test_an_interrupt_while_a_bar_begins_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
-        Progress("pulling", REFERENCE, quiet=False, view=Lines(terminal)) as progress,
+        Progress("pulling", REFERENCE, quiet=False, view=LineView(terminal)) as progress,
     ):
         progress.begin(3)
 
@@ -320,12 +320,12 @@ def test_nothing_is_lost_between_threads():
     blobs = [blob(i, 100_000) for i in range(8)]
     with Progress("pulling", quiet=True) as progress:
         progress.on_event(plan(*blobs))
-        view = Events(Terminal())
+        view = JsonView(Terminal())
 
         def move(content: Descriptor) -> None:
-            progress.on_event(Event("start", content, content.size))
+            progress.on_event(CopyEvent("start", content, content.size))
             for _ in range(1000):
-                progress.on_event(Event("progress", content, 100))
+                progress.on_event(CopyEvent("progress", content, 100))
 
         threads = [threading.Thread(target=move, args=(content,)) for content in blobs]
         for thread in threads:
@@ -340,12 +340,12 @@ def test_a_terminal_that_is_gone_stops_nothing():
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w", buffering=1)
-    for kind in (Events, Bars):
+    for kind in (JsonView, BarView):
         view = kind(stream)
         view.every = 0.0
         with Progress("pulling", REFERENCE, quiet=False, view=view) as progress:
             progress.on_event(plan(blob(1, 5)))
-            progress.on_event(Event("skip", blob(1, 5), 5))
+            progress.on_event(CopyEvent("skip", blob(1, 5), 5))
     with pytest.raises(BrokenPipeError):
         stream.close()
 
@@ -359,7 +359,7 @@ def test_lines_fit_any_terminal(columns):
     ]
     meter.watch(plan(*blobs), 0.0)
     for content in blobs:
-        meter.watch(Event("start", content, content.size), 0.0)
+        meter.watch(CopyEvent("start", content, content.size), 0.0)
     meter.sample(1.0)
     lines = frame(meter, columns, 24)
     assert len(lines) == 5
@@ -371,7 +371,7 @@ def test_no_more_lines_than_the_terminal_has_room_for():
     meter = Meter("pulling")
     meter.begin(100, 0.0, 20)
     for number in range(20):
-        meter.watch(Event("start", blob(number, 5), 5), 0.0)
+        meter.watch(CopyEvent("start", blob(number, 5), 5), 0.0)
     meter.sample(1.0)
     assert [len(frame(meter, 80, lines)) for lines in (1, 4, 6, 24, 100)] == [1, 2, 4, 9, 9]
 
@@ -514,6 +514,7 @@ def test_quiet_is_silent(options, aimage, pushed):
 
 
 def test_bars_are_imported_on_a_terminal_only():
-    code = "import clowder_aimage.cli.pull, sys; print('clowder_aimage.cli.bar' in sys.modules)"
+    bar = "clowder_aimage.cli.console.bar"
+    code = f"import clowder_aimage.cli.verbs.pull, sys; print('{bar}' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -491,7 +491,7 @@ def test_a_worker_is_asked_without_anything_heavy(at, monkeypatch):
         monkeypatch.chdir(at(worker).home)
         for arguments in (("run", "x", "a fox"), ("ps",), ("ls", "--remote"), ("stop", "x")):
             modules = imported(*arguments)
-            assert "clowder_aimage.worker.client" in modules
+            assert "clowder_aimage.engine.worker_client" in modules
             assert not {m for m in modules if m.partition(".")[0] in HEAVY}
     assert len(worker.asked) == 4
 
@@ -500,4 +500,4 @@ def test_a_local_list_does_not_load_a_client(aimage, monkeypatch):
     monkeypatch.setenv("AIMAGE_HOST", "127.0.0.1:1")
     modules = imported("--store", str(aimage().store), "ls")
     assert "clowder_aimage.layout.layout" in modules
-    assert not {"http.client", "clowder_aimage.worker.client"} & modules
+    assert not {"http.client", "clowder_aimage.engine.worker_client"} & modules

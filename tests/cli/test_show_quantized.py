@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.cli.show import _quantized
+from clowder_aimage.cli.verbs.show import _quantized
 from tests.importer.valued import make_valued
 
 

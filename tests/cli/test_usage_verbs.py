@@ -10,8 +10,8 @@ import time
 import pytest
 
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.collect import Collector
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.usage import filling, usage
 
@@ -430,7 +430,7 @@ def test_several_stores(aimage, tiny, tmp_path):
     value = both("--json", "du").value
     assert sorted(row["references"][0] for row in value["manifests"]) == ["x:latest", "y:latest"]
     assert len({row["shared"] for row in value["manifests"]}) == 1
-    layout = Stores([first.store, second.store])
+    layout = LayeredStore([first.store, second.store])
     assert usage(layout, [first.store, second.store]).size == value["total"]["size"]
     assert value["total"]["size"] < on_disk(first) + on_disk(second)  # one of two copies
 

@@ -467,7 +467,7 @@ def test_what_a_document_says_moves_no_cursor(here):
 
 def test_the_help_needs_no_json_schema(here):
     code = (
-        "import sys, clowder_aimage.cli.validate as v, clowder_aimage.validate;"
+        "import sys, clowder_aimage.cli.verbs.validate as v, clowder_aimage.validate;"
         "print([m for m in sys.modules if m.startswith(('jsonschema', 'requests', 'mlx'))])"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from clowder_aimage import verify
 from clowder_aimage.cli.main import cli
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
+from clowder_aimage.registry import ClientOptions
 
 GONE = "127.0.0.1:1"  # nothing listens there
 
@@ -193,7 +193,7 @@ def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(error, aimage, ti
 
     monkeypatch.setattr(verify, "_fetch", fetch)
     with pytest.raises(error):
-        verify.repair(layout, report, Connection(docker_config=here.home))
+        verify.repair(layout, report, ClientOptions(docker_config=here.home))
     assert path.read_bytes() == before
     assert set_aside(here.store) == []
 

@@ -13,9 +13,9 @@ from collections import Counter
 
 import pytest
 
-from clowder_aimage.content import part as parts
-from clowder_aimage.content.fetch import NOTED, Fetch
-from clowder_aimage.content.part import SMALL, SMALLEST_PART
+from clowder_aimage.content import chunk as parts
+from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
+from clowder_aimage.content.fetch import NOTED, BlobDownload
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -132,7 +132,7 @@ def slow_network(monkeypatch):
 
 def fetch(source, layout, *contents, connections=4, watch=None, rate=None):
     watch = watch or Watch()
-    Fetch(source, layout, contents, connections=connections, on_event=watch, rate=rate).run()
+    BlobDownload(source, layout, contents, connections=connections, on_event=watch, rate=rate).run()
     return watch
 
 
@@ -397,7 +397,7 @@ def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(lay
 def test_no_bytes_that_are_wrong_end_a_fetch(layout):
     """A manifest may call anything empty."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
-    engine = Fetch(Counted(), layout, [content], connections=2, on_event=Watch())
+    engine = BlobDownload(Counted(), layout, [content], connections=2, on_event=Watch())
     with pytest.raises(VerificationError, match="hashes to"):
         ended(engine)
 
@@ -429,7 +429,7 @@ def test_one_that_joins_too_late_finishes_the_blob(layout):
     it all are gone by then."""
     late = threading.Event()
 
-    class Late(Fetch):
+    class Late(BlobDownload):
         def _take_part(self, blob, buffer):
             with self._changed:
                 if blob.readers == 2 and not late.is_set():

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 import pytest
 
 from clowder_aimage.content import parallel
-from clowder_aimage.content.parallel import StoppedError, in_parallel
+from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.errors import NetworkError
 
 
@@ -39,7 +39,7 @@ def test_the_failure_is_told_and_not_that_others_were_stopped():
     def other():
         both.wait(10)
         assert stopped.wait(10)
-        raise StoppedError
+        raise ParallelStoppedError
 
     with pytest.raises(NetworkError):
         in_parallel([other, fail], 2, stopped.set)

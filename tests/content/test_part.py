@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.content import part
-from clowder_aimage.content.part import LOOK, Blob
-from clowder_aimage.content.width import PLENTY
+from clowder_aimage.content import chunk
+from clowder_aimage.content.chunk import LOOK, BlobTransfer
+from clowder_aimage.content.concurrency import PLENTY
 from clowder_aimage.oci import Descriptor, Digest
 
 SIZE = 8 * 1024**3
@@ -20,13 +20,13 @@ class Ingest:
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(part.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(chunk.time, "monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def blob(clock):
-    made = Blob(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest())
+    made = BlobTransfer(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest())
     made.readers = 1
     return made
 

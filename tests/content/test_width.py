@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.content.width import START, Width
+from clowder_aimage.content.concurrency import START, ConcurrencyProbe
 
 MIB = 1024 * 1024
 
 
 def run(limit, rate_of, seconds=20.0):
     """Blocks of 1 MiB from ``width`` connections whose rate in all is ``rate_of(width)``."""
-    width, now = Width(limit), 0.0
+    width, now = ConcurrencyProbe(limit), 0.0
     seen = [width.value]
     while now < seconds and not width.settled:
         now += MIB / rate_of(width.value)
@@ -48,5 +48,5 @@ def test_a_link_that_six_connections_fill():
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_small_budget_is_the_width(limit):
-    width = Width(limit)
+    width = ConcurrencyProbe(limit)
     assert (width.value, width.settled) == (limit, True)

@@ -11,7 +11,7 @@ import pytest
 from clowder_aimage.content import MemoryStore
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 
 # Each gives an empty store and the name of a repository that it may use, with its host if any.
 STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
@@ -21,7 +21,7 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
         "contract/test",
     ),
     "registry": lambda request: (
-        Repository(Reference.parse(name := request.getfixturevalue("repository")), Connection()),
+        Repository(Reference.parse(name := request.getfixturevalue("repository")), ClientOptions()),
         name,
     ),
 }

@@ -36,7 +36,7 @@ from typing import Any
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _WRITING = set("wax+")
-_APART = ("clowder_aimage.model", "clowder_aimage.server", "clowder_aimage.generate")
+_APART = ("clowder_aimage.model", "clowder_aimage.distribution", "clowder_aimage.generate")
 
 
 class Layer:
@@ -305,9 +305,9 @@ class Layer:
         io.open = builtins.open = wrapped
 
     def _wrap_syncfs(self) -> None:
-        from clowder_aimage.layout import batch
+        from clowder_aimage.layout import group_commit
 
-        found = batch._syncfs()
+        found = group_commit._syncfs()
         if found is None:
             return
 
@@ -320,7 +320,7 @@ class Layer:
                 ctypes.set_errno(error.errno)
                 return -1
 
-        batch._syncfs = lambda: wrapped
+        group_commit._syncfs = lambda: wrapped
 
 
 # -- processes

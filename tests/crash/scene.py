@@ -18,10 +18,10 @@ from typing import Any
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.collect import Collector
-from clowder_aimage.layout.record import Records
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.verify import verify
 from tests.content.artifact import blob, manifest, put_artifact
 from tests.process import Aimage, Done
@@ -185,7 +185,7 @@ def check_finished(
     name = "io.containerd.image.name"
     raw = {entry["annotations"][name]: entry["digest"] for entry in index["manifests"]}
     assert raw == wanted
-    records = dict(Records(store, "names").items())
+    records = dict(MetadataFiles(store, "names").items())
     ours = {name: digest for name, digest in wanted.items() if name not in foreign}
     assert {key: record["entry"]["digest"] for key, record in records.items()} == ours
 
@@ -244,7 +244,7 @@ class Job:
 def measured(job: Job, places: Places) -> tuple[Job, Place]:
     """The job with what it does when nothing happens to it, and where it did that."""
     place = places.new(job.template)
-    before, records = place.names(), Records(place.store, "names")
+    before, records = place.names(), MetadataFiles(place.store, "names")
     foreign = frozenset(before.keys() - {name for name, _ in records.items()})
     log = place.directory / "log"
     done = place.run(*job.argv, log=log)
@@ -279,7 +279,7 @@ def put_in(host: str, path: str, docker: Path, *layers: bytes) -> str:
     config = blob(b"{}", "application/vnd.example.config")
     made = manifest(config, [blob(layer) for layer in layers])
     name = Reference.parse(f"{host}/{path}")
-    with Repository(name, Connection(docker_config=docker)) as target:
+    with Repository(name, ClientOptions(docker_config=docker)) as target:
         for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
             if not target.exists(content):
                 target.push(content, bytes_body(data))

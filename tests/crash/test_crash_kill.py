@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.gc import Collector
 from tests.crash.scene import KILLED, Job, Places, check_sound, names, side_by_side
 
 FEW = 8  # kills of a command in the fast suite

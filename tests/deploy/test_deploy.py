@@ -116,8 +116,8 @@ def test_every_command_line_is_one_that_the_program_takes() -> None:
 
 def test_the_worker_takes_every_value() -> None:
     pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
-    from clowder_aimage.cli.serve import serve
-    from clowder_aimage.worker.settings import effective
+    from clowder_aimage.cli.verbs.serve import serve
+    from clowder_aimage.engine.settings import effective
 
     for arguments in typed().values():
         if arguments[0] != "serve":
@@ -128,7 +128,7 @@ def test_the_worker_takes_every_value() -> None:
 
 def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
     pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
-    from clowder_aimage.worker.settings import Settings
+    from clowder_aimage.engine.settings import Settings
 
     grace = Settings().grace
     limits = {

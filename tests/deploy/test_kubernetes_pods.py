@@ -177,9 +177,9 @@ def test_secrets_are_asked_for_and_never_here() -> None:
 @pytest.mark.parametrize("pod", [p for p in pods(manifests()) if p.kind != "Pod"], ids=called)
 def test_probes_ask_what_answers_without_a_token(pod: Pod) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    from clowder_aimage.worker.api import health
-    from clowder_aimage.worker.route import OPEN
-    from clowder_aimage.worker.service import Service
+    from clowder_aimage.api import health
+    from clowder_aimage.api.service import Service
+    from clowder_aimage.http.route import OPEN
 
     routes = health.routes(cast(Service, None))
     is_open = {route.path for route in routes if route.scope == OPEN}
@@ -216,8 +216,8 @@ def test_every_option_is_one_that_the_program_takes(pod: Pod) -> None:
 
 def test_the_worker_takes_every_value() -> None:
     pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
-    from clowder_aimage.cli.serve import serve
-    from clowder_aimage.worker.settings import effective
+    from clowder_aimage.cli.verbs.serve import serve
+    from clowder_aimage.engine.settings import effective
 
     (worker,) = pods(of_kind("Deployment"))
     options = serve.make_context("serve", worker.containers[0]["args"][1:]).params
@@ -246,7 +246,7 @@ def lists() -> list[Path]:
 
 @pytest.mark.parametrize("file", lists(), ids=name)
 def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
-    from clowder_aimage.worker.node.desired import read_directory
+    from clowder_aimage.node.spec_files import read_directory
 
     (tmp_path / file.name).write_text(file.read_text())
     desired = read_directory(tmp_path)
@@ -256,7 +256,7 @@ def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
-    from clowder_aimage.worker.node.desired import read_directory
+    from clowder_aimage.node.spec_files import read_directory
 
     (block,) = [b for b in Document(GUIDE).blocks if b.text.startswith("- ref:")]
     (tmp_path / "models.yaml").write_text(block.text)
@@ -266,7 +266,7 @@ def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
 
 
 def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
-    from clowder_aimage.worker.node.desired import read_directory
+    from clowder_aimage.node.spec_files import read_directory
 
     text = (KUBERNETES / "node" / "desired" / "models.yaml").read_text()
     lines = [line[2:] for line in text.splitlines() if re.match(r"# (- |  )", line)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
-from clowder_aimage.dialect.neighbour import read_count
+from clowder_aimage.dialect.vendor import read_count
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
 from clowder_aimage.schema import validate

@@ -12,7 +12,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import ManifestRefusedError
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.transfer import transfer
 from tests.real_registry import PASSWORD, USER
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -102,7 +102,7 @@ def test_a_copy_of_an_index(registry, repository, served, tmp_path):
         "manifests": [Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()],
     }
     source = Reference.parse(f"{repository}:all")
-    connection = Connection(docker_config=tmp_path)
+    connection = ClientOptions(docker_config=tmp_path)
     with Repository(source, connection) as place:
         for data in parts.values():
             place.push(Descriptor.of("application/octet-stream", data), bytes_body(data))
@@ -128,7 +128,7 @@ def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
     with ScriptedRegistry(script).running() as host:
         source, target = (Reference.parse(f"{host.host}/{name}:v1") for name in "ab")
         with pytest.raises(ManifestRefusedError) as raised:
-            transfer(source, target, Connection(docker_config=tmp_path))
+            transfer(source, target, ClientOptions(docker_config=tmp_path))
     assert "a copy changes nothing" in raised.value.hint
     assert len(host.asked("PUT")) == 1
 

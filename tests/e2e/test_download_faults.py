@@ -18,7 +18,7 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import FormatError, NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout, ingest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
-from clowder_aimage.registry import Connection, Repository, download, retry
+from clowder_aimage.registry import ClientOptions, Repository, download, retry
 from tests.proxy import Proxy, Reply
 from tests.real_registry import PASSWORD, USER
 
@@ -52,7 +52,7 @@ def no_waiting(monkeypatch):
 
 def publish(host, directory):
     name = Reference.parse(f"{host}/{PATH}:v1")
-    with Repository(name, Connection(docker_config=directory)) as target:
+    with Repository(name, ClientOptions(docker_config=directory)) as target:
         target.push(CONFIG, bytes_body(b"{}"))
         target.push(LAYER, bytes_body(BLOB))
         target.push(MANIFEST.descriptor, bytes_body(MANIFEST.raw), name)
@@ -86,7 +86,7 @@ def names(tmp_path):
 def pull(proxy, tmp_path, tail=":v1", **options):
     """Pull over one connection, so that what was asked for tells what had come."""
     name = Reference.parse(f"{proxy.host}/{PATH}{tail}")
-    with Repository(name, Connection(docker_config=tmp_path, **options)) as source:
+    with Repository(name, ClientOptions(docker_config=tmp_path, **options)) as source:
         copy(source, name, layout_of(tmp_path), concurrency=1)
 
 
@@ -401,7 +401,7 @@ def test_a_manifest_of_another_size_than_its_index_says(more, published, proxy, 
     document = {"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}
     raw = json.dumps(document).encode()
     name = Reference.parse(f"{published.host}/{PATH}:index")
-    with Repository(name, Connection(docker_config=tmp_path)) as target:
+    with Repository(name, ClientOptions(docker_config=tmp_path)) as target:
         target.push(Descriptor(kind, Digest.of(raw), len(raw)), bytes_body(raw), name)
     with pytest.raises(VerificationError):
         pull(proxy, tmp_path, ":index")

@@ -13,9 +13,9 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.tensor import encode_header
 from tests.process import Aimage
 from tests.proxy import Proxy
@@ -260,7 +260,7 @@ def test_another_kind_of_artifact_has_no_parts(aimage, registry, proxy):
 def put(registry, path, manifest, contents):
     """Put blobs and a manifest into the registry."""
     name = Reference.parse(f"{registry.host}/{path}")
-    with Repository(name, Connection()) as target:
+    with Repository(name, ClientOptions()) as target:
         for content, data in contents.items():
             target.push(content, bytes_body(data))
         target.push(manifest.descriptor, bytes_body(manifest.raw), name)
@@ -346,7 +346,7 @@ def test_a_part_of_what_an_index_has(aimage, registry, proxy):
     path = "tests/partial-index:v1"
     put(registry, path, manifest, contents | {manifest.config: config})
     name = Reference.parse(f"{registry.host}/{path}")
-    with Repository(name, Connection()) as target:
+    with Repository(name, ClientOptions()) as target:
         target.push(other.descriptor, bytes_body(other.raw))
         target.push(Descriptor.of(mediatype.OCI_INDEX, raw), bytes_body(raw), name)
     here, seen = aimage(), f"{proxy.host}/{path}"

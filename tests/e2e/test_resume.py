@@ -15,7 +15,7 @@ from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.registry import Connection, Repository, repository
+from clowder_aimage.registry import ClientOptions, Repository, repository
 from tests.proxy import Proxy
 
 MIB = 1024 * 1024
@@ -50,7 +50,7 @@ def artifact(registry, tmp_path_factory):
     manifest = Manifest.parse(json.dumps(document).encode())
     made = Artifact(manifest, blob)
     name = Reference.parse(f"{registry.host}/{made.path}")
-    connection = Connection(docker_config=tmp_path_factory.mktemp("docker"))
+    connection = ClientOptions(docker_config=tmp_path_factory.mktemp("docker"))
     with Repository(name, connection) as target:
         target.push(config, bytes_body(b"{}"))
         target.push(blob, bytes_body(BIG))
@@ -71,7 +71,7 @@ def pull_here(artifact, proxy, tmp_path):
     def pull(connections=3, on_event=lambda _: None):
         layout = ImageLayout(tmp_path / "store")
         name = Reference.parse(f"{proxy.host}/{artifact.path}")
-        connection = Connection(docker_config=tmp_path, told_jobs=connections)
+        connection = ClientOptions(docker_config=tmp_path, told_jobs=connections)
         with Repository(name, connection) as source:
             copy(source, name, layout, concurrency=connections, on_event=on_event)
         check(layout, artifact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 
 

@@ -13,7 +13,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from tests.content.artifact import blob, manifest
 from tests.process import Aimage
 from tests.proxy import Proxy
@@ -31,7 +31,7 @@ def put_in(registry, docker, path, *layers):
     config = blob(b"{}", "application/vnd.example.config")
     made = manifest(config, [blob(layer) for layer in layers])
     name = Reference.parse(f"{registry.host}/{path}")
-    with Repository(name, Connection(docker_config=docker)) as target:
+    with Repository(name, ClientOptions(docker_config=docker)) as target:
         for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
             if not target.exists(content):
                 target.push(content, bytes_body(data))

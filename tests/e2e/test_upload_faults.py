@@ -3,7 +3,7 @@
 docker-registry 2.8 keeps the bytes of a request that broke off, but refuses to go on with them:
 where its upload really stands is then another place than its Location says. It goes on with an
 upload that stands where an answer left it, as it does behind a proxy that takes in a whole request
-before it passes it on. ``aimage registry serve`` goes on in any case: tests/server.
+before it passes it on. ``aimage registry serve`` goes on in any case: tests/distribution.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.registry import (
-    Connection,
-    Origins,
+    ClientOptions,
+    MountOrigins,
     Repository,
     retry,
     session,
@@ -115,7 +115,7 @@ class Way:
 
     proxy: Proxy
     path: str
-    connection: Connection
+    connection: ClientOptions
 
     @property
     def name(self):
@@ -137,13 +137,13 @@ def way(request, registry, repository, tmp_path):
     with proxy.running():
         if request.param == "tls":  # an address that is not spoken to in plain HTTP
             proxy.host = proxy.host.replace("127.0.0.1", "0.0.0.0")  # noqa: S104
-        yield Way(proxy, path, Connection(**options))
+        yield Way(proxy, path, ClientOptions(**options))
 
 
 @pytest.fixture
 def plain(proxy, repository, tmp_path):
     """Without TLS, where it makes no difference."""
-    return Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+    return Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
 
 
 def is_big(passed):
@@ -370,7 +370,7 @@ def test_a_busy_registry_is_left_alone_as_long_as_it_asks(status, value, store, 
     plain.proxy.instead = lambda p: (
         Reply(status, {"Retry-After": value}, after=MIB) if fails(p) else None
     )
-    plain.connection = Connection(
+    plain.connection = ClientOptions(
         docker_config=plain.connection.docker_config, clock=lambda: now[0], sleep=sleep
     )
     store.push(plain.name, plain.connection)
@@ -509,7 +509,7 @@ def private(aimage_home, proxy):
 def test_a_401_in_mid_upload(abruptly, store, private_registry, repository, tmp_path):
     """A registry that wants the password once more gets it, and the blob."""
     with Proxy(private_registry.host).running() as proxy:
-        way = Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+        way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
         private(tmp_path, proxy)
         fails = first(is_big)
         basic = {"WWW-Authenticate": 'Basic realm="test"'}
@@ -555,7 +555,7 @@ def test_a_location_on_another_host(store, private_registry, repository, tmp_pat
         Proxy(private_registry.host, buffers=True).running() as other,
     ):
         private(tmp_path, proxy)
-        way = Way(proxy, repository.partition("/")[2], Connection(docker_config=tmp_path))
+        way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
         other.adds = {"Authorization": f"Basic {BASIC}"}  # it has its own right to write
         refuse(other, 8 * MIB)
         breaks = first(lambda p: p.method == "PATCH")
@@ -579,7 +579,7 @@ def test_a_location_on_another_host(store, private_registry, repository, tmp_pat
 
 def test_a_mount_that_is_answered_with_an_upload(store, registry, plain):
     """That upload is as good as any: 202 from the real registry, and no second POST."""
-    store.push(plain.name, plain.connection, Origins(lambda digest: ["tests/never-was"]))
+    store.push(plain.name, plain.connection, MountOrigins(lambda digest: ["tests/never-was"]))
     arrived(store, registry, plain)
     assert bodies(plain.proxy) == [SIZE]
     posts = [p for p in plain.proxy.seen if p.method == "POST"]

@@ -15,7 +15,7 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.export import Exported, export
+from clowder_aimage.export import ExportSummary, export
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.tensor import encode_header
@@ -113,7 +113,7 @@ class Artifact:
         self.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
         return self
 
-    def export(self, **options: Any) -> Exported:
+    def export(self, **options: Any) -> ExportSummary:
         return export(self.store, NAME, self.out, **options)
 
     def exported(self, **options: Any) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance
-from clowder_aimage.importer.source import Form
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import files_in
@@ -72,8 +72,8 @@ def again(store, tmp_path, source, **options):
     shutil.rmtree(source) if source.is_dir() else source.unlink()
     export(store, ONE, tmp_path / "out")
     options.pop("provenance", None)
-    form = options.pop("form", Form())
-    form = Form(form.format, form.whole_files, form.compression)
+    form = options.pop("form", ModelForm())
+    form = ModelForm(form.format, form.whole_files, form.compression)
     assert create(store, TWO, tmp_path / "out", form=form, **options).descriptor == made.descriptor
     return files_in(tmp_path / "out")
 
@@ -106,7 +106,7 @@ def test_a_savedmodel_with_a_card(store, tmp_path, card):
 @pytest.mark.parametrize("compression", ["", "gzip"])
 def test_a_directory_of_whole_files(store, tmp_path, compression):
     source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
-    form = Form(whole_files=True, compression=compression)
+    form = ModelForm(whole_files=True, compression=compression)
     assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": MIT}
 
 
@@ -133,7 +133,7 @@ def test_adapters_that_travel_along(store, tmp_path, kind):
     source = write(tmp_path / "source", SOURCES[kind])
     write(tmp_path / "style", PEFT)
     (tmp_path / "face.bin").write_bytes(LORA)
-    form = Form(adapters=(("style", tmp_path / "style"), ("face", tmp_path / "face.bin")))
+    form = ModelForm(adapters=(("style", tmp_path / "style"), ("face", tmp_path / "face.bin")))
     found = again(store, tmp_path, source, form=form)
     adapters = {f"adapters/style/{name}": data for name, data in PEFT.items()}
     assert found == SOURCES[kind] | adapters | {"adapters/face/face.bin": LORA}
@@ -143,7 +143,7 @@ def test_adapters_that_travel_along(store, tmp_path, kind):
 
 
 def _config(store):
-    from clowder_aimage.layout.aimage import read_aimage
+    from clowder_aimage.layout.stored_aimage import read_aimage
 
     return read_aimage(store, TWO).manifest.config
 
@@ -226,7 +226,7 @@ def test_an_adapter_by_hand_has_no_name_that_is_there(store, tmp_path):
     source = write(tmp_path / "source", TRANSFORMERS | files)
     write(tmp_path / "style", PEFT)
     with pytest.raises(UsageError, match="two adapters are called style"):
-        create(store, ONE, source, form=Form(adapters=(("style", tmp_path / "style"),)))
+        create(store, ONE, source, form=ModelForm(adapters=(("style", tmp_path / "style"),)))
 
 
 def test_an_adapter_for_another_model(store, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from tests.exporter.conftest import NAME, tensors_in
 

@@ -10,7 +10,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.export import export
-from clowder_aimage.exporter import Way, link, write
+from clowder_aimage.exporter import LinkMethod, export_writer, file_link
 from clowder_aimage.oci import mediatype
 from tests.exporter.conftest import NAME
 
@@ -115,11 +115,11 @@ def test_names_that_are_one_on_this_file_system_are_refused(artifact, names, mon
     for name in names:
         artifact.add(name, b"")
     artifact.finish()
-    monkeypatch.setattr(write, "is_folding", lambda _: True)
+    monkeypatch.setattr(export_writer, "is_folding", lambda _: True)
     with pytest.raises(FormatError, match="upper case and lower case"):
         artifact.export()
     artifact.check_nothing_left()
-    monkeypatch.setattr(write, "is_folding", lambda _: False)
+    monkeypatch.setattr(export_writer, "is_folding", lambda _: False)
     assert set(artifact.exported()) == set(names)
 
 
@@ -173,8 +173,8 @@ def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact):
     exported = artifact.finish().export(links=True)
     path = artifact.store.path(layer.descriptor)
     assert sum(exported.ways.values()) == 1
-    assert exported.ways[Way.COPIED] == 0
-    assert path.samefile(artifact.out / "w.gguf") == bool(exported.ways[Way.HARD_LINKED])
+    assert exported.ways[LinkMethod.COPIED] == 0
+    assert path.samefile(artifact.out / "w.gguf") == bool(exported.ways[LinkMethod.HARD_LINKED])
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert artifact.out.joinpath("packed").read_bytes() == DATA
     assert artifact.out.joinpath("model.safetensors").stat().st_nlink == 1
@@ -183,7 +183,7 @@ def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact):
 def test_without_links_nothing_is_shared(artifact):
     layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     exported = artifact.finish().export()
-    assert exported.ways == {Way.COPIED: 1}
+    assert exported.ways == {LinkMethod.COPIED: 1}
     assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
 
 
@@ -195,10 +195,10 @@ def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypat
         asked.append(request)
         os.write(made, os.pread(source, len(DATA), 0))
 
-    monkeypatch.setattr(link.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(link.sys, "platform", "linux")
+    monkeypatch.setattr(file_link.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(file_link.sys, "platform", "linux")
     exported = artifact.finish().export(links=True)
-    assert exported.ways == {Way.REFLINKED: 1}
+    assert exported.ways == {LinkMethod.REFLINKED: 1}
     assert asked == [0x40049409]
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert artifact.out.joinpath("w.gguf").stat().st_mode & 0o777 == 0o644
@@ -212,10 +212,10 @@ def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EMLINK, "Too many links")
 
-    monkeypatch.setattr(link.os, "link", refuse)
-    monkeypatch.setattr(link, "_reflink", lambda *_: False)
+    monkeypatch.setattr(file_link.os, "link", refuse)
+    monkeypatch.setattr(file_link, "_reflink", lambda *_: False)
     exported = artifact.finish().export(links=True, on_written=counted.append)
-    assert exported.ways == {Way.COPIED: 1}
+    assert exported.ways == {LinkMethod.COPIED: 1}
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert sum(counted) == len(DATA)
 

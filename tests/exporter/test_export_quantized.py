@@ -12,7 +12,7 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.export import export
 from clowder_aimage.exporter import MLX, MODELOPT
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import files_in, tensors_in
 from tests.importer.test_importer_experts import moe
@@ -100,8 +100,8 @@ def test_several_kinds_in_one_component(tmp_path):
     _, out, _, again = round_trip(tmp_path, model.store)
     assert again.descriptor == made.descriptor
     assert tensors_in(out / WEIGHTS) == tensors | REST
-    from clowder_aimage.exporter.configured import merged
-    from clowder_aimage.importer.stored import read_stored, weights_of
+    from clowder_aimage.exporter.component_config import merged
+    from clowder_aimage.importer.stored_weights import read_stored, weights_of
 
     weights = weights_of(read_stored(ImageLayout(model.store), artifact))["transformer"]
     assert json.loads(merged({}, weights) or b"") == {

@@ -13,8 +13,8 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, VerificationError
-from clowder_aimage.exporter import tar as untar
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.exporter import tar_layer as untar
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, mediatype
 from tests.content.artifact import manifest
 from tests.exporter.conftest import KIT, NAME, blob, files_in, tar_of

@@ -13,7 +13,7 @@ import zlib
 import pytest
 
 from clowder_aimage.content import MemoryStore, bytes_body
-from clowder_aimage.content.unpack import MAX_RATIO, open_plain
+from clowder_aimage.content.decompress import MAX_RATIO, open_plain
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 

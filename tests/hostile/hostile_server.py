@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from clowder_aimage.distribution.registry_app import build_app
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.server.app import build_app
 from tests.hostile.hostile_world import digest_of
 from tests.scripted import Answer, Script, Seen
 from tests.scripted import serving as serving_blobs

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.layout import ImageLayout, Stores
+from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from tests.hostile.hostile_server import serving
 from tests.hostile.hostile_world import (
@@ -139,7 +139,7 @@ def test_another_store_has_what_a_link_hides(world):
     other = world.home / "other"
     shutil.copytree(world.store, other)
     make_link(world, "layer", "same")
-    layout = Stores([world.store, other])
+    layout = LayeredStore([world.store, other])
     content = Descriptor(mediatype.AIMAGE_FILE, Descriptor.of("", LAYER).digest, len(LAYER))
     assert layout.exists(content)
     with layout.open(content) as file:

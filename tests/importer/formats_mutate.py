@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer.formats.taken import Taken
+from clowder_aimage.formats.format_result import FormatResult
 
 MEMORY = 16 * 1024 * 1024  # bytes that reading a small file may take
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
@@ -58,7 +58,9 @@ def damage(rng: random.Random, raw: bytearray) -> None:
             del raw[at:]
 
 
-def survives(take: Callable[[Path], Taken], path: Path, raws: Iterator[bytes]) -> tuple[int, int]:
+def survives(
+    take: Callable[[Path], FormatResult], path: Path, raws: Iterator[bytes]
+) -> tuple[int, int]:
     """How many files were taken, and how many were refused."""
     took = refused = 0
     for raw in raws:
@@ -72,7 +74,7 @@ def survives(take: Callable[[Path], Taken], path: Path, raws: Iterator[bytes]) -
     return took, refused
 
 
-def memory_of(take: Callable[[Path], Taken], path: Path) -> int:
+def memory_of(take: Callable[[Path], FormatResult], path: Path) -> int:
     """The most bytes that Python's objects took while a file was refused."""
     tracemalloc.start()
     try:

@@ -15,7 +15,7 @@ from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.importer import Provenance, Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.schema import validate
@@ -403,7 +403,7 @@ def test_scales_in_layers_of_their_own_that_do_not_fit(tmp_path, monkeypatch):
     ids=str,
 )
 def test_configs_that_say_less_of_quantized_weights(tmp_path, said):
-    from clowder_aimage.cli.create import summary, text
+    from clowder_aimage.cli.verbs.create import summary, text
 
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})

@@ -17,7 +17,7 @@ from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer import Provenance
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of

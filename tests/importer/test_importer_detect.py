@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError, UsageError
-from clowder_aimage.importer.formats.detect import detect, is_lora
+from clowder_aimage.formats.detection import detect, is_lora
 from tests.importer import formats_protobuf as pb
 from tests.importer.conftest import safetensors
 from tests.importer.formats_gguf import gguf
@@ -75,7 +75,7 @@ def test_a_damaged_file_by_its_ending(tmp_path, ending):
     for raw in (b"", b"<!DOCTYPE html>", bytes(100)):
         path.write_bytes(raw)
         assert detect(path) == ending
-        module: Any = importlib.import_module(f"clowder_aimage.importer.formats.{ending}")
+        module: Any = importlib.import_module(f"clowder_aimage.formats.{ending}")
         with pytest.raises(FormatError):
             module.take(path)
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_called_pt(tmp_path):
     path = tmp_path / "model.pt"
     path.write_bytes(CHECKPOINT)
     assert detect(path) == "torchscript"  # whose reader says what it is
-    from clowder_aimage.importer.formats.torchscript import take
+    from clowder_aimage.formats.torchscript import take
 
     with pytest.raises(ModelError, match="pickled"):
         take(path)

@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model.fields import Fields
-from clowder_aimage.model.stated import accept_quantization
-from clowder_aimage.tensor.stated import mlx_type
+from clowder_aimage.model.component_quantization import accept_quantization
+from clowder_aimage.model.config_fields import ConfigFields
+from clowder_aimage.tensor.quantization_config import mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
 from tests.importer.valued import as_dtype, bf16_values, make_valued
 
@@ -159,7 +159,7 @@ REFUSED = [
 
 def runs(config):
     try:
-        accept_quantization(Fields("config.json", config))
+        accept_quantization(ConfigFields("config.json", config))
     except ModelError:
         return False
     return True

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError, UsageError
-from clowder_aimage.importer.formats.detect import detect
-from clowder_aimage.importer.formats.gguf import take
-from clowder_aimage.importer.formats.gguf_header import read_header
+from clowder_aimage.formats.detection import detect
+from clowder_aimage.formats.gguf import take
+from clowder_aimage.formats.gguf_header import read_header
 from clowder_aimage.oci.mediatype import AIMAGE_GGUF, AIMAGE_LORA
 from tests.importer import formats_gguf as made
 from tests.importer.formats_gguf import ARRAY, BOOL, FLOAT32, LLAMA, STRING, UINT32, WEIGHTS, gguf
@@ -337,7 +337,7 @@ def test_lists_that_nest_too_deep_or_lie(path):
 
 
 def test_a_flood_of_empty_strings_ends_soon(path, monkeypatch):
-    monkeypatch.setattr("clowder_aimage.importer.formats.gguf_header.MAX_ITEMS", 1000)
+    monkeypatch.setattr("clowder_aimage.formats.gguf_header.MAX_ITEMS", 1000)
     refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "cannot be in")
     twice = [("a", ARRAY, (STRING, [""] * 600)), ("b", ARRAY, (STRING, [""] * 600))]
     refused(path, gguf(twice), "over 1000 items")
@@ -517,7 +517,7 @@ def test_the_gguf_package_splits_what_we_join(tmp_path):
 
 def test_types_are_as_large_as_the_gguf_package_says():
     package = pytest.importorskip("gguf")
-    from clowder_aimage.importer.formats.gguf_type import FILES, TENSORS
+    from clowder_aimage.formats.gguf_type import FILES, TENSORS
 
     for kind, (block, size) in package.GGML_QUANT_SIZES.items():
         assert TENSORS[int(kind)] == (kind.name, block, size)

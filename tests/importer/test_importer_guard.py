@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer import pour
-from clowder_aimage.importer.guard import FARTHEST, Guard
-from clowder_aimage.importer.quantize import Quantizer
+from clowder_aimage.importer import blob_encoder
+from clowder_aimage.importer.quantization_guard import FARTHEST, QuantizationGuard
+from clowder_aimage.importer.quantizer import Quantizer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization
@@ -71,7 +71,7 @@ def test_every_block_is_looked_at(tmp_path, monkeypatch):
     def spoil(values):
         values[62:, 0] = np.inf
 
-    monkeypatch.setattr(pour, "BLOCK", 64 * 2)
+    monkeypatch.setattr(blob_encoder, "BLOCK", 64 * 2)
     with pytest.raises(ModelError, match=f"1 value of transformer/{NAME} is NaN or infinite"):
         model_of(tmp_path / "model", spoil).make(quantize="int4")
 
@@ -101,7 +101,7 @@ def test_all_that_passes_comes_back_near_what_it_was(kind, dtype):
     values = np.repeat(np.ldexp(1.5, exponents).astype(np.float32)[:, None], 32, axis=1)
     words = values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
     quantization = Quantization.parse(kind)
-    admitted = mx.array(Guard("x", dtype, quantization).admit(words))
+    admitted = mx.array(QuantizationGuard("x", dtype, quantization).admit(words))
     admitted = admitted if dtype == "F32" else admitted.view(mx.bfloat16)
     facts = {"group_size": 32, "bits": quantization.type.bits, "mode": kind}
     made = mx.quantize(admitted, **facts, stream=mx.cpu)
@@ -191,7 +191,7 @@ def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
     given = np.array(array.astype(mx.float32)).reshape(-1, size)
     lost = int((given.any(axis=1) & ~found.reshape(-1, size).any(axis=1)).sum())
     words = np.array(array.view(mx.uint32 if dtype == "F32" else mx.uint16))
-    guard = Guard("x", dtype, quantization)
+    guard = QuantizationGuard("x", dtype, quantization)
     codes, scales, *biases = (
         np.array(a.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.itemsize])).tobytes()
         for a in made
@@ -275,10 +275,10 @@ def test_what_would_be_far_from_what_it_was(tmp_path, kind, dtype, deviation, hi
     assert list(ImageLayout(model.store).tags()) == []
 
 
-@pytest.mark.parametrize("block", [pour.BLOCK, 64 * 4 * 8])
+@pytest.mark.parametrize("block", [blob_encoder.BLOCK, 64 * 4 * 8])
 def test_half_of_the_rows_are_enough(tmp_path, monkeypatch, block):
     """In whichever block they are, and although the others are a million times as large."""
-    monkeypatch.setattr(pour, "BLOCK", block)
+    monkeypatch.setattr(blob_encoder, "BLOCK", block)
     model = model_of(tmp_path / "model", deviating(1e-7, rows=32), "F32")
     said = r"are too small for int8: they would be off by 1\d(\.\d)? % on average"
     with pytest.raises(ModelError, match=said):
@@ -337,7 +337,7 @@ def test_the_measure_is_that_of_what_is_read_back(kind, dtype):
     array = mx.array(values).astype(floats[dtype])
     bits = np.array(array.view(mx.uint32 if dtype == "F32" else mx.uint16))
     words = bits if dtype == "BF16" else bits.view("<f4" if dtype == "F32" else "<f2")
-    guard = Guard("x", dtype, quantization)
+    guard = QuantizationGuard("x", dtype, quantization)
     with Quantizer() as quantizer:
         sample = quantizer.quantize(words, dtype, quantization, guard.step(words)).restored
         guard.measure(words, sample)

@@ -12,11 +12,11 @@ from clowder_aimage.content import MemoryStore
 from clowder_aimage.convert import convert
 from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.formats.lora import pairs_of
 from clowder_aimage.importer import Recipe
-from clowder_aimage.importer.fit import check_fit
-from clowder_aimage.importer.formats.lora import pairs_of
-from clowder_aimage.importer.source import Form
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.importer.adapter_check import check_fit
+from clowder_aimage.importer.model_source import ModelForm
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import Header, TensorInfo, encode_header
@@ -43,7 +43,7 @@ def adapter(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(safetensors(tensors, **metadata))
         store = store or MemoryStore()
-        create(store, STYLE, path, form=form or Form(), base=base)
+        create(store, STYLE, path, form=form or ModelForm(), base=base)
         return read_aimage(store, STYLE)
 
     return make
@@ -197,7 +197,7 @@ def test_a_model_and_its_adapters(tmp_path, model):
         path.write_bytes(safetensors(pair(TO_Q), seed=name, trigger_word=name))
         paths.append((name, path))
     store = MemoryStore()
-    form = Form(adapters=tuple(reversed(paths)))
+    form = ModelForm(adapters=tuple(reversed(paths)))
     create(store, Reference.parse("model"), model.directory, form=form)
     aimage = read_aimage(store, Reference.parse("model")).aimage
     lora = [one for one in aimage.layers if one.descriptor.media_type == mediatype.AIMAGE_LORA]
@@ -214,14 +214,14 @@ def test_an_adapter_of_another_model_does_not_travel_with_this_one(tmp_path, mod
     path = tmp_path / "other.safetensors"
     path.write_bytes(safetensors(pair("blocks.0.to_q")))
     with pytest.raises(FormatError, match="for another model than the model"):
-        create(MemoryStore(), STYLE, model.directory, form=Form(adapters=(("other", path),)))
+        create(MemoryStore(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
 
 
 def test_two_adapters_of_one_name(tmp_path, model):
     path = tmp_path / "one.safetensors"
     path.write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(UsageError, match="two adapters are called one"):
-        create(MemoryStore(), STYLE, model.directory, form=Form(adapters=(("one", path),) * 2))
+        create(MemoryStore(), STYLE, model.directory, form=ModelForm(adapters=(("one", path),) * 2))
 
 
 @pytest.mark.parametrize(
@@ -237,28 +237,28 @@ def test_what_is_no_adapter(tmp_path, tensors, said):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(safetensors(tensors))
     with pytest.raises(FormatError, match=said):
-        create(MemoryStore(), STYLE, path, form=Form(format="lora"))
+        create(MemoryStore(), STYLE, path, form=ModelForm(format="lora"))
 
 
 def test_a_truncated_adapter(tmp_path):
     path = tmp_path / "cut.safetensors"
     path.write_bytes(safetensors(pair(TO_Q))[:-1])
     with pytest.raises(FormatError, match="damaged"):
-        create(MemoryStore(), STYLE, path, form=Form(format="lora"))
+        create(MemoryStore(), STYLE, path, form=ModelForm(format="lora"))
 
 
 def test_a_pickled_adapter_is_never_opened(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(ModelError, match="pickled"):
-        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))
+        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
 def test_an_adapter_of_another_kind(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(ModelError, match="another kind: 'IA3'"):
-        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))
+        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
 def test_an_embedding_is_a_table_as_peft_saves_it(adapter):
@@ -328,4 +328,4 @@ def test_an_alpha_that_is_no_number(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": NaN}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(FormatError, match="lora_alpha is nan"):
-        create(MemoryStore(), STYLE, tmp_path, form=Form(format="lora"))
+        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
-from clowder_aimage.importer.formats.onnx import take
-from clowder_aimage.importer.formats.onnx_graph import read_model
+from clowder_aimage.formats.onnx import take
+from clowder_aimage.formats.onnx_graph import read_model
 from clowder_aimage.oci.mediatype import AIMAGE_FILE, AIMAGE_ONNX
 from tests.importer import formats_protobuf as pb
 from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
@@ -354,7 +354,7 @@ def test_graphs_may_not_nest_without_end(path):
 
 
 def test_a_flood_of_fields_ends_soon(path, monkeypatch):
-    monkeypatch.setattr("clowder_aimage.importer.formats.protobuf.MAX_FIELDS", 1000)
+    monkeypatch.setattr("clowder_aimage.formats.protobuf.MAX_FIELDS", 1000)
     path.write_bytes(pb.model(pb.graph(b"\x48\x00" * 1000)))
     refused(path, "over 1000 fields")
 
@@ -454,7 +454,7 @@ def test_the_onnx_package_writes_what_we_read(tmp_path):
 def test_data_types_are_as_large_as_the_onnx_package_says():
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("numpy")
-    from clowder_aimage.importer.formats.onnx_graph import _BITS
+    from clowder_aimage.formats.onnx_graph import _BITS
 
     named = {number: name for name, number in onnx.TensorProto.DataType.items()}
     for number, bits in _BITS.items():
@@ -468,7 +468,7 @@ def test_every_place_that_the_onnx_package_knows_a_tensor_in_is_visited():
     pytest.importorskip("onnx")
     from onnx import onnx_ml_pb2
 
-    from clowder_aimage.importer.formats.onnx_graph import _INNER
+    from clowder_aimage.formats.onnx_graph import _INNER
 
     messages = onnx_ml_pb2.DESCRIPTOR.message_types_by_name
     leads = {"TensorProto"}

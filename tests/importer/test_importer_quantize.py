@@ -11,8 +11,8 @@ import safetensors
 
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.importer import Recipe, pour, write
-from clowder_aimage.importer.quantize import Quantizer
+from clowder_aimage.importer import Recipe, blob_encoder, blob_writer
+from clowder_aimage.importer.quantizer import Quantizer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.schema import validate
@@ -249,9 +249,9 @@ def test_the_same_digest_on_other_threads_and_in_other_blocks(model, monkeypatch
     digest = model.recipe_digest(quantize=kind, jobs=1)
     assert model.recipe_digest(quantize=kind, jobs=16) == digest
     for block, buffer in ((1, 4096), (300, 8192), (64 * 64, 16)):
-        monkeypatch.setattr(pour, "BLOCK", block)
-        monkeypatch.setattr(write, "LEAST", buffer)
-        monkeypatch.setattr(write, "BUFFER", buffer)
+        monkeypatch.setattr(blob_encoder, "BLOCK", block)
+        monkeypatch.setattr(blob_writer, "LEAST", buffer)
+        monkeypatch.setattr(blob_writer, "BUFFER", buffer)
         assert model.recipe_digest(quantize=kind, jobs=3) == digest
 
 
@@ -289,7 +289,7 @@ def test_a_row_that_is_longer_than_a_block_is_cut(tmp_path, monkeypatch, kind):
         return real(self, rows, *others)
 
     monkeypatch.setattr(Quantizer, "quantize", spy)
-    monkeypatch.setattr(pour, "BLOCK", 1000)
+    monkeypatch.setattr(blob_encoder, "BLOCK", 1000)
     model.make(quantize=kind)
     assert len(sizes) > 16
     assert max(sizes) <= 1000

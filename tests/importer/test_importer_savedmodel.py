@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
-from clowder_aimage.importer.formats.savedmodel import take
-from clowder_aimage.importer.formats.taken import Taken
+from clowder_aimage.formats.format_result import FormatResult
+from clowder_aimage.formats.savedmodel import take
 from clowder_aimage.oci.mediatype import AIMAGE_SAVEDMODEL
 from tests.importer import formats_protobuf as pb
 from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
@@ -115,7 +115,7 @@ def test_links_that_lead_out(model, tmp_path):
 
 
 def test_a_directory_of_everything_is_not_packed(model, monkeypatch):
-    monkeypatch.setattr("clowder_aimage.importer.formats.taken.MAX_FILES", 5)
+    monkeypatch.setattr("clowder_aimage.formats.format_result.MAX_FILES", 5)
     error = refused(model, "over 5 files", kind=ModelError)
     assert error.hint
 
@@ -152,7 +152,7 @@ def test_a_pointer_is_no_model(model):
     refused(model, "Git LFS pointer", kind=ModelError)
 
 
-def take_file(path: Path) -> Taken:
+def take_file(path: Path) -> FormatResult:
     return take(path.parent)
 
 

@@ -19,10 +19,10 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.importer import Recipe
-from clowder_aimage.importer.neighbour import adopt
-from clowder_aimage.importer.source import Extra, Form, parse_adapter, snapshot
+from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter, snapshot
+from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
@@ -113,7 +113,7 @@ def test_there_is_no_text_encoder_to_quantize(directory):
 
 def test_whole_files_stay_as_they_are(directory):
     store = MemoryStore()
-    aimage = packed(directory, store, form=Form(whole_files=True)).aimage
+    aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
     with store.open(layer.descriptor) as file:
@@ -132,11 +132,13 @@ def test_shards_keep_their_index(directory):
     where = {tensor[0]: name for name, tensors in halves.items() for tensor in tensors}
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    names = {layer.name for layer in packed(directory, form=Form(whole_files=True)).aimage.layers}
+    names = {
+        layer.name for layer in packed(directory, form=ModelForm(whole_files=True)).aimage.layers
+    }
     assert {index.name, *halves} <= names
     assert index.name not in {layer.name for layer in packed(directory).aimage.layers}
     (directory / "model-00002-of-00002.safetensors").unlink()
-    for form in (Form(), Form(whole_files=True)):
+    for form in (ModelForm(), ModelForm(whole_files=True)):
         with pytest.raises(FormatError, match="shards that are missing: model-00002"):
             packed(directory, form=form)
 
@@ -144,7 +146,7 @@ def test_shards_keep_their_index(directory):
 def test_a_config_that_is_cut_off(directory):
     config = directory / "config.json"
     config.write_text(config.read_text()[:-5])
-    for form in (Form(), Form(format="transformers")):
+    for form in (ModelForm(), ModelForm(format="transformers")):
         with pytest.raises(FormatError, match=r"config\.json is not JSON"):
             packed(directory, form=form)
 
@@ -158,7 +160,7 @@ def test_pickled_weights_beside_it_are_refused(directory):
 def test_a_config_of_nothing(directory):
     (directory / "config.json").write_text("{}")
     with pytest.raises(FormatError, match="neither architectures nor model_type"):
-        packed(directory, form=Form(format="transformers"))
+        packed(directory, form=ModelForm(format="transformers"))
 
 
 # -- compression
@@ -167,7 +169,7 @@ def test_a_config_of_nothing(directory):
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
     store = MemoryStore()
-    form = Form(whole_files=True, compression=compression)
+    form = ModelForm(whole_files=True, compression=compression)
     aimage = packed(directory, store, form=form).aimage
     raw = (directory / "model.safetensors").read_bytes()
     layer = aimage.layer("model.safetensors")
@@ -190,7 +192,7 @@ def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
 
 @pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
 def test_every_dialect_says_what_a_layer_unpacks_to(directory, dialect):
-    form = Form(whole_files=True, compression="gzip")
+    form = ModelForm(whole_files=True, compression="gzip")
     found = packed(directory, form=form, dialect=dialect).aimage
     expected = packed(directory, form=form).aimage
     assert found == expected
@@ -198,19 +200,19 @@ def test_every_dialect_says_what_a_layer_unpacks_to(directory, dialect):
 
 
 def test_the_same_digest_twice(directory, tmp_path):
-    form = Form(whole_files=True, compression="gzip")
+    form = ModelForm(whole_files=True, compression="gzip")
     one, two = (packed(directory, form=form).descriptor for _ in range(2))
     assert one == two
 
 
 def test_tensors_are_not_compressed(directory):
     with pytest.raises(UsageError, match="tensors are not compressed"):
-        packed(directory, form=Form(compression="gzip"))
+        packed(directory, form=ModelForm(compression="gzip"))
 
 
 def test_whole_files_are_for_transformers(model):
     with pytest.raises(UsageError, match="--whole-files is for Transformers directories"):
-        create(MemoryStore(), NAME, model.directory, form=Form(whole_files=True))
+        create(MemoryStore(), NAME, model.directory, form=ModelForm(whole_files=True))
 
 
 # -- other layers
@@ -219,9 +221,9 @@ def test_whole_files_are_for_transformers(model):
 def test_a_layer_of_any_type_is_carried(directory, tmp_path):
     path = tmp_path / "ep.bin"
     path.write_bytes(b"an execution provider")
-    extra = Extra.parse(f"application/vnd.example.ep.layer.v1={path}")
+    extra = ExtraFile.parse(f"application/vnd.example.ep.layer.v1={path}")
     store = MemoryStore()
-    aimage = packed(directory, store, form=Form(extras=(extra,))).aimage
+    aimage = packed(directory, store, form=ModelForm(extras=(extra,))).aimage
     layer = aimage.layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.layer.v1"
     with store.open(layer.descriptor) as file:
@@ -231,7 +233,7 @@ def test_a_layer_of_any_type_is_carried(directory, tmp_path):
 @pytest.mark.parametrize("text", ["ep.bin", "=ep.bin", "text=ep.bin", "a/b c=ep.bin", "a/b="])
 def test_what_is_no_layer(text):
     with pytest.raises(UsageError, match="not a layer"):
-        Extra.parse(text)
+        ExtraFile.parse(text)
 
 
 def test_names_of_adapters():
@@ -378,15 +380,15 @@ def test_what_a_training_left_is_no_part_of_the_model(directory):
 
 def test_types_and_tensors(directory):
     with pytest.raises(UsageError, match="whole files"):
-        packed(directory, form=Form(whole_files=True), recipe=Recipe.parse("bf16"))
+        packed(directory, form=ModelForm(whole_files=True), recipe=Recipe.parse("bf16"))
     with pytest.raises(UsageError, match="is for what --format"):
-        Extra.parse(f"{mediatype.AIMAGE_SAFETENSORS}=x")
+        ExtraFile.parse(f"{mediatype.AIMAGE_SAFETENSORS}=x")
 
 
 def test_other_layers_are_not_compressed(directory, tmp_path):
     path = tmp_path / "ep.bin"
     path.write_bytes(b"an execution provider")
-    extra = Extra.parse(f"application/vnd.example.ep.v1={path}")
-    form = Form(whole_files=True, compression="gzip", extras=(extra,))
+    extra = ExtraFile.parse(f"application/vnd.example.ep.v1={path}")
+    form = ModelForm(whole_files=True, compression="gzip", extras=(extra,))
     layer = packed(directory, form=form).aimage.layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.v1"

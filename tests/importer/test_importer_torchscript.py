@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
-from clowder_aimage.importer.formats.torchscript import take
-from clowder_aimage.importer.formats.zip_directory import read_directory, read_member
+from clowder_aimage.formats.torchscript import take
+from clowder_aimage.formats.zip_directory import read_directory, read_member
 from clowder_aimage.oci.mediatype import AIMAGE_TORCHSCRIPT
 from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
 

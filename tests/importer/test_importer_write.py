@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from clowder_aimage.content import MemoryStore
-from clowder_aimage.content.parallel import StoppedError
+from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError, NoSpaceError, VerificationError
-from clowder_aimage.importer import Recipe, read, write
+from clowder_aimage.importer import Recipe, blob_writer, span_reader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
@@ -25,8 +25,8 @@ SMALL = 4096  # bytes: larger blobs are written as they come
 @pytest.fixture
 def small(monkeypatch):
     """Buffers so small that the blobs of these models are large ones."""
-    monkeypatch.setattr(write, "LEAST", SMALL)
-    monkeypatch.setattr(write, "BUFFER", SMALL)
+    monkeypatch.setattr(blob_writer, "LEAST", SMALL)
+    monkeypatch.setattr(blob_writer, "BUFFER", SMALL)
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def model(tmp_path):
 def reads(monkeypatch):
     """How often each span is read."""
     counted: Counter[object] = Counter()
-    begin = read.SpanReader.__init__
+    begin = span_reader.SpanReader.__init__
 
     def counting(self, span, stopped):
         counted[span] += 1
         begin(self, span, stopped)
 
-    monkeypatch.setattr(read.SpanReader, "__init__", counting)
+    monkeypatch.setattr(span_reader.SpanReader, "__init__", counting)
     return counted
 
 
@@ -71,8 +71,8 @@ def left(store):
 def test_a_digest_does_not_depend_on_buffers(model, monkeypatch):
     digest = model.recipe_digest()
     for size in (1, 13, SMALL, 2**20):
-        monkeypatch.setattr(write, "LEAST", size)
-        monkeypatch.setattr(write, "BUFFER", size)
+        monkeypatch.setattr(blob_writer, "LEAST", size)
+        monkeypatch.setattr(blob_writer, "BUFFER", size)
         assert model.recipe_digest(jobs=3) == digest
         assert model.recipe_digest(jobs=1) == digest
 
@@ -156,14 +156,14 @@ def test_what_a_killed_create_left_is_removed_by_the_next(model, small):
 def test_a_file_that_changes_while_it_is_read(model, small, monkeypatch, quantize):
     """In the middle of a tensor, in its last bytes, or just before."""
     path = model.weights("transformer")
-    end = read.SpanReader.check_unchanged
+    end = span_reader.SpanReader.check_unchanged
 
     def meddle(self):
         os.utime(path, ns=(1, 1))
         end(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(read.SpanReader, "check_unchanged", meddle)
+        patch.setattr(span_reader.SpanReader, "check_unchanged", meddle)
         with pytest.raises(ModelError, match="changed while it was read"):
             model.make(quantize=quantize)
     assert left(model.store) == []
@@ -176,7 +176,7 @@ def test_a_file_that_changes_between_hashing_and_storing(tmp_path, small, monkey
     other = {name: value * 2 for name, value in transformer().items()}
     model = make_valued(tmp_path / "other", transformer=as_dtype(other, "BF16"))
     path = model.weights("transformer")
-    hashed = write._Writer._digest
+    hashed = blob_writer._Writer._digest
 
     def meddle(self, planned):
         digest = hashed(self, planned)
@@ -187,7 +187,7 @@ def test_a_file_that_changes_between_hashing_and_storing(tmp_path, small, monkey
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         return digest
 
-    monkeypatch.setattr(write._Writer, "_digest", meddle)
+    monkeypatch.setattr(blob_writer._Writer, "_digest", meddle)
     with pytest.raises(ModelError, match="changed while it was read"):
         model.make("second", jobs=1)
     assert left(model.store) == []
@@ -218,7 +218,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
     """Ctrl-C ends the reading between two pieces, however much is left to read."""
     reading = threading.Event()
     stopped = []
-    readinto = read.SpanReader.readinto
+    readinto = span_reader.SpanReader.readinto
 
     def endless(self, buffer):
         reading.set()
@@ -226,7 +226,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
             while True:
                 if self._stopped.wait(30):
                     return readinto(self, buffer)
-        except StoppedError as error:
+        except ParallelStoppedError as error:
             stopped.append(error.message)
             raise
 
@@ -235,7 +235,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
         assert reading.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(read.SpanReader, "readinto", endless)
+    monkeypatch.setattr(span_reader.SpanReader, "readinto", endless)
     with pytest.MonkeyPatch.context() as waiting:
         waiting.setattr("clowder_aimage.content.parallel.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):

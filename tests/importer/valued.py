@@ -14,9 +14,9 @@ import numpy.typing as npt
 from clowder_aimage.content import MemoryStore
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
-from clowder_aimage.importer import Packed, Recipe
+from clowder_aimage.importer import PackedModel, Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header
 from tests.importer.conftest import FILES, Model, weights_name
@@ -119,7 +119,7 @@ class ValuedModel(Model):
 
     def make(
         self, name: str = "m", *, store: Any = None, jobs: int | None = None, **recipe: Any
-    ) -> Packed:
+    ) -> PackedModel:
         """Pack it, into the store on disk or ``store``."""
         return create(
             store or ImageLayout(self.store),

@@ -13,7 +13,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from clowder_aimage.tensor import encode_header
 

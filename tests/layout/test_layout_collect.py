@@ -13,9 +13,9 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import VerificationError
-from clowder_aimage.layout import ImageLayout, collect
-from clowder_aimage.layout.aimage import hold
-from clowder_aimage.layout.collect import GRACE, STALE, Collector
+from clowder_aimage.layout import ImageLayout, gc
+from clowder_aimage.layout.gc import GRACE, STALE, Collector
+from clowder_aimage.layout.stored_aimage import hold
 from clowder_aimage.oci import Digest, Reference, mediatype
 from tests.content.artifact import CONFIG, blob, index, manifest, put, put_artifact
 
@@ -82,13 +82,13 @@ def foreign(layout, layers, config=None, **fields):
 
 def before_sweeping(monkeypatch, hook):
     """Have something happen between the marking and the sweeping."""
-    held = collect.held
+    held = gc.held
 
     def wrapped(root, name, **options):
         hook()
         return held(root, name, **options)
 
-    monkeypatch.setattr(collect, "held", wrapped)
+    monkeypatch.setattr(gc, "held", wrapped)
 
 
 # -- what goes and what stays

@@ -11,8 +11,8 @@ import pytest
 
 from clowder_aimage.content.buffer import PAGE, new_buffer
 from clowder_aimage.errors import NoSpaceError
-from clowder_aimage.layout import ImageLayout, direct
-from clowder_aimage.layout.direct import DirectFile
+from clowder_aimage.layout import ImageLayout, direct_io
+from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.oci import Descriptor, Digest
 
 MIB = 1024 * 1024
@@ -52,7 +52,7 @@ def written(monkeypatch):
 
 def can_write_directly(directory):
     try:
-        os.close(os.open(directory / "probe", direct._FLAGS | os.O_CREAT | os.O_DIRECT))
+        os.close(os.open(directory / "probe", direct_io._FLAGS | os.O_CREAT | os.O_DIRECT))
     except (OSError, AttributeError):
         return False
     return True
@@ -166,7 +166,7 @@ def test_it_is_not_closed_while_a_write_is_under_way(tmp_path, monkeypatch):
         return len(view)
 
     monkeypatch.setattr(DirectFile, "_write", write)
-    monkeypatch.setattr(direct, "_DIRECT", 0)
+    monkeypatch.setattr(direct_io, "_DIRECT", 0)
     file = DirectFile(str(path))
     file._is_usable = True
     writing = file.begin(0, new_buffer(16 * PAGE))

@@ -19,15 +19,15 @@ from clowder_aimage.cli.main import cli
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.create import create
 from clowder_aimage.errors import NotFoundError, StoreError
-from clowder_aimage.layout import ImageLayout, collect, lock
+from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout import lease as lease_module
-from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.lease import COLLECTION, FileLease, leased
-from clowder_aimage.layout.stores import Stores
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection
+from clowder_aimage.registry import ClientOptions
 from tests.content.artifact import manifest, put, put_artifact
 from tests.proxy import Proxy
 from tests.scripted import ScriptedRegistry, artifact, serving
@@ -71,7 +71,7 @@ def stray(layout):
     return put(layout, b"stray")
 
 
-def gc(layout):
+def collected(layout):
     return Collector(layout, grace=0).run()
 
 
@@ -98,13 +98,13 @@ def holder(layout, stray):
 
 def test_a_lease_of_a_living_process_keeps_blobs(layout, stray, holder):
     other = put(layout, b"other")
-    assert gc(layout).blobs == 1
+    assert collected(layout).blobs == 1
     assert layout.exists(stray)
     assert not layout.exists(other)
     assert len(leases(layout)) == 1
     holder.communicate()  # it ends in peace, and takes its lease with it
     assert leases(layout) == []
-    assert gc(layout).blobs == 1
+    assert collected(layout).blobs == 1
 
 
 def test_a_lease_ends_with_its_process(layout, stray, holder):
@@ -113,7 +113,7 @@ def test_a_lease_ends_with_its_process(layout, stray, holder):
     assert len(leases(layout)) == 1
     assert leased(layout.root, remove=False) == set()
     assert len(leases(layout)) == 1
-    assert gc(layout).blobs == 1
+    assert collected(layout).blobs == 1
     assert not layout.exists(stray)
     assert leases(layout) == []
 
@@ -126,9 +126,9 @@ def test_what_is_added_is_kept_until_the_lease_is_closed(layout, stray):
         assert leased(layout.root, remove=True) == {stray.digest, later.digest}
         (path,) = leases(layout)
         assert sorted(path.read_text().split()) == sorted([str(stray.digest), str(later.digest)])
-        assert gc(layout).blobs == 0
+        assert collected(layout).blobs == 0
     assert leases(layout) == []
-    assert gc(layout).blobs == 2
+    assert collected(layout).blobs == 2
 
 
 def test_a_lease_of_a_manifest_keeps_what_is_leased_and_no_more(layout):
@@ -136,8 +136,8 @@ def test_a_lease_of_a_manifest_keeps_what_is_leased_and_no_more(layout):
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     with layout.lease(made.digest, *(child.digest for child in made.children)):
-        assert gc(layout).blobs == 0
-    assert gc(layout).blobs == 3
+        assert collected(layout).blobs == 0
+    assert collected(layout).blobs == 3
 
 
 def test_threads_add_to_one_lease(layout, stray):
@@ -238,7 +238,7 @@ def test_a_lease_that_may_not_be_read_stops_a_collection(layout, stray, monkeypa
         monkeypatch.setattr(os, "open", refuse)
         put(layout, b"other")
         with pytest.raises(StoreError, match="Permission denied"):
-            gc(layout)
+            collected(layout)
         assert len(list((layout.root / "blobs" / "sha256").iterdir())) == 2
 
 
@@ -270,7 +270,7 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     sweeping = Collector._sweep
     monkeypatch.setattr(lock, "flock", noted)
     monkeypatch.setattr(Collector, "_sweep", sweep)
-    assert gc(layout).blobs == 1
+    assert collected(layout).blobs == 1
     thread.join()
     assert said == ["removed", False]
 
@@ -278,14 +278,14 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
 def test_what_is_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
     other = put(layout, b"other")
     taken = []
-    held = collect.held
+    held = gc.held
 
     def wrapped(*arguments, **options):
         taken.append(layout.lease(stray.digest))
         return held(*arguments, **options)
 
-    monkeypatch.setattr(collect, "held", wrapped)
-    assert gc(layout).blobs == 1
+    monkeypatch.setattr(gc, "held", wrapped)
+    assert collected(layout).blobs == 1
     assert layout.exists(stray)
     assert not layout.exists(other)
     taken[0].close()
@@ -318,7 +318,7 @@ def pulled(layout, tmp_path, during):
 
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
-        pull(name, layout, Connection(docker_config=tmp_path, told_jobs=1))
+        pull(name, layout, ClientOptions(docker_config=tmp_path, told_jobs=1))
     whole = Manifest.parse(raw)
     for content in (whole.descriptor, *whole.children):
         assert layout.exists(content), content
@@ -333,14 +333,14 @@ def test_a_pull_keeps_what_it_has_fetched(layout, tmp_path, store):
     elif store == "empty":
         layout.root.mkdir()
     removed = []
-    pulled(layout, tmp_path, lambda number: removed.append(gc(layout).blobs))
+    pulled(layout, tmp_path, lambda number: removed.append(collected(layout).blobs))
     assert removed == [0] * 4
     assert leases(layout) == []
 
 
 def test_a_pull_keeps_what_it_found(layout, tmp_path):
     found, other = put(layout, BLOBS[1]), put(layout, b"other")
-    asked = pulled(layout, tmp_path, lambda number: gc(layout))
+    asked = pulled(layout, tmp_path, lambda number: collected(layout))
     assert len(asked) == 3
     assert str(found.digest) not in asked
     assert not layout.exists(other)
@@ -353,7 +353,7 @@ def test_a_copy_keeps_what_it_has_until_it_is_named(layout, tmp_path, monkeypatc
     tag = ImageLayout.tag
 
     def late(self, *arguments, **options):
-        assert gc(self).blobs == 0
+        assert collected(self).blobs == 0
         tag(self, *arguments, **options)
 
     monkeypatch.setattr(ImageLayout, "tag", late)
@@ -368,7 +368,7 @@ def test_create_keeps_what_it_has_written(layout, tiny, store):
     removed = []
 
     def written(_):
-        removed.append(gc(layout).blobs)
+        removed.append(collected(layout).blobs)
 
     create(layout, Reference.parse("x"), tiny, on_written=written)
     assert sum(removed) == 0
@@ -387,13 +387,13 @@ def test_a_push_keeps_what_it_sends(layout, registry, repository, tmp_path):
             if not removed and passed.method == "POST":
                 removed.append(None)
                 layout.untag(name)
-                removed.append(gc(layout).blobs)
+                removed.append(collected(layout).blobs)
 
         proxy.instead = instead
-        connection = Connection(docker_config=tmp_path)
+        connection = ClientOptions(docker_config=tmp_path)
         assert push(layout, name, connection).digest == made.digest
         assert removed == [None, 0]
-        assert gc(layout).blobs == 4
+        assert collected(layout).blobs == 4
         again = ImageLayout(tmp_path / "again")
         pull(name, again, connection)
     assert all(again.exists(content) for content in (made.descriptor, *made.children))
@@ -408,24 +408,24 @@ def test_a_run_keeps_its_model(aimage, tiny, monkeypatch):
 
     def load(*_, **__):
         layout.untag(Reference.parse("x"))
-        assert gc(layout).blobs == 0
+        assert collected(layout).blobs == 0
         raise NotFoundError("the test has seen enough")
 
     monkeypatch.setattr(generate, "load", load)
     with pytest.raises(NotFoundError, match="seen enough"):
         cli.main(["--store", str(here.store), "run", "x", "fox"], standalone_mode=False)
     assert {path.name for path in (here.store / "blobs" / "sha256").iterdir()} == before
-    assert gc(layout).blobs == len(before)
+    assert collected(layout).blobs == len(before)
 
 
 def test_several_stores_are_leased_and_none_is_made(layout, tmp_path, stray):
     absent = tmp_path / "absent"
     first = tmp_path / "first"
     (first / "blobs").mkdir(parents=True)
-    with Stores([first, layout.root, absent]).lease(stray.digest):
-        assert gc(layout).blobs == 0
+    with LayeredStore([first, layout.root, absent]).lease(stray.digest):
+        assert collected(layout).blobs == 0
     assert not absent.exists()
-    assert gc(layout).blobs == 1
+    assert collected(layout).blobs == 1
 
 
 def test_a_lease_is_not_kept_by_a_child(layout, stray):
@@ -440,7 +440,7 @@ def test_a_lease_is_not_kept_by_a_child(layout, stray):
         assert child.stdout.readline() == b"here\n"
         os.close(lease._fd)  # as if we had ended
         lease._fd = -1
-        assert gc(layout).blobs == 1
+        assert collected(layout).blobs == 1
         child.communicate(b"\n")
 
 
@@ -449,7 +449,7 @@ def test_the_manifest_of_a_lease_need_not_be_whole(layout):
     absent = manifest(Descriptor.of("x/y", b"{}"), [])
     layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
     with layout.lease(absent.digest, absent.config.digest):
-        assert gc(layout).blobs == 0
+        assert collected(layout).blobs == 0
         assert layout.exists(absent.config)
 
 
@@ -461,5 +461,5 @@ def test_what_a_lease_keeps_is_no_reason_to_read_it(layout):
     path.chmod(0o644)
     path.write_bytes(json.dumps({}).encode())
     with layout.lease(made.digest):
-        gc(layout)
+        collected(layout)
         assert path.exists()

@@ -21,7 +21,7 @@ from clowder_aimage.content import copy
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.layout.ingest import JOURNALED
 from clowder_aimage.layout.lock import held
@@ -161,7 +161,7 @@ import difflib, importlib, os, pkgutil, stringprep, sys
 import encodings.ascii, encodings.idna, encodings.utf_8_sig
 import clowder_aimage
 for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
-    if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.server")) and (
+    if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.distribution")) and (
         module.name not in ("clowder_aimage.generate", "clowder_aimage.cli.__main__")
     ):
         importlib.import_module(module.name)

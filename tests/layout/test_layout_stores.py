@@ -15,8 +15,8 @@ NOBODY = 65534
 AS_NOBODY = f"""
 import importlib, os, sys
 for name in "ls show tag gc verify output progress".split():
-    importlib.import_module(f"clowder_aimage.cli.{{name}}")
-import clowder_aimage.layout.collect, clowder_aimage.verify
+    importlib.import_module(f"clowder_aimage.cli.verbs.{{name}}")
+import clowder_aimage.layout.gc, clowder_aimage.verify
 from clowder_aimage.cli.main import main
 os.setgroups([])
 os.setgid({NOBODY})

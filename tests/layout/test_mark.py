@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout import mark as module
-from clowder_aimage.layout.mark import mark
-from clowder_aimage.layout.record import Records
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout import fingerprint as module
+from clowder_aimage.layout.fingerprint import mark
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Reference
 from tests.content.artifact import put, put_artifact
 
@@ -72,7 +72,7 @@ def removes_a_name(store):
 
 def notes_a_name(store):
     """As the one half of naming that a killed process had time for."""
-    Records(store.root, "names").put("x", {"entry": {}}, durable=False)
+    MetadataFiles(store.root, "names").put("x", {"entry": {}}, durable=False)
 
 
 def writes_the_index_anew(store):
@@ -143,7 +143,7 @@ def test_it_is_told_of_a_store_that_is_not_there(tmp_path, later):
 
 
 def test_of_several_stores_each_counts(store, tmp_path, later):
-    both = Stores([tmp_path / "first", store.root])
+    both = LayeredStore([tmp_path / "first", store.root])
     before = mark(both.roots)
     time.sleep(0.02)
     removes_a_blob(store)

@@ -10,10 +10,10 @@ import pytest
 
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout import record as record_module
-from clowder_aimage.layout.collect import Collector
+from clowder_aimage.layout import metadata as record_module
+from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import read_index
-from clowder_aimage.layout.record import Records, file_name
+from clowder_aimage.layout.metadata import MetadataFiles, file_name
 from clowder_aimage.oci import Reference
 from tests import process
 from tests.content.artifact import put_artifact
@@ -27,7 +27,7 @@ FAULTS = pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTAL
 @pytest.fixture
 def records(tmp_path):
     """Two of them."""
-    found = Records(tmp_path / "store", KIND)
+    found = MetadataFiles(tmp_path / "store", KIND)
     for key in (KEY, "other"):
         found.put(key, {"n": 1}, durable=False)
     return found
@@ -64,7 +64,7 @@ def directory(records):
 @pytest.mark.parametrize("there", ["", "store", "store/.aimage", f"store/.aimage/{KIND}"])
 def test_where_nothing_was_ever_written_there_is_nothing(tmp_path, there):
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
-    records = Records(tmp_path / "store", KIND)
+    records = MetadataFiles(tmp_path / "store", KIND)
     assert (records.names(), list(records.items()), records.get(KEY)) == (set(), [], None)
 
 
@@ -130,7 +130,7 @@ def test_a_file_in_the_place_of_the_directory_is_said(records):
 def test_a_store_that_is_a_file_is_said(tmp_path):
     (tmp_path / "store").write_text("no directory")
     with pytest.raises(StoreError, match="is not a directory"):
-        Records(tmp_path / "store", KIND).names()
+        MetadataFiles(tmp_path / "store", KIND).names()
 
 
 def test_a_link_in_the_place_of_the_directory_is_said_and_not_followed(records, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from model_blobs import FolderStore, import_directory
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.model.load import load_pipeline
+from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.pipeline import Image, Request, Step
+from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.vae import Vae
 
@@ -22,16 +22,16 @@ TIME = 0.3  # of the one forward pass
 TOLERANCE = 1e-4
 LONG = "the other thing in a re-read book, 3 of 4; " * 3  # far over 32 tokens
 CASES = {
-    "square": Request("a red fox", 64, 64, 8, seed=42),
-    "wide": Request("a red fox", 96, 48, 3, seed=7),
-    "long": Request(LONG + "ünï ♥ 狐", 48, 80, 2, seed=2**40 + 5),
-    "guided": Request("two foxes", 64, 64, 4, seed=3, negative=LONG, guidance=3.5),
+    "square": GenerateRequest("a red fox", 64, 64, 8, seed=42),
+    "wide": GenerateRequest("a red fox", 96, 48, 3, seed=7),
+    "long": GenerateRequest(LONG + "ünï ♥ 狐", 48, 80, 2, seed=2**40 + 5),
+    "guided": GenerateRequest("two foxes", 64, 64, 4, seed=3, negative=LONG, guidance=3.5),
     # 32 image tokens: no pads
-    "guided by nothing": Request("two foxes", 64, 128, 2, seed=9, guidance=0.7),
+    "guided by nothing": GenerateRequest("two foxes", 64, 128, 2, seed=9, guidance=0.7),
 }
 
 
-def inputs(request: Request, channels: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
+def inputs(request: GenerateRequest, channels: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
     """Fixed random latents and pixels for a picture of the request's size."""
     random = np.random.RandomState(7)
     rows, columns = request.height // scale, request.width // scale
@@ -40,7 +40,7 @@ def inputs(request: Request, channels: int, scale: int) -> tuple[np.ndarray, np.
     return latents, pixels
 
 
-def ours(pipeline: ZImagePipeline, request: Request, vae: Vae | None = None) -> Outputs:
+def ours(pipeline: ZImagePipeline, request: GenerateRequest, vae: Vae | None = None) -> Outputs:
     """Our answers; ``vae`` is one with its encoder, where that is to be compared too."""
     channels, scale = pipeline.transformer.config.in_channels, pipeline.vae.config.scale
     latents, pixels = inputs(request, channels, scale)

@@ -28,7 +28,7 @@ from quantized_blobs import (
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.model.backend import Conv2d, Network, RMSNorm, mx
-from clowder_aimage.model.blob import Blob
+from clowder_aimage.model.stored_tensor import WeightBlob
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Quantization, read_header
@@ -159,10 +159,10 @@ def test_a_header_of_any_length(store: FolderStore, length: int) -> None:
             expected = read_header(io.BytesIO(data), len(data))
         except FormatError as error:
             with pytest.raises(FormatError, match=re.escape(f"net/w: {error}")):
-                Blob.read(store, layer)
+                WeightBlob.read(store, layer)
         else:
             assert data is whole
-            assert Blob.read(store, layer).header == expected
+            assert WeightBlob.read(store, layer).header == expected
 
 
 def test_headers_come_before_weights(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:

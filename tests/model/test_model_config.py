@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.fields import MAX_LAYERS, Fields, parse_object
+from clowder_aimage.model.config_fields import MAX_LAYERS, ConfigFields, parse_object
 from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.scheduler import Scheduler
 
@@ -266,6 +266,6 @@ def test_files_that_are_not_json_objects(data: bytes) -> None:
 
 
 def test_private_and_null_fields_are_not_unknown() -> None:
-    fields = Fields("c", {"_note": 1, "later": None, "read": 2})
+    fields = ConfigFields("c", {"_note": 1, "later": None, "read": 2})
     fields.integer("read")
     fields.finish()

@@ -17,7 +17,7 @@ from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import Quantization

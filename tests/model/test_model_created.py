@@ -12,16 +12,16 @@ from random_model import weights, write_directory
 from clowder_aimage.create import create
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import Quantization
 
-REQUEST = Request("a red fox", 64, 64, 8, seed=42)
+REQUEST = GenerateRequest("a red fox", 64, 64, 8, seed=42)
 NAME = Reference.parse("random")
 
 

@@ -17,12 +17,12 @@ from random_model import pack, takes_codes, weights
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Image, Request
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.quantized import QuantizedLinear
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
-REQUEST = Request("a red fox", 64, 64, 8, seed=42)
+REQUEST = GenerateRequest("a red fox", 64, 64, 8, seed=42)
 # correlations of latents with float32's, at least: transformer alone, text encoder as well
 BOUNDS = {
     "int8": (0.999, 0.999),
@@ -51,7 +51,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return load
 
 
-def latents(pipeline: ZImagePipeline, request: Request = REQUEST) -> np.ndarray:
+def latents(pipeline: ZImagePipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
     noise = mx.array(pipeline.noise(request, request.seed))
     guide = pipeline.guide(request)
     *_, final = pipeline.denoise(noise, pipeline.schedule(request), guide)

@@ -15,15 +15,15 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.activation import silu
 from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import MAX_SEED, Image, Preview, Request, Step, to_pixels
-from clowder_aimage.model.room import size_of
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.memory_budget import size_of
+from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Preview, Step, to_pixels
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CAPTIONS, ZImagePipeline
 from clowder_aimage.tensor import blas
 
 Model = tuple[FolderStore, AImage]
-SMALL = Request("a fox", 32, 32, 2)
+SMALL = GenerateRequest("a fox", 32, 32, 2)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> N
     half = load_pipeline(*tiny, dtype="bfloat16")
     assert isinstance(half, ZImagePipeline)
     assert half.transformer.x_pad_token.dtype == mx.bfloat16
-    request = Request("a red fox", 64, 64, 4, seed=42)
+    request = GenerateRequest("a red fox", 64, 64, 4, seed=42)
     *_, exact = pipeline.generate(request)
     *_, near = half.generate(request)
     assert isinstance(exact, Image)
@@ -190,11 +190,11 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
     changed = replace(store, aimage, "transformer/config.json", axes_lens=[66, 2, 4])
     short = load_pipeline(store, changed, dtype="float32")
     with pytest.raises(UsageError, match="height can be 32 pixels"):
-        short.generate(Request("x", 64, 48, 1))
-    *_, image = short.generate(Request("x" * 46, 64, 32, 1))  # 64 tokens with the template
+        short.generate(GenerateRequest("x", 64, 48, 1))
+    *_, image = short.generate(GenerateRequest("x" * 46, 64, 32, 1))  # 64 tokens with the template
     assert isinstance(image, Image)
     with pytest.raises(UsageError, match="prompt is too long: 65 tokens"):
-        list(short.generate(Request("x" * 47, 64, 32, 1)))
+        list(short.generate(GenerateRequest("x" * 47, 64, 32, 1)))
 
 
 def test_values_that_are_not_numbers_are_not_a_picture(pipeline: ZImagePipeline) -> None:
@@ -238,7 +238,7 @@ def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert blas.preload() is None
 
 
-def made(pipeline: ZImagePipeline, request: Request) -> bytes:
+def made(pipeline: ZImagePipeline, request: GenerateRequest) -> bytes:
     *_, image = pipeline.generate(request)
     assert isinstance(image, Image)
     return image.pixels.tobytes()

@@ -13,7 +13,7 @@ from quantized_blobs import MATRICES, NAME, Maker, Part, blob, judge, made, open
 
 from clowder_aimage.errors import ModelError, StoreError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mapping import map_file
+from clowder_aimage.model.mapped_file import map_file
 from clowder_aimage.model.weights import ModelWeights
 
 BYTES = bytes(range(16))
@@ -206,7 +206,7 @@ import sys
 sys.modules["mlx"] = sys.modules["mlx.core"] = None
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
 store = ImageLayout(Path({root!r}))

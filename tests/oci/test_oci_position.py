@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
-from clowder_aimage.oci.position import Lines, NotJSONError, find_positions, pointer
+from clowder_aimage.oci.position import LineIndex, NotJSONError, find_positions, pointer
 
 VALUES = st.recursive(
     st.none()
@@ -99,7 +99,7 @@ def test_keys_that_stand_twice():
 def test_lines_are_counted_as_editors_do(text, at):
     at = min(at, len(text))
     before = text[:at].split("\n")
-    assert Lines(text).find(at) == (len(before), len(before[-1]) + 1)
+    assert LineIndex(text).find(at) == (len(before), len(before[-1]) + 1)
 
 
 def test_pointers():

@@ -9,11 +9,11 @@ import torch
 from diffusers import ZImagePipeline as Reference
 from model_oracle import TIME, Outputs, inputs
 
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.pipeline import GenerateRequest
 
 
 @torch.no_grad()
-def theirs(pipeline: Reference, request: Request) -> Outputs:
+def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
     """diffusers' answers."""
     vae, transformer = pipeline.vae, pipeline.transformer
     latents, pixels = inputs(request, transformer.in_channels, pipeline.vae_scale_factor)
@@ -37,7 +37,7 @@ def theirs(pipeline: Reference, request: Request) -> Outputs:
     }
 
 
-def run(pipeline: Reference, request: Request, output: str) -> Any:
+def run(pipeline: Reference, request: GenerateRequest, output: str) -> Any:
     """One call of diffusers' pipeline."""
     image = pipeline(
         request.prompt,

@@ -29,8 +29,8 @@ from model_blobs import import_directory
 from model_oracle import CASES, differences, excess, ours
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.load import load_pipeline
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
@@ -124,17 +124,17 @@ def test_same_as_diffusers(pair: Pair, case: str) -> None:
     assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}: {found}"
 
 
-def fitting(request: Request, multiple: int) -> Request:
+def fitting(request: GenerateRequest, multiple: int) -> GenerateRequest:
     """The request with sides that this model can make: five VAE blocks take multiples of 32."""
     width, height = (side // multiple * multiple for side in (request.width, request.height))
     return replace(request, width=width, height=height)
 
 
 def test_several_pictures_take_consecutive_seeds(pair: Pair) -> None:
-    ask = Request("a fox", 64, 64, 2, seed=5, n=2)
+    ask = GenerateRequest("a fox", 64, 64, 2, seed=5, n=2)
     _, _, first, _, _, second = pair.pipeline.generate(ask)
     for image, seed in ((first, 5), (second, 6)):
-        single = Request("a fox", 64, 64, 2, seed=seed)
+        single = GenerateRequest("a fox", 64, 64, 2, seed=seed)
         assert image.seed == seed
         found = differences(
             {"picture": image.pixels}, {"picture": theirs(pair.reference, single)["picture"]}

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from make_model import draw, make
 from PIL import Image
 
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.pipeline import GenerateRequest
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -44,7 +44,7 @@ def test_the_picture_that_diffusers_makes(sharded, aimage, repository, tmp_path)
     assert here("push", repository).line == created
     assert there("pull", repository).line == created
     for index in range(3):
-        request = Request(
+        request = GenerateRequest(
             " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 45)))),
             width=16 * rng.randrange(2, 9),
             height=16 * rng.randrange(2, 9),

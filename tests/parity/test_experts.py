@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
 

@@ -9,7 +9,7 @@ import pytest
 
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, login, logout
+from clowder_aimage.registry import ClientOptions, login, logout
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB_KEY,
     Credential,
@@ -172,7 +172,7 @@ def test_what_containers_writes_for_a_helper_of_docker_hub(helpers):
 
 def files(tmp_path, **options):
     first = tmp_path / "first" / "auth.json"
-    return first, Connection(
+    return first, ClientOptions(
         docker_config=tmp_path / "docker",
         auth_file=first,
         container_auth=(tmp_path / "run.json", tmp_path / "home.json"),
@@ -191,7 +191,7 @@ def test_the_order_of_the_files(tmp_path):
         tmp_path / "run.json",
         tmp_path / "home.json",
     )
-    assert Connection(docker_config=tmp_path).auth_files == (tmp_path / "config.json",)
+    assert ClientOptions(docker_config=tmp_path).auth_files == (tmp_path / "config.json",)
 
 
 def _accepting(seen):
@@ -228,7 +228,7 @@ def test_a_broken_file_is_named(tmp_path, name):
 def test_a_helper_is_not_asked_before_a_registry_asks(tmp_path, helpers):
     asked = helpers("own", answer("operator"))
     (tmp_path / "config.json").write_text(json.dumps({"credsStore": "own"}))
-    connection = Connection(docker_config=tmp_path)
+    connection = ClientOptions(docker_config=tmp_path)
     with ScriptedRegistry(lambda _: Answer(200)).running() as open_to_all:
         with Session(Reference(open_to_all.host, "x"), connection) as session:
             session.ping()
@@ -258,7 +258,7 @@ def test_amazon_ecr_as_its_helper_has_it(tmp_path, helpers):
         known = {"credHelpers": {registry.host: "ecr-login"}, "credsStore": "absent"}
         (tmp_path / "config.json").write_text(json.dumps(known))
         reference = Reference(registry.host, "team/x")
-        with Session(reference, Connection(docker_config=tmp_path)) as session:
+        with Session(reference, ClientOptions(docker_config=tmp_path)) as session:
             for method in ("GET", "POST", "GET"):
                 response = session.request(method, session.url("tags/list"))
                 response.close()

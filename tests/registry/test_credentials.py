@@ -17,7 +17,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
 )
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Repository, logout
+from clowder_aimage.registry import ClientOptions, Repository, logout
 from clowder_aimage.registry.auth import _is_internal
 from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -33,7 +33,7 @@ def _docker_config(tmp_path, *hosts):
 
 def _pull(registry, tmp_path, **options):
     reference = Reference.parse(f"{registry.host}/team/x")
-    with Repository(reference, Connection(docker_config=tmp_path, **options)) as repository:
+    with Repository(reference, ClientOptions(docker_config=tmp_path, **options)) as repository:
         return copy(repository, reference, MemoryStore())
 
 
@@ -206,7 +206,7 @@ def test_an_upload_location_elsewhere_gets_no_credentials(tmp_path):
         with ScriptedRegistry(script).running() as registry:
             _docker_config(tmp_path, registry.host)
             reference = Reference.parse(f"{registry.host}/x")
-            with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+            with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
                 repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
     (put,) = other.seen
     assert put.body == b"abc"
@@ -244,7 +244,7 @@ def test_what_docker_reads_is_read(auths, tmp_path):
 def test_a_docker_config_that_is_none(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StoreError, match="cannot read"):
-        logout("registry.example.com", Connection(docker_config=tmp_path))
+        logout("registry.example.com", ClientOptions(docker_config=tmp_path))
     assert (tmp_path / "config.json").read_text() == text
 
 
@@ -252,14 +252,14 @@ def test_a_docker_config_that_is_none(text, tmp_path):
 def test_a_docker_config_without_credentials(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(NotFoundError):
-        logout("registry.example.com", Connection(docker_config=tmp_path))
+        logout("registry.example.com", ClientOptions(docker_config=tmp_path))
 
 
 def test_a_linked_docker_config_stays_a_link(tmp_path):
     real = tmp_path / "elsewhere.json"
     real.write_text(json.dumps({"auths": {"registry.example.com": {"auth": BASIC}}, "kept": 1}))
     (tmp_path / "config.json").symlink_to(real)
-    logout("registry.example.com", Connection(docker_config=tmp_path))
+    logout("registry.example.com", ClientOptions(docker_config=tmp_path))
     assert (tmp_path / "config.json").is_symlink()
     assert json.loads(real.read_text()) == {"auths": {}, "kept": 1}
 
@@ -272,7 +272,7 @@ def test_a_helper_is_asked_by_the_name_that_docker_uses(tmp_path, monkeypatch):
     helper.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "config.json").write_text('{"credsStore": "test"}')
-    logout("docker.io", Connection(docker_config=tmp_path))
+    logout("docker.io", ClientOptions(docker_config=tmp_path))
     assert said.read_text() == "https://index.docker.io/v1/"
 
 
@@ -288,7 +288,9 @@ def test_a_helper_is_asked_by_the_name_that_docker_uses(tmp_path, monkeypatch):
     ],
 )
 def test_where_an_upload_may_go(base, location, url, tmp_path):
-    with Session(Reference.parse("a.example.com/x"), Connection(docker_config=tmp_path)) as session:
+    with Session(
+        Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
+    ) as session:
         if url is None:
             with pytest.raises(RegistryError, match="without encryption"):
                 session.join(location, base)
@@ -302,7 +304,9 @@ def test_where_an_upload_may_go(base, location, url, tmp_path):
 @pytest.mark.parametrize("base", ["https://a/v2/", "http://a/v2/"])
 def test_an_upload_location_that_is_no_address(base, location, tmp_path):
     with (
-        Session(Reference.parse("a.example.com/x"), Connection(docker_config=tmp_path)) as session,
+        Session(
+            Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
+        ) as session,
         pytest.raises(RegistryError, match="as an address"),
     ):
         session.join(location, base)

@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
-from clowder_aimage.registry import Connection, Repository, login, retry
+from clowder_aimage.registry import ClientOptions, Repository, login, retry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 ROBOT = "robot$team+node-7"
@@ -82,7 +82,7 @@ class Harbor:
     def connection(self, tmp_path, entry=None):
         auths = {self.host: entry or {"auth": BASIC}}
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
-        return Connection(docker_config=tmp_path, clock=lambda: self.now)
+        return ClientOptions(docker_config=tmp_path, clock=lambda: self.now)
 
     def repository(self, tmp_path):
         return Repository(Reference.parse(f"{self.host}/team/x"), self.connection(tmp_path))
@@ -126,7 +126,7 @@ def test_a_robot_s_name_and_secret_arrive_as_they_are(tmp_path):
 def test_a_robot_logs_in(tmp_path):
     harbor = Harbor(lambda seen: Answer(200))
     with harbor.registry.running():
-        login(harbor.host, ROBOT, SECRET, Connection(docker_config=tmp_path))
+        login(harbor.host, ROBOT, SECRET, ClientOptions(docker_config=tmp_path))
     kept = json.loads((tmp_path / "config.json").read_text())["auths"][harbor.host]["auth"]
     assert base64.b64decode(kept).decode() == f"{ROBOT}:{SECRET}"
 

@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from clowder_aimage.cli import option
+from clowder_aimage.cli.console import option
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import ManifestRefusedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Ladder
+from clowder_aimage.registry import ClientOptions, DialectCache
 from tests.scripted import Answer, ScriptedRegistry
 
 FILE = b"{}"
@@ -58,7 +58,7 @@ class Client:
     def __init__(self, tmp_path):
         self.tmp_path = tmp_path
         self.now = NOW
-        self.ladder = Ladder(tmp_path / "state" / "registries.json", lambda: self.now)
+        self.ladder = DialectCache(tmp_path / "state" / "registries.json", lambda: self.now)
         self.layout = ImageLayout(tmp_path / "store")
 
     def push(self, picky, dialect_there="clowder", *, by_digest=False, **options):
@@ -77,7 +77,7 @@ class Client:
         push(
             self.layout,
             reference,
-            Connection(docker_config=self.tmp_path),
+            ClientOptions(docker_config=self.tmp_path),
             ladder=self.ladder,
             on_remembered=lambda name, refused: said.append((name, refused)),
             **options,
@@ -192,7 +192,7 @@ def test_another_registry_has_refused_nothing(client, picky):
 def test_a_memory_that_is_damaged_is_none(text, tmp_path):
     path = tmp_path / "registries.json"
     path.write_text(text)
-    ladder = Ladder(path, lambda: NOW)
+    ladder = DialectCache(path, lambda: NOW)
     assert ladder.refused("h:1") == frozenset()
     ladder.learn("h:1", ["clowder"], "ollama")
     assert ladder.refused("h:1") == {"clowder"}
@@ -207,7 +207,7 @@ def test_a_dialect_that_nobody_knows(client, picky):
 
 def test_old_entries_are_swept_out(tmp_path):
     path, clock = tmp_path / "registries.json", [NOW]
-    ladder = Ladder(path, lambda: clock[0])
+    ladder = DialectCache(path, lambda: clock[0])
     ladder.learn("old.example.com", ["clowder"], "ollama")
     clock[0] += 31 * DAY
     ladder.learn("new.example.com", ["clowder"], "ollama")
@@ -229,7 +229,7 @@ def test_a_directory_that_is_not_ours(client, picky):
 def test_a_reader_never_sees_half_a_file(tmp_path):
     """It is replaced whole: whoever reads while another writes knows the one host or the other."""
     path = tmp_path / "registries.json"
-    writer, reader = Ladder(path, lambda: NOW), Ladder(path, lambda: NOW)
+    writer, reader = DialectCache(path, lambda: NOW), DialectCache(path, lambda: NOW)
     writer.learn("h:1", ["clowder"], "ollama")
     seen, done = set(), threading.Event()
 

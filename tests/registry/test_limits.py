@@ -13,8 +13,8 @@ from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
-from clowder_aimage.registry import Connection
-from clowder_aimage.registry.settings import HostSettings, parse_rate, read_settings
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.host_settings import HostSettings, parse_rate, read_settings
 from tests.scripted import ScriptedRegistry, artifact, serving
 
 BLOBS = [b"{}", *(str(i).encode() * 50_000 for i in range(8))]
@@ -103,7 +103,7 @@ def test_which_rate_is_used(limit, given, used, tmp_path, monkeypatch):
     monkeypatch.setattr("clowder_aimage.pull.Rate", Noted)
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         settings = {registry.host: HostSettings(limit=limit), "other.example.com": HostSettings()}
-        connection = Connection(docker_config=tmp_path, registries=settings)
+        connection = ClientOptions(docker_config=tmp_path, registries=settings)
         rate = Noted(given) if given else None
         pull(Reference.parse(f"{registry.host}/x"), MemoryStore(), connection, rate=rate)
     assert made == used

@@ -13,9 +13,9 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository, retry
+from clowder_aimage.registry.host_settings import HostSettings, read_settings
 from clowder_aimage.registry.mirror import Mirrors
-from clowder_aimage.registry.settings import HostSettings, read_settings
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
@@ -38,7 +38,7 @@ def guarded(inner, user="operator:secret"):
 def connect(tmp_path, registry, *mirrors, trust_tags=False, auths=None, **options):
     (tmp_path / "config.json").write_text(json.dumps({"auths": auths or {}}))
     settings = HostSettings(mirrors=mirrors, trust_tags=trust_tags)
-    return Connection(docker_config=tmp_path, registries={registry.host: settings}, **options)
+    return ClientOptions(docker_config=tmp_path, registries={registry.host: settings}, **options)
 
 
 def pull(registry, connection, target=f"@{DIGEST}"):
@@ -297,12 +297,12 @@ def test_what_the_command_line_says_is_not_said_of_mirrors():
         "r.example.com": HostSettings(plain_http=True),
         "m.example.com": HostSettings(insecure=True),
     }
-    told = Connection(plain_http=True, registries=entries)
+    told = ClientOptions(plain_http=True, registries=entries)
     assert told.to("r.example.com").plain_http
     assert not told.to_mirror("n.example.com").plain_http
     assert told.to_mirror("m.example.com").insecure
-    assert Connection(registries=entries).to("r.example.com").plain_http
-    assert not Connection(insecure=True, registries=entries).to("r.example.com").plain_http
+    assert ClientOptions(registries=entries).to("r.example.com").plain_http
+    assert not ClientOptions(insecure=True, registries=entries).to("r.example.com").plain_http
 
 
 def test_the_config_file(tmp_path):
@@ -371,11 +371,11 @@ def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
 
 def test_what_one_registry_may_see_at_once():
     entries = {"slow.example.com": HostSettings(jobs=2), "r.example.com": HostSettings(jobs=6)}
-    connection = Connection(registries=entries)
+    connection = ClientOptions(registries=entries)
     assert connection.jobs("slow.example.com") == 2
     assert connection.jobs("other.example.com") == connection.jobs(None) == 8
     assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy is kind to both
-    assert Connection(registries=entries, told_jobs=5).jobs("slow.example.com") == 5
+    assert ClientOptions(registries=entries, told_jobs=5).jobs("slow.example.com") == 5
 
 
 def test_a_registry_that_wants_small_pieces(tmp_path):
@@ -396,7 +396,7 @@ def test_a_registry_that_wants_small_pieces(tmp_path):
         settings = {registry.host: HostSettings(chunk_size=1_048_576)}
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(
-            reference, Connection(docker_config=tmp_path, registries=settings)
+            reference, ClientOptions(docker_config=tmp_path, registries=settings)
         ) as repository:
             repository.push(Descriptor.of("application/x", data), bytes_body(data))
         bodies = [seen.body for seen in registry.seen if seen.method in ("PATCH", "PUT")]

@@ -12,7 +12,7 @@ from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Holders, Origins, Repository, retry
+from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository, retry
 from clowder_aimage.registry.mount import CANDIDATES, holders, neighbours
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
@@ -47,8 +47,8 @@ def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
     script = Taking(mount)
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
-        origins = Origins(lambda digest: places, told.append)
-        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+        origins = MountOrigins(lambda digest: places, told.append)
+        with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             for blob in blobs:
                 content = Descriptor.of("application/octet-stream", blob)
                 repository.push(content, bytes_body(blob))
@@ -118,8 +118,8 @@ def test_an_upload_that_fails_after_a_mount_is_tried_again(tmp_path):
 
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
-        origins = Origins(lambda digest: ["a"])
-        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+        origins = MountOrigins(lambda digest: ["a"])
+        with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             repository.push(BLOB, bytes_body(b"a blob"))
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"] * 2
 
@@ -130,8 +130,8 @@ def test_an_ordinary_upload_that_is_refused_still_fails(tmp_path):
         pytest.raises(RegistryError, match="405"),
     ):
         reference = Reference.parse(f"{registry.host}/x")
-        origins = Origins(lambda digest: ["a"])
-        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+        origins = MountOrigins(lambda digest: ["a"])
+        with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             repository.push(BLOB, bytes_body(b"a blob"))
 
 
@@ -158,8 +158,8 @@ def test_a_token_that_does_not_reach_the_other_repository(grants, tmp_path):
 
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
-        origins = Origins(lambda digest: ["other"])
-        with Repository(reference, Connection(docker_config=tmp_path), origins) as repository:
+        origins = MountOrigins(lambda digest: ["other"])
+        with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             for data in (b"a blob", b"another"):
                 repository.push(Descriptor.of("text/plain", data), bytes_body(data))
     bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload")]
@@ -212,7 +212,7 @@ def test_a_store_is_read_once_and_only_when_asked(tmp_path):
 
         open = staticmethod(layout.open)
 
-    found = Holders(Counting(), target)
+    found = MountHolders(Counting(), target)
     assert not reads
     made = manifest(b"{}", b"layer")
     layout.push(Descriptor.of("x", b"{}"), bytes_body(b"{}"))
@@ -241,6 +241,6 @@ def test_a_push_mounts_what_other_names_say_is_there(tmp_path):
         target = Reference.parse(f"{registry.host}/new:v1")
         for name in (f"{registry.host}/old:v1", str(target), "local:v1"):
             layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
-        push(layout, target, Connection(docker_config=tmp_path))
+        push(layout, target, ClientOptions(docker_config=tmp_path))
     assert script.asked == ["old", "old"]
     assert registry.asked("PUT") == ["/v2/new/manifests/v1"]

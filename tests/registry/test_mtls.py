@@ -8,12 +8,12 @@ import subprocess
 import pytest
 import trustme
 
-from clowder_aimage.cli import option
+from clowder_aimage.cli.console import option
 from clowder_aimage.content import MemoryStore, copy
 from clowder_aimage.errors import NetworkError, StoreError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository
-from clowder_aimage.registry.settings import Certificates, certificates
+from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.host_settings import Certificates, certificates
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -65,7 +65,7 @@ def place(directory, host, authority=None, clients=None):
 
 def pull(host, tmp_path, **options):
     reference = Reference.parse(f"{host}/x")
-    connection = Connection(
+    connection = ClientOptions(
         docker_config=tmp_path, cert_dirs=(tmp_path / "none", tmp_path / "certs.d"), **options
     )
     with Repository(reference, connection) as repository:

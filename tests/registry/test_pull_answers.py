@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, copy, part
+from clowder_aimage.content import MemoryStore, chunk, copy
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -20,7 +20,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Repository, download, retry
+from clowder_aimage.registry import ClientOptions, Repository, download, retry
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
@@ -40,7 +40,7 @@ def pull(script, tmp_path, reference="{host}/team/x:v1"):
     store = MemoryStore()
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(reference.format(host=registry.host))
-        connection = Connection(docker_config=tmp_path)
+        connection = ClientOptions(docker_config=tmp_path)
         with Repository(name, connection) as repository:
             descriptor = copy(repository, name, store, concurrency=2)
     return store, descriptor, registry
@@ -145,7 +145,7 @@ def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypa
     with ScriptedRegistry(without_ranges(MANIFEST, BLOBS)).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
         with (
-            Repository(name, Connection(docker_config=tmp_path)) as repository,
+            Repository(name, ClientOptions(docker_config=tmp_path)) as repository,
             repository.open(Descriptor.of("", BLOB)) as reader,
         ):
             assert reader.ignores_range
@@ -155,7 +155,7 @@ def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypa
 
 def test_a_server_without_ranges_is_joined_by_nobody(tmp_path, monkeypatch):
     """A slow connection has all of a large blob before it, and another has nothing to do."""
-    monkeypatch.setattr(part, "WORTH_SHARING", 0.01)
+    monkeypatch.setattr(chunk, "WORTH_SHARING", 0.01)
     large = BLOB * 20
     manifest, blobs = artifact(b"{}", large, *(str(i).encode() for i in range(30)))
     digest, right = Digest.of(large), without_ranges(manifest, blobs)
@@ -182,7 +182,7 @@ def test_a_server_without_ranges_is_joined_by_nobody(tmp_path, monkeypatch):
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
         layout = ImageLayout(tmp_path / "store")
-        with Repository(name, Connection(docker_config=tmp_path)) as repository:
+        with Repository(name, ClientOptions(docker_config=tmp_path)) as repository:
             copy(repository, name, layout, concurrency=2, on_event=on_event)
     assert layout.exists(Descriptor.of("", large))
     assert len(asked) == 1
@@ -210,7 +210,7 @@ def test_the_body_of_a_redirect_is_not_read_to_its_end(tmp_path):
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
         with (
-            Repository(name, Connection(docker_config=tmp_path)) as repository,
+            Repository(name, ClientOptions(docker_config=tmp_path)) as repository,
             repository.open(Descriptor.of("", BLOB)) as reader,
         ):
             assert reader.read() == BLOB
@@ -222,7 +222,7 @@ def test_a_short_redirect_does_not_cost_a_connection(tmp_path):
     script = redirecting(Answer(307, headers, b"<a href>elsewhere</a>"))
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
-        with Repository(name, Connection(docker_config=tmp_path)) as repository:
+        with Repository(name, ClientOptions(docker_config=tmp_path)) as repository:
             repository.resolve(name)
             with repository.open(Descriptor.of("", BLOB)) as reader:
                 assert reader.read() == BLOB
@@ -368,7 +368,7 @@ def test_a_bad_digest_is_refused_before_anything_is_asked_for(digest, field, tmp
     with ScriptedRegistry(serving(manifest, BLOBS)).running() as registry:
         name = Reference.parse(f"{registry.host}/x")
         with (
-            Repository(name, Connection(docker_config=tmp_path)) as repository,
+            Repository(name, ClientOptions(docker_config=tmp_path)) as repository,
             pytest.raises(FormatError),
         ):
             copy(repository, name, store)

@@ -15,7 +15,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from tests.scripted import Answer, ScriptedRegistry
 
 TAR = b"not really a tar, and nobody looks" * 1000
@@ -141,7 +141,10 @@ def round_trip(script, thing, tmp_path):
     """Pull and push again; what the registry was sent as a manifest, as what."""
     store = ImageLayout(tmp_path / "store")
     with ScriptedRegistry(script).running() as registry:
-        name, reach = Reference.parse(f"{registry.host}/x:v1"), Connection(docker_config=tmp_path)
+        name, reach = (
+            Reference.parse(f"{registry.host}/x:v1"),
+            ClientOptions(docker_config=tmp_path),
+        )
         assert pull(name, store, reach).digest == Digest.of(thing.raw)
         check(store, name, thing)
         assert push(store, name, reach, fallback=False).digest == Digest.of(thing.raw)
@@ -162,7 +165,7 @@ def check(store, name, thing):
 def test_a_real_registry(kind, aimage, repository, tmp_path):
     thing, name = KINDS[kind], Reference.parse(f"{repository}:v1")
     digest = str(Digest.of(thing.raw))
-    with Repository(name, Connection(docker_config=tmp_path)) as there:
+    with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
         for media_type, data in thing.blobs:
             there.push(Descriptor.of(media_type, data), bytes_body(data))
         there.push(Descriptor.of(thing.media_type, thing.raw), bytes_body(thing.raw), name)
@@ -265,6 +268,6 @@ def test_schema_1_is_refused_with_what_to_do(content_type, tmp_path):
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/x:v1")
         with pytest.raises(FormatError, match="schema 1") as error:
-            pull(name, store, Connection(docker_config=tmp_path))
+            pull(name, store, ClientOptions(docker_config=tmp_path))
     assert "push" in (error.value.hint or "")
     assert not store.root.exists()

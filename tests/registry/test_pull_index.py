@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.content.choose import ANY, Candidate, Platform, Wish, choose
+from clowder_aimage.content.platform import ANY, Candidate, ManifestSelector, Platform, choose
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.pull import plan_pull, pull
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.verify import repair, verify
 from tests.scripted import Answer, ScriptedRegistry
 
@@ -86,7 +86,7 @@ def fetch(shelf, tmp_path):
         store = ImageLayout(tmp_path / "store")
         with ScriptedRegistry(shelf).running() as registry:
             reference = Reference.parse(name.format(host=registry.host))
-            done = pull(reference, store, Connection(docker_config=tmp_path), wish=wish)
+            done = pull(reference, store, ClientOptions(docker_config=tmp_path), wish=wish)
         run.asked, run.store = registry.asked("GET"), store
         run.names = {name.partition("/")[2]: entry.digest for name, entry in store.tags()}
         return str(done.digest)
@@ -101,7 +101,7 @@ def test_a_variant_is_fetched_alone(media_type, wish, shelf, fetch):
     shelf.index(
         *(said(child, variant=name) for name, child in children.items()), media_type=media_type
     )
-    digest = fetch(Wish(wish))
+    digest = fetch(ManifestSelector(wish))
     assert digest == children[wish]["digest"]
     assert {name: str(digest) for name, digest in fetch.names.items()} == {"team/x:v1": digest}
     there = {path.name for path in (fetch.store.root / "blobs" / "sha256").iterdir()}
@@ -123,7 +123,7 @@ def test_this_machine_chooses(shelf, fetch):
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     shelf.index(said(other, "plan9/mips"), said(mine, str(HERE)))
     assert fetch() == mine["digest"]
-    assert fetch(Wish(platform=Platform.parse("plan9/mips"))) == other["digest"]
+    assert fetch(ManifestSelector(platform=Platform.parse("plan9/mips"))) == other["digest"]
 
 
 def test_an_attestation_is_no_candidate(shelf, fetch):
@@ -137,8 +137,8 @@ def test_an_index_in_an_index_is_followed_and_speaks_for_its_children(shelf, fet
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     inner = [shelf.index(said(child, str(HERE))) for child in (mine, other)]
     shelf.index(*(said(child, variant=name) for name, child in zip("ab", inner, strict=True)))
-    assert fetch(Wish("a")) == mine["digest"]
-    assert fetch(Wish("b", HERE)) == other["digest"]
+    assert fetch(ManifestSelector("a")) == mine["digest"]
+    assert fetch(ManifestSelector("b", HERE)) == other["digest"]
 
 
 @pytest.mark.parametrize("depth", [4, 5])
@@ -197,7 +197,7 @@ def test_a_whole_index_is_mended_as_a_whole(count, shelf, tmp_path):
     children = [shelf.manifest(name) for name in "ab"[:count]]
     whole = shelf.index(*(said(child, variant="x") for child in children))
     layer = json.loads(shelf.content[children[0]["digest"]][1])["layers"][0]["digest"]
-    store, connection = ImageLayout(tmp_path / "store"), Connection(docker_config=tmp_path)
+    store, connection = ImageLayout(tmp_path / "store"), ClientOptions(docker_config=tmp_path)
     with ScriptedRegistry(shelf).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
         pull(reference, store, connection, wish=None)
@@ -241,8 +241,8 @@ def test_a_dry_run_is_of_the_choice(shelf, tmp_path):
     shelf.index(*(said(child, variant=name) for name, child in children.items()))
     with ScriptedRegistry(shelf).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
-        reach = Connection(docker_config=tmp_path)
-        plan = plan_pull(reference, reach, wish=Wish("b"))
+        reach = ClientOptions(docker_config=tmp_path)
+        plan = plan_pull(reference, reach, wish=ManifestSelector("b"))
         assert str(plan.root.digest) == children["b"]["digest"]
         assert len(plan.blobs) == 2
         assert len(plan_pull(reference, reach, wish=None).blobs) == 3
@@ -252,11 +252,11 @@ def test_a_dry_run_is_of_the_choice(shelf, tmp_path):
 def test_a_manifest_of_its_own_has_the_variant_that_it_says(own, shelf, fetch):
     annotations = {"annotations": {mediatype.VARIANT: own}} if own else {}
     digest = shelf.manifest("a", **annotations)["digest"]
-    assert fetch(Wish(platform=Platform("plan9", "mips"))) == digest
+    assert fetch(ManifestSelector(platform=Platform("plan9", "mips"))) == digest
     with pytest.raises(UsageError, match="does not call itself variant 'b'"):
-        fetch(Wish("b"))
+        fetch(ManifestSelector("b"))
     if own:
-        assert fetch(Wish("a")) == digest
+        assert fetch(ManifestSelector("a")) == digest
 
 
 def test_a_child_that_is_not_what_the_index_says(shelf, fetch):
@@ -287,19 +287,43 @@ def candidates(*lines):
         (["- linux/amd64/v3", "- linux/amd64"], ANY, 1),
         (["- linux/amd64/v3", "- linux/arm64"], ANY, 0),
         (["- linux/arm64", "- -"], ANY, 1),
-        (["- linux/amd64", "- -"], Wish(platform=LINUX), 0),
-        (["- linux/arm64", "- -"], Wish(platform=LINUX), 1),
-        (["- linux/arm64/v8", "- -"], Wish(platform=Platform.parse("linux/aarch64")), 0),
+        (["- linux/amd64", "- -"], ManifestSelector(platform=LINUX), 0),
+        (["- linux/arm64", "- -"], ManifestSelector(platform=LINUX), 1),
+        (
+            ["- linux/arm64/v8", "- -"],
+            ManifestSelector(platform=Platform.parse("linux/aarch64")),
+            0,
+        ),
         (["- linux/amd64/v3", "- linux/amd64/v1"], ANY, 1),
-        (["- linux/arm64", "- darwin/arm64"], Wish(platform=Platform.parse("macOS/aarch64")), 1),
-        (["- linux/arm/v6", "- linux/arm/v7"], Wish(platform=Platform.of("Linux", "armv7l")), 1),
-        (["- linux/amd64", "- linux/386"], Wish(platform=Platform.of("Linux", "i686")), 1),
-        (["- linux/x86_64", "- linux/arm64"], Wish(platform=LINUX), 0),
-        (["- linux/arm/v6", "- linux/arm/v7"], Wish(platform=Platform.parse("linux/arm/v7")), 1),
-        (["a linux/arm64", "a linux/amd64", "b linux/amd64"], Wish("a"), 1),
-        (["a linux/arm64", "b linux/amd64"], Wish("a"), 0),
-        (["a linux/arm64", "b linux/arm64"], Wish("b", Platform.parse("Linux/ARM64")), 1),
-        (["a -", "- -"], Wish(""), 1),
+        (
+            ["- linux/arm64", "- darwin/arm64"],
+            ManifestSelector(platform=Platform.parse("macOS/aarch64")),
+            1,
+        ),
+        (
+            ["- linux/arm/v6", "- linux/arm/v7"],
+            ManifestSelector(platform=Platform.of("Linux", "armv7l")),
+            1,
+        ),
+        (
+            ["- linux/amd64", "- linux/386"],
+            ManifestSelector(platform=Platform.of("Linux", "i686")),
+            1,
+        ),
+        (["- linux/x86_64", "- linux/arm64"], ManifestSelector(platform=LINUX), 0),
+        (
+            ["- linux/arm/v6", "- linux/arm/v7"],
+            ManifestSelector(platform=Platform.parse("linux/arm/v7")),
+            1,
+        ),
+        (["a linux/arm64", "a linux/amd64", "b linux/amd64"], ManifestSelector("a"), 1),
+        (["a linux/arm64", "b linux/amd64"], ManifestSelector("a"), 0),
+        (
+            ["a linux/arm64", "b linux/arm64"],
+            ManifestSelector("b", Platform.parse("Linux/ARM64")),
+            1,
+        ),
+        (["a -", "- -"], ManifestSelector(""), 1),
     ],
 )
 def test_the_choice(lines, wish, number):
@@ -314,7 +338,7 @@ def test_the_choice(lines, wish, number):
         (["a -", "b linux/amd64"], ANY, ["--variant", "--platform"]),
         (
             ["- linux/arm/v6", "- linux/arm/v7"],
-            Wish(platform=Platform("linux", "arm")),
+            ManifestSelector(platform=Platform("linux", "arm")),
             ["--platform"],
         ),
         (["- -", "- -"], ANY, []),
@@ -337,10 +361,10 @@ def test_several_are_listed_with_what_tells_them_apart(lines, wish, options):
 @pytest.mark.parametrize(
     ("lines", "wish", "said"),
     [
-        (["a -", "b -"], Wish("c"), "variant 'c', but"),
-        (["a linux/arm64"], Wish("a", LINUX), "variant 'a' for linux/amd64, but"),
+        (["a -", "b -"], ManifestSelector("c"), "variant 'c', but"),
+        (["a linux/arm64"], ManifestSelector("a", LINUX), "variant 'a' for linux/amd64, but"),
         (["- linux/arm64", "- linux/s390x"], ANY, "for this machine, linux/amd64, but"),
-        (["- linux/arm64"], Wish(platform=LINUX), "for linux/amd64, but"),
+        (["- linux/arm64"], ManifestSelector(platform=LINUX), "for linux/amd64, but"),
         ([], ANY, "without a manifest to choose"),
     ],
 )
@@ -378,7 +402,7 @@ def push_index(repository, shelf, tmp_path):
     """What is on the shelf, in a real registry."""
     name = Reference.parse(f"{repository}:v1")
     root = Digest.of(shelf.root)
-    with Repository(name, Connection(docker_config=tmp_path)) as there:
+    with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
         documents = []
         for digest, (media_type, data) in shelf.content.items():
             descriptor = Descriptor(media_type, Digest.parse(digest), len(data))

@@ -18,7 +18,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository, retry
 from tests.scripted import Answer, ScriptedRegistry
 
 FILE = b'{"model_type": "test"}'
@@ -75,7 +75,7 @@ def try_push(script, tmp_path, dialect="clowder", **options):
         push(
             layout,
             reference,
-            Connection(docker_config=tmp_path),
+            ClientOptions(docker_config=tmp_path),
             on_fallback=lambda name, _: tried.append(name),
             **options,
         )
@@ -166,14 +166,14 @@ def test_a_damaged_blob_is_not_sent_as_if_it_were_whole(tmp_path):
         path.chmod(0o644)
         path.write_bytes(FILE.replace(b"test", b"fest"))
         with pytest.raises(VerificationError, match="hashes to"):
-            push(layout, reference, Connection(docker_config=tmp_path))
+            push(layout, reference, ClientOptions(docker_config=tmp_path))
     assert not [seen for seen in registry.seen if "/manifests/" in seen.path]
 
 
 def test_an_empty_blob(tmp_path):
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b""), bytes_body(b""))
     (put,) = [seen for seen in registry.seen if seen.method == "PUT"]
     assert put.headers["Content-Length"] == "0"
@@ -185,7 +185,7 @@ def test_an_upload_without_a_location(tmp_path):
         pytest.raises(AImageError, match="did not say where"),
     ):
         reference = Reference.parse(f"{registry.host}/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))
 
 
@@ -202,6 +202,6 @@ def test_an_answer_that_should_be_empty_is_not_read_for_ever(tmp_path):
 
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"abc"]

@@ -12,7 +12,7 @@ from clowder_aimage.errors import ManifestRefusedError, ModelError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection, Ladder
+from clowder_aimage.registry import ClientOptions, DialectCache
 from tests.scripted import Answer, ScriptedRegistry
 
 OTHER = "application/vnd.example"
@@ -94,7 +94,7 @@ def test_a_manifest_at_the_limit_is_sent(layout, tmp_path):
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         name(layout, foreign(layout, MAX_MANIFEST_SIZE), reference)
-        push(layout, reference, Connection(docker_config=tmp_path))
+        push(layout, reference, ClientOptions(docker_config=tmp_path))
         assert registry.asked("PUT")[-1] == "/v2/x/manifests/v1"
 
 
@@ -109,7 +109,7 @@ def test_a_byte_more_is_told_before_any_request(config, by_digest, layout, tmp_p
         if by_digest:
             reference = reference.with_digest(descriptor.digest)
         with pytest.raises(ModelError, match=f"{MAX_MANIFEST_SIZE + 1} bytes") as caught:
-            push(layout, reference, Connection(docker_config=tmp_path))
+            push(layout, reference, ClientOptions(docker_config=tmp_path))
         assert "fewer layers" in caught.value.hint
         assert registry.seen == []
 
@@ -124,7 +124,7 @@ def test_a_manifest_below_an_index_is_told_too(depth, layout, tmp_path):
             child = put(layout, mediatype.OCI_INDEX, json.dumps(index).encode())
         name(layout, child, reference)
         with pytest.raises(ModelError, match="too large"):
-            push(layout, reference, Connection(docker_config=tmp_path))
+            push(layout, reference, ClientOptions(docker_config=tmp_path))
         assert registry.seen == []
 
 
@@ -135,7 +135,7 @@ def test_a_blob_of_that_size_is_none_of_its_business(layout, tmp_path):
         blob = put(layout, f"{OTHER}.blob", b"x" * (MAX_MANIFEST_SIZE + 1))
         index = {"schemaVersion": 2, "manifests": [blob.to_json()]}
         name(layout, put(layout, mediatype.OCI_INDEX, json.dumps(index).encode()), reference)
-        push(layout, reference, Connection(docker_config=tmp_path))
+        push(layout, reference, ClientOptions(docker_config=tmp_path))
         assert registry.asked("PUT")
 
 
@@ -146,7 +146,7 @@ def test_dialects_that_are_all_too_large(layout, large, tmp_path):
         stored(layout, large, reference)
         for options in ({"dialect": "container"}, {"dialect": "clowder", "fallback": False}):
             with pytest.raises(ModelError, match="too large") as caught:
-                push(layout, reference, Connection(docker_config=tmp_path), **options)
+                push(layout, reference, ClientOptions(docker_config=tmp_path), **options)
             assert f"the {options['dialect']} dialect" in str(caught.value)
             assert "fewer layers" in caught.value.hint
         assert registry.seen == []
@@ -160,7 +160,7 @@ def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
         push(
             layout,
             reference,
-            Connection(docker_config=tmp_path),
+            ClientOptions(docker_config=tmp_path),
             dialect="clowder",
             on_fallback=lambda name, error: said.append((name, str(error))),
         )
@@ -174,12 +174,12 @@ def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
 
 def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path):
     """And why there was no other rung. What did not fit is not remembered as refused."""
-    ladder = Ladder(tmp_path / "state.json")
+    ladder = DialectCache(tmp_path / "state.json")
     with ScriptedRegistry(taking(415)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         stored(layout, large, reference)
         with pytest.raises(ManifestRefusedError, match="415") as caught:
-            push(layout, reference, Connection(docker_config=tmp_path), ladder=ladder)
+            push(layout, reference, ClientOptions(docker_config=tmp_path), ladder=ladder)
         assert "container dialect" in caught.value.hint
         assert len([seen for seen in registry.seen if "/manifests/" in seen.path]) == 1
         assert ladder.refused(registry.host) == frozenset()

@@ -10,7 +10,7 @@ from clowder_aimage.attach import attach, build
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.referrer import entry_of, tag_of, with_entry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
@@ -76,7 +76,7 @@ def asked(script, tmp_path, kind=""):
     """The referrers of SUBJECT in a scripted registry, as JSON, and the paths asked for."""
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             found = repository.referrers(DIGEST, kind)
     return [each.to_json() for each in found], registry.asked("GET")
 
@@ -88,7 +88,7 @@ def attached(script, tmp_path, *names, **options):
         file.write_text(file.name)
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
-        connection = Connection(docker_config=tmp_path)
+        connection = ClientOptions(docker_config=tmp_path)
         descriptor, _ = attach(reference, files, connection, artifact_type=SBOM, **options)
     return descriptor, registry
 
@@ -287,7 +287,7 @@ def test_something_else_under_the_tag_is_left_alone(tmp_path):
 
 def test_two_files_of_one_name(tmp_path):
     reference = Reference.parse("127.0.0.1:9/x")
-    connection = Connection(docker_config=tmp_path)
+    connection = ClientOptions(docker_config=tmp_path)
     files = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
     with pytest.raises(UsageError, match="called x"):
         attach(reference, files, connection, artifact_type=SBOM)
@@ -296,4 +296,4 @@ def test_two_files_of_one_name(tmp_path):
 @pytest.mark.parametrize("kind", ["", "spdx", "a/b/c", "a/b; c=d", "/x", "a/ b", "a/b\n"])
 def test_what_is_no_media_type(kind, tmp_path):
     with pytest.raises(UsageError, match="not a media type"):
-        attach(Reference.parse("127.0.0.1:9/x"), [], Connection(), artifact_type=kind)
+        attach(Reference.parse("127.0.0.1:9/x"), [], ClientOptions(), artifact_type=kind)

@@ -6,7 +6,7 @@ import email.utils
 
 import pytest
 
-from clowder_aimage.content.parallel import StoppedError
+from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import (
     NetworkError,
     NotFoundError,
@@ -15,7 +15,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.retry import (
     ATTEMPTS,
     LONGEST_PAUSE,
@@ -153,7 +153,7 @@ def busy(times, status=429, **headers):
 
 def resolve(registry, tmp_path, time):
     reference = Reference.parse(f"{registry.host}/x")
-    connection = Connection(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+    connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
     with Repository(reference, connection) as repository:
         return repository.resolve(reference)
 
@@ -189,7 +189,7 @@ def test_a_registry_that_asks_for_as_much_as_is_waited_for_is_asked_again(tmp_pa
 
 def test_a_pause_is_kept_by_every_request_of_the_session(tmp_path):
     time = Time()
-    connection = Connection(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+    connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
     with (
         busy(1, **{"Retry-After": "9"}).running() as registry,
         Session(Reference(registry.host, "x"), connection) as session,
@@ -223,10 +223,10 @@ def test_a_refused_connection_is_told_at_once(tmp_path):
 
 def test_closing_ends_a_pause(tmp_path):
     """Nobody waits a minute for a session that is over."""
-    connection = Connection(docker_config=tmp_path)
+    connection = ClientOptions(docker_config=tmp_path)
     with busy(1, **{"Retry-After": "60"}).running() as registry:
         session = Session(Reference(registry.host, "x"), connection)
         session.request("GET", session.url("tags/list")).close()
         session.close()
-        with pytest.raises(StoppedError):
+        with pytest.raises(ParallelStoppedError):
             session.request("GET", session.url("tags/list"))

@@ -55,7 +55,7 @@ from clowder_aimage.content import MemoryStore, bytes_body, copy
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import Connection, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -88,7 +88,7 @@ def guarded(inner):
 
 def pull(registry, tmp_path, store=None, **options):
     name = Reference.parse(f"{registry.host}/team/x:v1")
-    with Repository(name, Connection(docker_config=tmp_path, **options)) as source:
+    with Repository(name, ClientOptions(docker_config=tmp_path, **options)) as source:
         return copy(source, name, store or MemoryStore())
 
 
@@ -102,7 +102,9 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
         with pytest.raises(FormatError):
             pull(it, tmp_path, ImageLayout(tmp_path / "store"))
         assert len(it.seen) == 1
-        with Repository(Reference.parse(f"{it.host}/x"), Connection(docker_config=tmp_path)) as at:
+        with Repository(
+            Reference.parse(f"{it.host}/x"), ClientOptions(docker_config=tmp_path)
+        ) as at:
             try:
                 found = at.referrers(Digest.of(b"x"))
             except AImageError:
@@ -114,7 +116,7 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
 
 def authenticator(tmp_path, host, scheme):
     """What decides about realms, for a registry that need not be there."""
-    connection = Connection(docker_config=tmp_path)
+    connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse(f"{host}/x"), connection) as session:
         return Authenticator(
             Reference.parse(f"{host}/x"), connection, session._http, (1, 1), scheme, BASIC
@@ -188,7 +190,7 @@ def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
             log_in(tmp_path, registry.host)
             name = Reference.parse(f"{registry.host}/x")
             with (
-                Repository(name, Connection(docker_config=tmp_path)) as target,
+                Repository(name, ClientOptions(docker_config=tmp_path)) as target,
                 pytest.raises(AImageError) as raised,
             ):
                 target.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))

@@ -8,7 +8,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, VerificationError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository, listing, retry
+from clowder_aimage.registry import ClientOptions, Repository, pagination, retry
 from tests.scripted import Answer, ScriptedRegistry
 
 
@@ -28,7 +28,7 @@ def tags(script, tmp_path):
     """The tags of a repository in a scripted registry, and the paths that were asked for."""
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             return repository.tag_names(), registry.asked("GET")
 
 
@@ -81,7 +81,7 @@ def test_pages_in_a_circle(tmp_path):
 
 @pytest.mark.parametrize("limit", ["MAX_PAGES", "MAX_LIST_SIZE"])
 def test_pages_without_an_end(limit, tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, limit, 5)
+    monkeypatch.setattr(pagination, limit, 5)
     count = iter(range(100))
     with pytest.raises(RegistryError, match="does not end"):
         tags(lambda _: page(["a"], f'<list?last={next(count)}>; rel="next"'), tmp_path)

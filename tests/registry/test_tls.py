@@ -10,7 +10,7 @@ import trustme
 from clowder_aimage.content import MemoryStore, copy
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from tests.scripted import ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -51,7 +51,7 @@ def other_bundle(tmp_path, monkeypatch):
 
 def pull(host, tmp_path, **options):
     reference = Reference.parse(f"{host}/x")
-    with Repository(reference, Connection(docker_config=tmp_path, **options)) as repository:
+    with Repository(reference, ClientOptions(docker_config=tmp_path, **options)) as repository:
         return copy(repository, reference, MemoryStore())
 
 

@@ -18,7 +18,7 @@ import trustme
 from clowder_aimage.content import MemoryStore, bytes_body, copy
 from clowder_aimage.errors import RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Repository
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.auth import _Challenge
 from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -82,7 +82,7 @@ class Guarded:
     def session(self, tmp_path, **options):
         with self.registry.running():
             self.write(tmp_path)
-            connection = Connection(docker_config=tmp_path, **options)
+            connection = ClientOptions(docker_config=tmp_path, **options)
             with Session(Reference(self.registry.host, "team/x"), connection) as session:
                 yield session
 
@@ -167,7 +167,7 @@ def test_an_expired_token_in_an_upload(tmp_path):
     with guarded.registry.running():
         guarded.write(tmp_path)
         reference = Reference(guarded.registry.host, "team/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
     sent = [seen for seen in guarded.registry.seen if seen not in guarded.asked]
     assert [seen.method for seen in sent] == ["POST", "POST", "PUT", "GET", "POST", "PUT"]
@@ -250,7 +250,7 @@ def test_a_token_service_that_is_busy_is_asked_again(tmp_path):
     with guarded.registry.running():
         guarded.write(tmp_path)
         reference = Reference.parse(f"{guarded.registry.host}/team/x")
-        with Repository(reference, Connection(docker_config=tmp_path)) as repository:
+        with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             copy(repository, reference, MemoryStore())
     assert len(guarded.asked) == 3
 
@@ -316,7 +316,7 @@ def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
             guarded.write(tmp_path)
             reference = Reference.parse(f"{guarded.registry.host}/team/x")
             with (
-                Repository(reference, Connection(docker_config=tmp_path)) as repository,
+                Repository(reference, ClientOptions(docker_config=tmp_path)) as repository,
                 contextlib.suppress(RegistryError),  # the script does not know the query
             ):
                 repository.resolve(reference)
@@ -368,7 +368,7 @@ def test_what_another_origin_receives(tmp_path, elsewhere):
     with guarded.registry.running():
         guarded.write(tmp_path)
         reference = Reference.parse(f"{guarded.registry.host}/team/x")
-        connection = Connection(docker_config=tmp_path, ca_file=bundle)
+        connection = ClientOptions(docker_config=tmp_path, ca_file=bundle)
         with Repository(reference, connection) as repository:
             copy(repository, reference, MemoryStore())
             repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))

@@ -9,8 +9,8 @@ import pytest
 import trustme
 
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
-from clowder_aimage.registry.connection import open_session
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.client_options import open_session
 from clowder_aimage.registry.session import (
     CONNECT_TIMEOUT,
     FIRST_READ_TIMEOUT,
@@ -37,7 +37,7 @@ def session(request, tmp_path):
         authority.issue_cert(HOST).configure_cert(context)
         registry.wrap(context)
         registry.host = f"{HOST}:{registry.host.rpartition(':')[2]}"
-    connection = Connection(docker_config=tmp_path, **options)
+    connection = ClientOptions(docker_config=tmp_path, **options)
     with (
         registry.running(),
         Session(Reference.parse(f"{registry.host}/x"), connection) as session,
@@ -121,7 +121,7 @@ def test_a_caller_may_wait_longer_for_what_it_sent(session, reads):
 
 @pytest.fixture
 def adapter(tmp_path):
-    session = open_session(Connection(docker_config=tmp_path), "r.example.com")
+    session = open_session(ClientOptions(docker_config=tmp_path), "r.example.com")
     yield session.get_adapter("https://r.example.com/")
     session.close()
 

@@ -15,9 +15,9 @@ from clowder_aimage.content import MemoryStore, bytes_body, copy
 from clowder_aimage.errors import NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import Connection, Repository, retry, upload
+from clowder_aimage.registry import ClientOptions, Repository, retry, upload
+from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.retry import ATTEMPTS
-from clowder_aimage.registry.settings import HostSettings
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 MIB = 1024 * 1024
@@ -126,7 +126,7 @@ def push(strict, tmp_path, *blobs, chunk=0):
                 counts.append(event.count)
 
         settings = {registry.host: HostSettings(chunk_size=chunk)}
-        connection = Connection(docker_config=tmp_path, registries=settings)
+        connection = ClientOptions(docker_config=tmp_path, registries=settings)
         with Repository(name, connection) as target:
             copy(layout, here, target, name, concurrency=1, on_event=on_event)
     for blob in blobs:

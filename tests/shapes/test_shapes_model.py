@@ -14,7 +14,7 @@ from score import score
 from benchmarks import quality
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx, tree_flatten
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.tensor import read_header
 
@@ -134,7 +134,7 @@ def test_bfloat16_stays_near_float32(load: Load, exact: list[quality.Pixels]) ->
 
 def test_flat_areas_are_flat(load: Load) -> None:
     """No pattern where nothing is drawn: neighbours differ by less than 3 of 255 on average."""
-    request = Request("a small red circle in the top left corner", 128, 128, 8, seed=3)
+    request = GenerateRequest("a small red circle in the top left corner", 128, 128, 8, seed=3)
     made = quality.picture(load("float32"), request).astype(float)
     corner = made[72:, 72:]
     rough = np.abs(np.diff(corner, axis=0)).mean() + np.abs(np.diff(corner, axis=1)).mean()
@@ -142,12 +142,12 @@ def test_flat_areas_are_flat(load: Load) -> None:
 
 
 def test_a_seed_is_a_picture(load: Load, tmp_path: Path) -> None:
-    request = Request("two blue squares", 96, 96, 8, seed=7)
+    request = GenerateRequest("two blue squares", 96, 96, 8, seed=7)
     one = quality.picture(load("float32"), request)
     store = ImageLayout(tmp_path)
     other, _ = quality.load(MODEL, "float32", store)
     assert np.array_equal(one, quality.picture(other, request))
-    later = Request("two blue squares", 96, 96, 8, seed=8)
+    later = GenerateRequest("two blue squares", 96, 96, 8, seed=8)
     assert not np.array_equal(one, quality.picture(other, later))
 
 
@@ -155,7 +155,7 @@ def test_a_seed_is_a_picture(load: Load, tmp_path: Path) -> None:
     ("width", "height"), [(64, 64), (128, 64), (64, 128), (96, 112), (80, 128)]
 )
 def test_sizes_and_shapes_of_pictures(load: Load, width: int, height: int) -> None:
-    request = Request("a large green square", width, height, 8, seed=1)
+    request = GenerateRequest("a large green square", width, height, 8, seed=1)
     made = quality.picture(load("float32"), request)
     assert made.shape == (height, width, 3)
     assert [(item.colour, item.shape) for item in look(made).items] == [("green", "square")]

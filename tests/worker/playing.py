@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.create import create
+from clowder_aimage.engine.engine import Engine, EngineLimits, Job
+from clowder_aimage.engine.event import Event
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.transfer_queue import TransferQueue
+from clowder_aimage.http.metric import Metrics
 from clowder_aimage.importer import Provenance
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.engine import Engine, Job, Limits
-from clowder_aimage.worker.event import Event
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.transfers import Transfers
+from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 
 NAME = Reference.parse("tiny")
 
 
-def stocked(root: Path) -> Stores:
+def stocked(root: Path) -> LayeredStore:
     """A store with two models: ``tiny``, and ``other`` of another digest."""
-    store = Stores([root])
+    store = LayeredStore([root])
     create(store, NAME, TINY)
     create(store, Reference.parse("other"), TINY, provenance=Provenance(source="elsewhere"))
     return store
@@ -47,9 +47,9 @@ def played(store, play, *, free=None, **limits):
 
     async def run():
         metrics = Metrics()
-        transfers = Transfers(store, Connection(), metrics, News())
+        transfers = TransferQueue(store, ClientOptions(), metrics, EventLog())
         more = {"free": free} if free else {}
-        engine = Engine(store, transfers, Limits(**limits), metrics, **more)
+        engine = Engine(store, transfers, EngineLimits(**limits), metrics, **more)
         try:
             async with asyncio.timeout(100):
                 return await play(engine)

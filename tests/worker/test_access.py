@@ -16,14 +16,14 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.http.access import check_address, listen_unix, read_tokens
+from clowder_aimage.http.app import all_routes, build_app
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
+from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.access import check_address, listen_unix, read_tokens
-from clowder_aimage.worker.app import all_routes, build_app
-from clowder_aimage.worker.route import ADMIN, INFER, OPEN, SCOPES, Route
-from clowder_aimage.worker.serve import make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.registry import ClientOptions
 
 ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
 TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
@@ -34,7 +34,7 @@ HARMLESS = {("POST", "/v1/images/generations"), ("POST", "/api/generate"), ("POS
 
 @pytest.fixture
 def service(tmp_path):
-    return make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    return make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
 
 def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), **headers):

@@ -14,6 +14,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
     FormatError,
     ModelError,
@@ -24,15 +26,12 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
+from clowder_aimage.http import app, idle_timeout, write_timeout
+from clowder_aimage.http.api_error import api_error
+from clowder_aimage.http.route import Route
+from clowder_aimage.http.server import _listening, listen, make_service
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.registry import Connection
-from clowder_aimage.server import idle
-from clowder_aimage.worker import app, stall
-from clowder_aimage.worker.error import api_error
-from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
-from clowder_aimage.worker.route import Route
-from clowder_aimage.worker.serve import _listening, listen, make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.registry import ClientOptions
 
 SECRET = "a lighthouse that nobody may know of"
 
@@ -52,7 +51,7 @@ def talked(service, talk, *more, monkeypatch=None):
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
     """What a client hears of a route that raises an error: status, headers, body."""
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
     def fail(error, path="/v1/x", **options):
         async def handler(request):
@@ -124,7 +123,7 @@ def test_a_route_says_how_large_its_body_may_be(failing):
 
 
 def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path, monkeypatch):
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
     async def handler(request):
         answer = web.StreamResponse()
@@ -148,7 +147,7 @@ def test_paths_of_this_machine_are_for_the_log():
 
 
 def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     service.engine.is_draining = True
 
     async def talk(client):
@@ -161,9 +160,9 @@ def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
 
 
 def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle, "PATIENCE", 0.05)
-    monkeypatch.setattr(idle, "EVERY", 0.01)
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    monkeypatch.setattr(idle_timeout, "PATIENCE", 0.05)
+    monkeypatch.setattr(idle_timeout, "EVERY", 0.01)
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
 
     async def talk():
@@ -180,9 +179,9 @@ def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(stall, "PATIENCE", 0.05)
-    monkeypatch.setattr(stall, "EVERY", 0.01)
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    monkeypatch.setattr(write_timeout, "PATIENCE", 0.05)
+    monkeypatch.setattr(write_timeout, "EVERY", 0.01)
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
     is_over = asyncio.Event()
 
@@ -222,9 +221,9 @@ class Slow:
 
 def test_a_slow_client_is_not_one_that_has_stopped():
     now = [0.0]
-    watch, slow, stopped = stall.Stalled(lambda: now[0]), Slow(), Slow()
+    watch, slow, stopped = write_timeout.WriteTimeout(lambda: now[0]), Slow(), Slow()
     for size in range(100, 90, -1):
         slow.waiting, stopped.waiting = size, 5000
         watch.look([slow, stopped])
-        now[0] += stall.PATIENCE / 5
+        now[0] += write_timeout.PATIENCE / 5
     assert (slow.is_aborted, stopped.is_aborted) == (False, True)

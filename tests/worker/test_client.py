@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from clowder_aimage import errors
-from clowder_aimage.worker.client import Client
-from clowder_aimage.worker.place import Place
+from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.worker_client import WorkerClient
 from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
 
 
@@ -29,7 +29,7 @@ from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
     ],
 )
 def test_an_address_says_where(text, where):
-    assert str(Place.parse(text)) == where
+    assert str(Endpoint.parse(text)) == where
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_an_address_says_where(text, where):
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(errors.UsageError, match="no address"):
-        Place.parse(text)
+        Endpoint.parse(text)
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
     with pytest.raises(errors.UsageError) as caught:
-        Place.parse("http://me:secret@box")
+        Endpoint.parse("http://me:secret@box")
     assert "AIMAGE_TOKEN" in caught.value.hint
     assert "secret" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_json_over_tcp_with_a_token():
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
-        client = Client(worker.host, "open-sesame")
+        client = WorkerClient(worker.host, "open-sesame")
         assert client.ask("DELETE", "/api/delete", {"model": "ö"}) == {"models": []}
     (asked,) = worker.asked
     assert (asked.method, asked.path, asked.value) == ("DELETE", "/api/delete", {"model": "ö"})
@@ -75,20 +75,20 @@ def test_json_over_tcp_with_a_token():
 
 def test_no_token_no_header():
     with ScriptedWorker(lambda _: says({})).running() as worker:
-        Client(worker.host).ask("GET", "/")
+        WorkerClient(worker.host).ask("GET", "/")
     assert "Authorization" not in worker.asked[0].headers
 
 
 def test_json_over_a_unix_socket(tmp_path):
     with ScriptedWorker(lambda _: says([1]), tmp_path / "w.sock").running() as worker:
-        assert Client(worker.host).ask("GET", "/") == [1]
+        assert WorkerClient(worker.host).ask("GET", "/") == [1]
     assert worker.asked[0].headers["Host"] == "localhost"
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ümlaut", ""])
 def test_a_token_that_no_header_can_hold_is_refused(token):
     with pytest.raises(errors.UsageError, match="token"):
-        Client("box", token)
+        WorkerClient("box", token)
 
 
 def test_nothing_listens(tmp_path):
@@ -96,13 +96,13 @@ def test_nothing_listens(tmp_path):
         port = taken.getsockname()[1]
     for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
         with pytest.raises(errors.NetworkError, match="no worker answers at") as caught:
-            Client(host).ask("GET", "/")
+            WorkerClient(host).ask("GET", "/")
         assert "aimage serve" in caught.value.hint
 
 
 def test_an_empty_answer_is_nothing():
     with ScriptedWorker(lambda _: Says()).running() as worker:
-        assert Client(worker.host).ask("DELETE", "/api/delete") is None
+        assert WorkerClient(worker.host).ask("DELETE", "/api/delete") is None
 
 
 def openai(status: int, code: str | None = None, kind: str = "server_error") -> dict[str, object]:
@@ -131,7 +131,7 @@ def test_a_refusal_is_an_error_of_ours(status, body, kind):
         ScriptedWorker(lambda _: says(body, status)).running() as worker,
         pytest.raises(errors.AImageError) as caught,
     ):
-        Client(worker.host).ask("GET", "/")
+        WorkerClient(worker.host).ask("GET", "/")
     assert type(caught.value) is kind
     assert caught.value.message == f"no: {status}"
 
@@ -141,7 +141,7 @@ def test_a_refusal_for_want_of_a_token_says_where_it_goes():
         ScriptedWorker(lambda _: says({"error": "who?"}, 401)).running() as worker,
         pytest.raises(errors.UnauthorizedError) as caught,
     ):
-        Client(worker.host).ask("GET", "/")
+        WorkerClient(worker.host).ask("GET", "/")
     assert "AIMAGE_TOKEN" in caught.value.hint
 
 
@@ -150,7 +150,7 @@ def test_a_busy_worker_says_when_to_come_back():
         ScriptedWorker(lambda _: says({"error": "busy"}, 503, Retry_After="7")).running() as worker,
         pytest.raises(errors.AccessError) as caught,
     ):
-        list(Client(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).lines("/", {}))
     assert caught.value.hint == "try again in 7 seconds"
 
 
@@ -171,7 +171,7 @@ def test_a_refusal_by_who_is_no_worker_says_so(answer):
         ScriptedWorker(lambda _: answer).running() as worker,
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
     ):
-        Client(worker.host).ask("GET", "/")
+        WorkerClient(worker.host).ask("GET", "/")
     assert "AIMAGE_HOST" in caught.value.hint
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_is_no_json_is_refused():
         ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
         pytest.raises(errors.FormatError, match="does not speak as a worker"),
     ):
-        Client(worker.host).ask("GET", "/")
+        WorkerClient(worker.host).ask("GET", "/")
 
 
 def test_an_answer_without_end_is_refused():
@@ -190,7 +190,7 @@ def test_an_answer_without_end_is_refused():
 
     with ScriptedWorker(lambda _: Says(for_ever())).running() as worker:
         with pytest.raises(errors.FormatError, match="without end"):
-            Client(worker.host).ask("GET", "/")
+            WorkerClient(worker.host).ask("GET", "/")
         assert worker.left.wait(30)
 
 
@@ -205,14 +205,14 @@ def test_an_answer_that_is_no_http_broke_off():
         thread = threading.Thread(target=speak)
         thread.start()
         with pytest.raises(errors.NetworkError, match="broke off"):
-            Client(f"127.0.0.1:{listening.getsockname()[1]}").ask("GET", "/")
+            WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}").ask("GET", "/")
         thread.join()
 
 
 def test_a_worker_that_says_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr("clowder_aimage.worker.client._SILENCE", 0.05)
+    monkeypatch.setattr("clowder_aimage.engine.worker_client._SILENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = Client(f"127.0.0.1:{listening.getsockname()[1]}")
+        client = WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}")
         with pytest.raises(errors.NetworkError, match="does not answer"):
             list(client.events("/", {}))
 
@@ -229,7 +229,7 @@ def test_lines_come_before_the_end():
 
     reads = [1]
     with ScriptedWorker(lambda _: Says(pieces())).running() as worker:
-        got = Client(worker.host).lines("/api/pull", {"model": "x"})
+        got = WorkerClient(worker.host).lines("/api/pull", {"model": "x"})
         assert next(got) == {"completed": 1}
         reads.clear()
         assert list(got) == [{"completed": 2}]
@@ -240,7 +240,7 @@ def test_lines_may_come_in_any_pieces():
     for size in (1, 2, 7, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         with ScriptedWorker(lambda _, pieces=pieces: Says(pieces)).running() as worker:
-            assert list(Client(worker.host).lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
+            assert list(WorkerClient(worker.host).lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
 
 
 @pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"3\n", b"\xff\n"])
@@ -249,7 +249,7 @@ def test_a_line_that_is_no_object_is_refused(text):
         ScriptedWorker(lambda _: Says([text])).running() as worker,
         pytest.raises(errors.FormatError),
     ):
-        list(Client(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).lines("/", {}))
 
 
 def test_an_error_in_a_stream_is_raised():
@@ -273,7 +273,7 @@ def test_an_error_in_a_stream_is_raised():
         "/0/4": (Says([line(error="x", status=502, code="registry_failed")]), errors.AccessError),
     }
     with ScriptedWorker(lambda asked: answers[asked.path][0]).running() as worker:
-        client = Client(worker.host)
+        client = WorkerClient(worker.host)
         for path, (_, kind) in answers.items():
             read = client.lines if path < "/3" else client.events
             with pytest.raises(errors.AImageError) as caught:
@@ -294,7 +294,7 @@ def test_events_are_read_as_the_standard_says():
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         answer = Says(pieces, headers={"X-Name": "value"})
         with ScriptedWorker(lambda _, answer=answer: answer).running() as worker:
-            (kind, headers), *others = Client(worker.host).events("/", {})
+            (kind, headers), *others = WorkerClient(worker.host).events("/", {})
             assert (kind, headers["x-name"]) == ("open", "value")
             assert others == [
                 ("progress", {"step": 1}),
@@ -306,7 +306,7 @@ def test_events_are_read_as_the_standard_says():
 def test_a_large_event_arrives_whole():
     picture = "A" * 3_000_000
     with ScriptedWorker(lambda _: Says([event("done", {"b64": picture})])).running() as worker:
-        _, (_, value) = Client(worker.host).events("/", {})
+        _, (_, value) = WorkerClient(worker.host).events("/", {})
     assert value["b64"] == picture
 
 
@@ -317,15 +317,15 @@ def test_a_stream_that_breaks_off_is_an_error(said, length):
         ScriptedWorker(lambda _: Says([said], headers=length, is_cut=True)).running() as worker,
         pytest.raises(errors.NetworkError, match="broke off"),
     ):
-        list(Client(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).lines("/", {}))
 
 
 def test_a_line_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("clowder_aimage.worker.client._LONGEST_LINE", 1000)
+    monkeypatch.setattr("clowder_aimage.engine.worker_client._LONGEST_LINE", 1000)
     whole = line(a="b" * 900)
     answer = Says([whole, whole, b"x" * 600, b"x" * 600])
     with ScriptedWorker(lambda _: answer).running() as worker:
-        lines = Client(worker.host).lines("/", {})
+        lines = WorkerClient(worker.host).lines("/", {})
         assert [len(next(lines)["a"]), len(next(lines)["a"])] == [900, 900]
         with pytest.raises(errors.FormatError, match="line without end"):
             next(lines)
@@ -339,7 +339,7 @@ def test_closing_a_stream_hangs_up(header):
 
     answer = Says(for_ever(), headers={"Connection": header})
     with ScriptedWorker(lambda _: answer).running() as worker:
-        events = Client(worker.host).events("/", {})
+        events = WorkerClient(worker.host).events("/", {})
         next(events)
         assert not worker.left.is_set()
         events.close()
@@ -351,5 +351,5 @@ def test_a_body_is_ascii_whatever_is_in_it():
         return says({"same": json.loads(asked.body) == {"prompt": "\udc80 ö"}})
 
     with ScriptedWorker(script).running() as worker:
-        assert Client(worker.host).ask("POST", "/", {"prompt": "\udc80 ö"}) == {"same": True}
+        assert WorkerClient(worker.host).ask("POST", "/", {"prompt": "\udc80 ö"}) == {"same": True}
     assert worker.asked[0].body.isascii()

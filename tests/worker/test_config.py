@@ -11,12 +11,10 @@ import pytest
 
 pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
 
-from clowder_aimage.cli.config import MASK, masked
-from clowder_aimage.cli.serve import serve
-from clowder_aimage.cli.serving import NODE_OPTIONS
-from clowder_aimage.errors import UsageError
-from clowder_aimage.schema import load
-from clowder_aimage.worker.settings import (
+from clowder_aimage.cli.console.listener import NODE_OPTIONS
+from clowder_aimage.cli.verbs.config import MASK, masked
+from clowder_aimage.cli.verbs.serve import serve
+from clowder_aimage.engine.settings import (
     DEFAULT_ADDRESS,
     Settings,
     camel,
@@ -24,6 +22,8 @@ from clowder_aimage.worker.settings import (
     effective,
     read_section,
 )
+from clowder_aimage.errors import UsageError
+from clowder_aimage.schema import load
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
 from clowder_aimage.oci import Digest
-from clowder_aimage.registry.connection import DEFAULT_JOBS
+from clowder_aimage.registry.client_options import DEFAULT_JOBS
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER, RealRegistry
@@ -253,7 +253,7 @@ def test_a_local_name_is_content_too_but_is_not_fetched(shared):
 
 
 def test_names_of_ollama_mean_its_registry():
-    from clowder_aimage.worker.api.content import parse
+    from clowder_aimage.api.storage import parse
 
     home = "registry.ollama.ai"
     for said, meant in {

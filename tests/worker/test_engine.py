@@ -13,16 +13,23 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.event import (
+    ImageEvent,
+    LoadingEvent,
+    PreviewEvent,
+    QueuedEvent,
+    StartedEvent,
+    StepEvent,
+)
+from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.generate import find, load, make_request
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import Image
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.event import Begun, Loading, Picture, Preview, Progress, Queued
-from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
-from clowder_aimage.worker.runner import Runner
+from clowder_aimage.registry import ClientOptions
 from tests.worker.playing import NAME, job, played, sample, served, stocked
 
 
@@ -38,9 +45,9 @@ def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
         return first, second
 
     first, second = played(store, play)
-    drawn = [Begun, Progress, Progress, Picture]
-    assert [type(event) for event in first] == [Queued, Loading, *drawn]
-    assert [type(event) for event in second] == [Queued, *drawn]
+    drawn = [StartedEvent, StepEvent, StepEvent, ImageEvent]
+    assert [type(event) for event in first] == [QueuedEvent, LoadingEvent, *drawn]
+    assert [type(event) for event in second] == [QueuedEvent, *drawn]
     assert first[-1].data == second[-1].data
     path = tmp_path / "picture.png"
     path.write_bytes(first[-1].data)
@@ -59,7 +66,7 @@ def test_previews_and_other_encodings(store):
         return await served(engine, job(steps=4, previews=2, encoding=encoding))
 
     events = played(store, play)
-    previews = [event for event in events if isinstance(event, Preview)]
+    previews = [event for event in events if isinstance(event, PreviewEvent)]
     assert [one.number for one in previews] == [0, 1]
     assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, events[-1]))
 
@@ -88,7 +95,7 @@ def test_who_leaves_frees_the_engine_within_a_step(store):
         async with contextlib.aclosing(engine.generate(job(steps=1000))) as events:
             seen = 0
             async for event in events:
-                seen += isinstance(event, Progress)
+                seen += isinstance(event, StepEvent)
                 if seen == 3:
                     break
         steps = _count(engine, "aimage_generation_step_seconds_count")
@@ -97,7 +104,7 @@ def test_who_leaves_frees_the_engine_within_a_step(store):
 
     steps, again, cancelled = played(store, play)
     assert steps == 3
-    assert isinstance(again[-1], Picture)
+    assert isinstance(again[-1], ImageEvent)
     assert cancelled == 1
 
 
@@ -105,7 +112,7 @@ def test_who_leaves_the_queue_makes_room(store):
     async def play(engine):
         running = engine.generate(job(steps=300))
         await anext(running)
-        while not isinstance(await anext(running), Progress):
+        while not isinstance(await anext(running), StepEvent):
             pass
         waiting = asyncio.create_task(served(engine, job()))
         while engine.waiting == 0:
@@ -124,7 +131,7 @@ def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(st
     async def play(engine):
         events = engine.generate(job(steps=1000))
         async for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, StepEvent):
                 break
         os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
         with pytest.raises(ModelError, match="killed by signal 9"):
@@ -132,7 +139,7 @@ def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(st
                 pass
         return await served(engine, job())
 
-    assert isinstance(played(store, play)[-1], Picture)
+    assert isinstance(played(store, play)[-1], ImageEvent)
 
 
 def test_a_process_that_was_killed_while_idle_is_started_again(store):
@@ -144,7 +151,7 @@ def test_a_process_that_was_killed_while_idle_is_started_again(store):
             await asyncio.sleep(0.01)
         return await served(engine, job())
 
-    assert [type(event) for event in played(store, play)][1] is Loading
+    assert [type(event) for event in played(store, play)][1] is LoadingEvent
 
 
 def test_keep_alive(store):
@@ -196,7 +203,7 @@ def test_stop_ends_what_runs(store):
     async def play(engine):
         events = engine.generate(job(steps=1000))
         async for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, StepEvent):
                 break
         assert await engine.stop(NAME)
         with pytest.raises(StoppedError, match="was stopped"):
@@ -222,7 +229,7 @@ def test_a_deadline(store):
 
     failed, given_up, heard = played(store, play)
     assert (failed, given_up) == (1, 0)  # nobody has left
-    assert isinstance(heard[-1], Picture)
+    assert isinstance(heard[-1], ImageEvent)
 
 
 def test_a_bad_request_is_refused_and_the_model_stays(store):
@@ -244,21 +251,21 @@ def test_a_model_that_is_not_here(store, name):
 
 
 def test_a_model_is_pulled_first_and_its_progress_is_heard(store, registry, repository, tmp_path):
+    from clowder_aimage.engine.event import PullingEvent
     from clowder_aimage.push import push
-    from clowder_aimage.worker.event import Pulling
 
     there = Reference.parse(f"{repository}:v1")
     store.tag(store.resolve(NAME), there)
-    push(store, there, Connection())
-    fresh = Stores([tmp_path / "fresh"])
+    push(store, there, ClientOptions())
+    fresh = LayeredStore([tmp_path / "fresh"])
 
     async def play(engine):
         return await served(engine, job(str(there)))
 
     events = played(fresh, play)
-    pulling = [event for event in events if isinstance(event, Pulling)]
+    pulling = [event for event in events if isinstance(event, PullingEvent)]
     assert pulling[-1].done == pulling[-1].total > 0
-    assert isinstance(events[-1], Picture)
+    assert isinstance(events[-1], ImageEvent)
 
 
 def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
@@ -273,7 +280,7 @@ def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
         await closing
         return await running
 
-    assert isinstance(played(store, play)[-1], Picture)
+    assert isinstance(played(store, play)[-1], ImageEvent)
 
 
 def _count(engine, name):

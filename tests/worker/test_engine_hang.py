@@ -17,14 +17,20 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.engine import frame
+from clowder_aimage.engine.child_process import ChildProcess
+from clowder_aimage.engine.engine import FOR_EVER
+from clowder_aimage.engine.engine_error import DeadlineError, StoppedError
+from clowder_aimage.engine.event import (
+    ImageEvent,
+    LoadingEvent,
+    QueuedEvent,
+    StartedEvent,
+    StepEvent,
+)
+from clowder_aimage.engine.process import _lacks_memory
+from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
 from clowder_aimage.errors import ModelError
-from clowder_aimage.worker import frame
-from clowder_aimage.worker.child import Child
-from clowder_aimage.worker.engine import FOR_EVER
-from clowder_aimage.worker.event import Begun, Loading, Picture, Progress, Queued
-from clowder_aimage.worker.process import _lacks_memory
-from clowder_aimage.worker.refusal import DeadlineError, StoppedError
-from clowder_aimage.worker.runner import NoMemoryError, Runner, _error
 from tests.worker.playing import (
     NAME,
     Client,
@@ -49,7 +55,7 @@ def store(tmp_path_factory):
 async def at_work(engine, name="tiny", **options):
     """A client whose request runs, and the process of its model."""
     client = Client(engine, job(name, steps=1000, **options))
-    await client.hears(Progress)
+    await client.hears(StepEvent)
     (model,) = (one for one in engine.loaded() if str(one.reference) == f"{name}:latest")
     return client, model.runner.pid
 
@@ -59,7 +65,7 @@ async def queued(engine, *names):
     clients = []
     for name in names:
         clients.append(Client(engine, job(name)))
-        await clients[-1].hears(Queued)
+        await clients[-1].hears(QueuedEvent)
     return clients
 
 
@@ -70,7 +76,7 @@ async def loading(engine, name="tiny"):
     await until(lambda: children() - before)
     (pid,) = children() - before
     os.kill(pid, signal.SIGSTOP)
-    await client.hears(Loading)
+    await client.hears(LoadingEvent)
     return client, pid
 
 
@@ -91,7 +97,7 @@ def test_a_process_that_dies_when_its_client_has_left_holds_nobody_up(store):
         os.kill(pid, signal.SIGKILL)
         return await asyncio.gather(same.result(), other.result())
 
-    assert all(isinstance(heard[-1], Picture) for heard in played(store, play))
+    assert all(isinstance(heard[-1], ImageEvent) for heard in played(store, play))
 
 
 def test_a_model_whose_process_dies_is_not_loaded_any_more(store):
@@ -126,7 +132,7 @@ def test_the_deadline_is_kept_though_the_process_hangs(store):
 
     hint, again, gone = played(store, play, patience=0.1)
     assert "fewer steps" in hint
-    assert isinstance(again[-1], Picture)
+    assert isinstance(again[-1], ImageEvent)
     assert gone  # it did not listen
 
 
@@ -161,7 +167,7 @@ def test_a_step_that_takes_long_may_end(store):
         os.kill(pid, signal.SIGSTOP)
         await client.leave()
         (after,) = await queued(engine, "tiny")
-        assert not any(isinstance(event, Begun) for event in after.heard)
+        assert not any(isinstance(event, StartedEvent) for event in after.heard)
         os.kill(pid, signal.SIGCONT)
         await after.result()
         return pid, engine.loaded()[0].runner.pid
@@ -180,7 +186,7 @@ def test_who_is_cut_off_twice_does_no_harm_to_those_who_come_next(store):
             await asyncio.sleep(0)
         next_two = [Client(engine, job(seed=seed)) for seed in (5, 6)]
         for each in next_two:
-            await each.hears(Queued)
+            await each.hears(QueuedEvent)
         os.kill(pid, signal.SIGCONT)
         return wanted, [(await each.result())[-1].data for each in next_two]
 
@@ -200,7 +206,7 @@ def test_stop_ends_a_process_that_hangs(store):
                 await each.result()
         return await served(engine, job())
 
-    assert isinstance(played(store, play)[-1], Picture)
+    assert isinstance(played(store, play)[-1], ImageEvent)
 
 
 # -- loads
@@ -215,7 +221,7 @@ def test_stop_ends_a_load(store):
             await client.result()
         return await served(engine, job("other"))
 
-    assert isinstance(played(store, play)[-1], Picture)
+    assert isinstance(played(store, play)[-1], ImageEvent)
 
 
 def test_stop_waits_for_a_process_that_the_system_is_slow_to_end(store, monkeypatch):
@@ -269,7 +275,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_called_off(store):
         return is_gone(pid), heard, [str(one.reference) for one in engine.loaded()]
 
     gone, heard, names = played(store, play)
-    assert gone and isinstance(heard[-1], Picture)
+    assert gone and isinstance(heard[-1], ImageEvent)
     assert names == ["other:latest"]
 
 
@@ -299,7 +305,7 @@ def test_all_who_wait_for_a_load_hear_that_it_failed(store):
                 await each.result()
         return await served(engine, job())
 
-    assert isinstance(played(store, play)[-1], Picture)
+    assert isinstance(played(store, play)[-1], ImageEvent)
 
 
 def test_idle_models_go_before_a_load_fails_for_want_of_memory(store):
@@ -314,7 +320,7 @@ def test_idle_models_go_before_a_load_fails_for_want_of_memory(store):
         return heard, is_gone(idle), sample(engine, "aimage_model_evictions_total", reason="memory")
 
     heard, gone, evicted = played(store, play, models=2)
-    assert isinstance(heard[-1], Picture)
+    assert isinstance(heard[-1], ImageEvent)
     assert gone and evicted == 1
 
 
@@ -347,7 +353,7 @@ def test_a_forced_end_is_no_crash(store):
 def test_nothing_is_loaded_for_a_worker_that_ends(store):
     async def play(engine):
         client = Client(engine, job(steps=30))
-        await client.hears(Progress)
+        await client.hears(StepEvent)
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
         (other,) = await queued(engine, "other")
         closing = asyncio.create_task(engine.close(60))
@@ -362,8 +368,8 @@ def test_nothing_is_loaded_for_a_worker_that_ends(store):
         )
 
     heard, others, loads = played(store, play)
-    assert isinstance(heard[-1], Picture)
-    assert [type(event) for event in others] == [Queued]
+    assert isinstance(heard[-1], ImageEvent)
+    assert [type(event) for event in others] == [QueuedEvent]
     assert loads == 1
 
 
@@ -383,7 +389,7 @@ def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
 
     async def play():
         pipe = asyncio.subprocess.PIPE
-        child = Child(
+        child = ChildProcess(
             await asyncio.create_subprocess_exec(
                 sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
             )

@@ -14,15 +14,22 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.engine.available_memory import available
+from clowder_aimage.engine.engine import ModelSlot
+from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.event import (
+    ImageEvent,
+    LoadingEvent,
+    PullingEvent,
+    QueuedEvent,
+    StartedEvent,
+    StepEvent,
+)
 from clowder_aimage.errors import NotFoundError, UsageError
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.http.metric import Metrics
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.worker.available import available
-from clowder_aimage.worker.engine import Loaded
-from clowder_aimage.worker.event import Begun, Loading, Picture, Progress, Pulling, Queued
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.refusal import BusyError, DeadlineError, StoppedError
 from tests.worker.playing import NAME, Client, job, played, sample, served, stocked, until
 
 
@@ -44,12 +51,12 @@ def silence():
 def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
     async def play(engine):
         first = Client(engine, job(steps=1000))
-        await first.hears(Progress)
+        await first.hears(StepEvent)
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
         order, clients = [], []
         for name in ("tiny", "other", "tiny", "tiny"):
             clients.append(client := Client(engine, job(name)))
-            await client.hears(Queued)
+            await client.hears(QueuedEvent)
             number = len(clients)
             client.task.add_done_callback(lambda _, number=number: order.append(number))
         await first.leave()
@@ -67,7 +74,7 @@ def test_a_load_holds_up_nobody_whose_model_is_here(store):
     async def play(engine):
         await served(engine, job("tiny"))
         other = Client(engine, job("other"))
-        await other.hears(Loading)
+        await other.hears(LoadingEvent)
         before = len(other.heard)
         heard = await served(engine, job("tiny"))
         is_loading = len(other.heard) == before
@@ -75,7 +82,7 @@ def test_a_load_holds_up_nobody_whose_model_is_here(store):
         return heard, is_loading
 
     heard, is_loading = played(store, play, models=2)
-    assert isinstance(heard[-1], Picture) and is_loading
+    assert isinstance(heard[-1], ImageEvent) and is_loading
 
 
 # -- those who wait for a download
@@ -86,7 +93,7 @@ def test_downloads_that_hang_hold_up_nobody_whose_model_is_here(store):
         with silence() as host:
             pulls = [Client(engine, job(f"{host}/team/x{number}")) for number in range(3)]
             for each in pulls:
-                await each.hears(Pulling)
+                await each.hears(PullingEvent)
             with pytest.raises(BusyError, match="3 requests wait already"):
                 await served(engine, job(f"{host}/team/more"))
             waiting = engine.waiting
@@ -97,7 +104,7 @@ def test_downloads_that_hang_hold_up_nobody_whose_model_is_here(store):
 
     waiting, heard = played(store, play, queue=2)
     assert waiting == 3
-    assert all(isinstance(one[-1], Picture) for one in heard)
+    assert all(isinstance(one[-1], ImageEvent) for one in heard)
 
 
 def test_the_deadline_counts_a_download_too(store):
@@ -113,7 +120,7 @@ def test_who_waits_for_a_download_hears_at_once_that_the_worker_ends(store):
     async def play(engine):
         with silence() as host:
             asked = Client(engine, job(f"{host}/team/x"))
-            await asked.hears(Pulling)
+            await asked.hears(PullingEvent)
             other = Reference.parse(f"{host}/team/y")
             pull = asyncio.create_task(anext_of(engine.pull(other)))
             await until(lambda: engine._transfers.of(other))
@@ -138,16 +145,16 @@ def test_loading_makes_nothing_and_waits_for_no_turn(store):
         heard = await first.result()
         gone = not engine.loaded()
         working = Client(engine, job(steps=1000))
-        await working.hears(Progress)
+        await working.hears(StepEvent)
         again = await Client(engine, job(keep_alive=77.0), loads=True).result()
         kept = engine.loaded()[0].keep_alive
         await working.leave()
         return heard, gone, again, kept
 
     heard, gone, again, kept = played(store, play)
-    assert [type(event) for event in heard] == [Queued, Loading]
+    assert [type(event) for event in heard] == [QueuedEvent, LoadingEvent]
     assert gone  # as keep_alive says
-    assert [type(event) for event in again] == [Queued]
+    assert [type(event) for event in again] == [QueuedEvent]
     assert kept == 77.0
 
 
@@ -164,13 +171,13 @@ def test_wishes_may_depend_on_the_model(store):
         return heard
 
     heard = played(store, play)
-    assert sum(isinstance(event, Progress) for event in heard) == 3
-    assert sum(isinstance(event, Begun) for event in heard) == 1
+    assert sum(isinstance(event, StepEvent) for event in heard) == 3
+    assert sum(isinstance(event, StartedEvent) for event in heard) == 1
 
 
 @pytest.mark.parametrize("part", ["config", "layer", "manifest"])
 def test_a_damaged_model_is_said_to_be_damaged(tmp_path, part):
-    store = Stores([tmp_path / "store"])
+    store = LayeredStore([tmp_path / "store"])
     stocked(tmp_path / "store")
     stored = read_aimage(store, NAME)
     blob = {
@@ -226,7 +233,7 @@ def test_there_are_not_many_labels_for_models():
 
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
 def test_what_stays_for_ages_stays_for_ever(seconds):
-    model = Loaded(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
+    model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
     assert model.until is None
     model.keep_alive = 60.0
     assert 0 < (model.until - datetime.now(UTC)).total_seconds() <= 60

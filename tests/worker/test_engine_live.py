@@ -20,10 +20,11 @@ pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 pytest.importorskip("structlog")
 
+from clowder_aimage.engine import frame
 from clowder_aimage.errors import UsageError
+from clowder_aimage.http import systemd
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.worker import frame, notify
 from tests.conftest import TINY
 from tests.process import PROGRAM
 from tests.proxy import Proxy, Reply
@@ -129,7 +130,7 @@ def test_a_hangup_ends_nothing(worker):
 
 def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
     process = subprocess.Popen(
-        [sys.executable, "-m", "clowder_aimage.worker.process"],
+        [sys.executable, "-m", "clowder_aimage.engine.process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -205,7 +206,7 @@ def test_a_socket_that_is_none_is_said(worker, target):
 
 def test_a_socket_that_does_not_listen_is_said(monkeypatch):
     with socket.socket() as mute:
-        monkeypatch.setattr(notify, "FIRST", os.dup(mute.fileno()))
+        monkeypatch.setattr(systemd, "FIRST", os.dup(mute.fileno()))
         environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
         with pytest.raises(UsageError, match="it does not listen"):
-            notify.given(environment)
+            systemd.given(environment)

@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.cli.remote import facts_of
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.cli.console.remote_worker import facts_of
+from clowder_aimage.engine import machine
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Reference
-from clowder_aimage.worker import machine
 from tests.process import Aimage
 from tests.worker.conftest import answer_to, begin
 
@@ -236,7 +236,7 @@ def own(stocked, tmp_path):
 
 def spoil_text_encoder(store: Path) -> None:
     """Have the text encoder's weights be none any more."""
-    stored = read_aimage(Stores([store]), Reference.parse("tiny"))
+    stored = read_aimage(LayeredStore([store]), Reference.parse("tiny"))
     for layer in stored.aimage.component("text_encoder"):
         digest = layer.descriptor.digest
         blob = store / "blobs" / digest.algorithm / digest.encoded

@@ -18,13 +18,13 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.layout import ImageLayout, mark
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.api.health import CLOSING, WANTED
-from clowder_aimage.worker.app import build_app
-from clowder_aimage.worker.readiness import Readiness
-from clowder_aimage.worker.serve import make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.api.health import CLOSING, WANTED
+from clowder_aimage.api.readiness import Readiness
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.http.app import build_app
+from clowder_aimage.http.server import make_service
+from clowder_aimage.layout import ImageLayout, fingerprint
+from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 
 # What dashboards and alerts are written for
@@ -37,7 +37,7 @@ aimage_model_load_duration_seconds_bucket aimage_pull_bytes_total aimage_http_re
 
 @pytest.fixture
 def service(tmp_path):
-    return make_service(Settings(), ImageLayout(tmp_path / "store"), Connection())
+    return make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
 
 def spoken(service, talk, *, wanted=(), tokens=None):
@@ -112,7 +112,9 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
     store, seen = ImageLayout(tmp_path / "store"), []
     store.pins.put("tiny:latest", {}, durable=False)
     exists, later = store.exists, time.time_ns() + 10**11
-    monkeypatch.setattr(mark, "time", SimpleNamespace(time_ns=lambda: later))  # all was long ago
+    monkeypatch.setattr(
+        fingerprint, "time", SimpleNamespace(time_ns=lambda: later)
+    )  # all was long ago
     monkeypatch.setattr(store, "exists", lambda blob: seen.append(blob) or exists(blob))
     readiness = Readiness(store)
     assert readiness.against() == [] and seen
@@ -128,7 +130,7 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
 
 def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, monkeypatch):
     store, later = ImageLayout(stocked), time.time_ns() + 10**11
-    monkeypatch.setattr(mark, "time", SimpleNamespace(time_ns=lambda: later))
+    monkeypatch.setattr(fingerprint, "time", SimpleNamespace(time_ns=lambda: later))
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json", errno.EMFILE)

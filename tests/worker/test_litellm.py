@@ -23,7 +23,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from PIL import Image
 
-from clowder_aimage.worker.client import Client
+from clowder_aimage.engine.worker_client import WorkerClient
 from tests.scripted_worker import Says, ScriptedWorker, says
 from tests.worker.conftest import Worker
 
@@ -212,7 +212,7 @@ def test_the_key_is_the_token(litellm, worker, tmp_path):
 def test_a_full_queue_is_of_its_class_and_free_again_when_the_other_leaves(litellm, named):
     litellm.made(steps=1)  # its import takes longer than a picture
     body = {"model": "tiny", "prompt": "a cat", "stream": True, "steps": 1000, "n": 10}
-    drawing = Client(named.host).events("/v1/images/generations", body)
+    drawing = WorkerClient(named.host).events("/v1/images/generations", body)
     while next(drawing)[0] != "progress":
         pass
     found = litellm()

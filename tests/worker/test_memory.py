@@ -14,15 +14,15 @@ pytest.importorskip("mlx")
 
 from clowder_aimage import generate
 from clowder_aimage.create import create
+from clowder_aimage.engine import machine
+from clowder_aimage.engine.event import ImageEvent
+from clowder_aimage.engine.runner import KeepAlive, Runner
 from clowder_aimage.errors import AImageError, UsageError
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import on_gpu
-from clowder_aimage.model.pipeline import Request
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
-from clowder_aimage.worker import machine
-from clowder_aimage.worker.event import Picture
-from clowder_aimage.worker.runner import Keep, Runner
 from tests.conftest import TINY
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -78,7 +78,7 @@ def test_a_file_that_says_something_else_is_passed_over(tmp_path, said):
 
 @pytest.fixture
 def store(tmp_path):
-    store = Stores([tmp_path / "store"])
+    store = LayeredStore([tmp_path / "store"])
     create(store, Reference.parse("tiny"), TINY)
     return store
 
@@ -93,7 +93,7 @@ def lose_text_encoder(store):
 async def picture(runner, prompt):
     wishes = {"width": 32, "height": 32, "steps": 1, "seed": 7}
     async with contextlib.aclosing(runner.generate("tiny", prompt, wishes, {})) as events:
-        return [event.data async for event in events if isinstance(event, Picture)]
+        return [event.data async for event in events if isinstance(event, ImageEvent)]
 
 
 def played(store, play, keep):
@@ -115,10 +115,10 @@ async def two(runner):
 
 
 @pytest.mark.parametrize(
-    "keep", [Keep("release"), Keep(memory=1), Keep(memory=30_000_000, models=30)]
+    "keep", [KeepAlive("release"), KeepAlive(memory=1), KeepAlive(memory=30_000_000, models=30)]
 )
 def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, keep):
-    stays = played(store, two, Keep("keep"))
+    stays = played(store, two, KeepAlive("keep"))
     assert played(store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
 
@@ -133,7 +133,7 @@ def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, 
     assert played(store, without, keep) == stays[0]
 
 
-@pytest.mark.parametrize("keep", [Keep("keep", 1), Keep(), Keep(memory=30_000_000)])
+@pytest.mark.parametrize("keep", [KeepAlive("keep", 1), KeepAlive(), KeepAlive(memory=30_000_000)])
 def test_a_process_with_room_keeps_the_text_encoder(store, keep):
     async def without(runner):
         await picture(runner, "a dog")
@@ -155,7 +155,7 @@ def pipeline(store):
 
 def refused(pipeline, width, height, **more):
     with pytest.raises(UsageError) as caught:
-        pipeline.generate(Request("a dog", width, height, steps=1, **more))
+        pipeline.generate(GenerateRequest("a dog", width, height, steps=1, **more))
     return caught.value
 
 
@@ -170,7 +170,9 @@ def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
 
 def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
     pipeline.make_room("keep", None, GIB)
-    assert pipeline.generate(Request("a dog", 1024, 1024)) is not None  # as much as there is
+    assert (
+        pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
+    )  # as much as there is
     error = refused(pipeline, 2048, 1024)
     side = int(re.search("such as ([0-9]+)x", error.hint)[1])
     assert side == 1024
@@ -185,25 +187,29 @@ def test_what_mlx_would_count_wrong_is_refused_whatever_memory_there_is(pipeline
         pytest.skip("of a CPU")
     pipeline.make_room("keep", None, 1 << 50)
     for side in (1024, 1536, 1712):
-        pipeline.check(Request("a dog", side, side))
+        pipeline.check(GenerateRequest("a dog", side, side))
     error = refused(pipeline, 2048, 2048)
     assert "attention has 4294967296 numbers, and this device takes 2147483647" in error.message
     assert "1712x1712" in error.hint
 
 
 def test_many_heads_and_long_texts_count(pipeline):
-    few = pipeline.arrays(Request("a dog"), 512, 512).numbers
+    few = pipeline.arrays(GenerateRequest("a dog"), 512, 512).numbers
     assert few == 4096**2  # of the decoder
     pipeline.vae.config = dataclasses.replace(pipeline.vae.config, mid_block_add_attention=False)
-    short = pipeline.arrays(Request("a dog"), 512, 512).numbers
+    short = pipeline.arrays(GenerateRequest("a dog"), 512, 512).numbers
     assert 2 * 1024**2 < short < few
-    long = pipeline.arrays(Request("a dog", guidance=1, negative="a cat " * 50), 512, 512).numbers
+    long = pipeline.arrays(
+        GenerateRequest("a dog", guidance=1, negative="a cat " * 50), 512, 512
+    ).numbers
     assert long > short
-    assert pipeline.arrays(Request("a dog", negative="a cat " * 50), 512, 512).numbers == short
+    assert (
+        pipeline.arrays(GenerateRequest("a dog", negative="a cat " * 50), 512, 512).numbers == short
+    )
 
 
 def test_what_the_decoder_lays_out_counts(pipeline):
     if on_gpu():
         pytest.skip("of a CPU")
-    wide = pipeline.arrays(Request("a dog"), 8192, 16).size
+    wide = pipeline.arrays(GenerateRequest("a dog"), 8192, 16).size
     assert wide == 8192 * 16 * 8 * 9 * 4  # pixels, channels, surroundings, bytes

@@ -228,7 +228,7 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
     ],
 )
 def test_a_keep_alive_is_seconds_or_a_duration_of_go(said, seconds):
-    from clowder_aimage.worker.api.drawing import keep_alive
+    from clowder_aimage.api.ollama_generate import keep_alive
 
     assert keep_alive(said) == seconds
 

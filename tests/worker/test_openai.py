@@ -31,8 +31,8 @@ from PIL import Image as Pillow
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.dialect import AImage
-from clowder_aimage.layout.aimage import read_aimage
-from clowder_aimage.layout.stores import Stores
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -62,7 +62,7 @@ STEPS = 30  # of the model that those commands mean
 INFER, ADMIN = "infer-0123456789abcdef0123456789", "admin-0123456789abcdef0123456789"
 
 
-def named(store: Stores, name: str, **changes: Any) -> None:
+def named(store: LayeredStore, name: str, **changes: Any) -> None:
     """Have ``name`` mean the embedded model with another config."""
     stored = read_aimage(store, Reference.parse("tiny"))
     config = encode({**stored.aimage.properties, **changes})
@@ -75,7 +75,7 @@ def named(store: Stores, name: str, **changes: Any) -> None:
 @pytest.fixture(scope="module")
 def live(worker):
     """A worker with the names that clients know."""
-    store = Stores([worker.store])
+    store = LayeredStore([worker.store])
     size = {"width": 64, "height": 64}
     named(store, "local/long:v1", defaults=size | {"steps": STEPS})
     named(store, "short", defaults=size | {"steps": 1})
@@ -639,7 +639,7 @@ def test_nothing_stands_in_for_a_name_that_is_exact(live, worker):
         assert post(other.url, {"prompt": "a dog", "model": name})[0] == 400, name
     body = {"prompt": "a dog", "model": "dall-e-3", "pull": "never"}
     assert post(other.url, body)[1]["X-Aimage-Model"] == "short:latest"  # it named no registry
-    digest = Stores([live.store]).resolve(Reference.parse("tiny")).digest
+    digest = LayeredStore([live.store]).resolve(Reference.parse("tiny")).digest
     status, headers, _ = post(other.url, {**SHORT, "model": f"tiny@{digest}"})
     assert (status, headers["X-Aimage-Model"]) == (200, f"tiny@{digest}")
 
@@ -746,7 +746,7 @@ def test_a_link_needs_no_token(worker, tmp_path):
 
 def test_a_model_is_fetched_first_and_its_bytes_are_told(live, registry, repository, aimage):
     there = Reference.parse(f"{repository}:v1")
-    store = Stores([live.store])
+    store = LayeredStore([live.store])
     store.tag(store.resolve(Reference.parse("short")), there)
     live.aimage("push", "-q", there)
     other = live.start("--default-model", "short")

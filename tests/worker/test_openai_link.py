@@ -6,8 +6,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from clowder_aimage.api.picture_link import PATH, ExpiredError, LinkedPicture, PictureLinks
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.worker.api.link import PATH, ExpiredError, Kept, Pictures
 
 
 class Clock:
@@ -23,11 +23,11 @@ def parts(url: str) -> tuple[str, str, str]:
     return found.path.removeprefix(PATH), query["expires"][0], query["signature"][0]
 
 
-def find(pictures: Pictures, url: str) -> Kept:
+def find(pictures: PictureLinks, url: str) -> LinkedPicture:
     return pictures.find(*parts(url))
 
 
-def is_kept(pictures: Pictures, url: str) -> bool:
+def is_kept(pictures: PictureLinks, url: str) -> bool:
     try:
         find(pictures, url)
     except ExpiredError:
@@ -37,7 +37,7 @@ def is_kept(pictures: Pictures, url: str) -> bool:
 
 def test_a_link_gives_the_picture_back_for_an_hour() -> None:
     clock = Clock()
-    pictures = Pictures(clock=clock)
+    pictures = PictureLinks(clock=clock)
     url = pictures.keep(b"picture", "webp")
     assert (find(pictures, url).data, find(pictures, url).media_type) == (b"picture", "image/webp")
     clock.now += 3599
@@ -49,13 +49,13 @@ def test_a_link_gives_the_picture_back_for_an_hour() -> None:
 
 
 def test_two_pictures_have_two_links() -> None:
-    pictures = Pictures()
+    pictures = PictureLinks()
     assert len({pictures.keep(b"same", "png") for _ in range(50)}) == 50
 
 
 def test_a_link_that_was_changed_is_none_of_ours() -> None:
     clock = Clock()
-    pictures = Pictures(clock=clock)
+    pictures = PictureLinks(clock=clock)
     name, expires, signature = parts(pictures.keep(b"one", "png"))
     other, _, _ = parts(pictures.keep(b"two", "png"))
     for wrong in (
@@ -82,17 +82,17 @@ def test_a_link_that_was_changed_is_none_of_ours() -> None:
 
 def test_another_workers_link_is_none_of_ours() -> None:
     with pytest.raises(NotFoundError, match="no such picture"):
-        find(Pictures(), Pictures().keep(b"one", "png"))
+        find(PictureLinks(), PictureLinks().keep(b"one", "png"))
 
 
 def test_the_oldest_picture_goes_when_there_are_too_many() -> None:
-    pictures = Pictures(most=2)
+    pictures = PictureLinks(most=2)
     urls = [pictures.keep(b"picture", "png") for _ in range(3)]
     assert [is_kept(pictures, url) for url in urls] == [False, True, True]
 
 
 def test_the_oldest_pictures_go_when_they_are_too_large() -> None:
-    pictures = Pictures(largest=10)
+    pictures = PictureLinks(largest=10)
     urls = [pictures.keep(data, "png") for data in (b"1234", b"1234", b"12345678")]
     assert [is_kept(pictures, url) for url in urls] == [False, False, True]
     assert pictures.size == 8
@@ -100,7 +100,7 @@ def test_the_oldest_pictures_go_when_they_are_too_large() -> None:
 
 def test_what_has_expired_is_not_kept_until_somebody_asks() -> None:
     clock = Clock()
-    pictures = Pictures(clock=clock)
+    pictures = PictureLinks(clock=clock)
     pictures.keep(b"picture", "png")
     clock.now += 3600
     pictures.purge()

@@ -12,12 +12,12 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("numpy")
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.api.image_request import MAX_TEXT, PRESETS, ImageDefaults, _read, read_request
+from clowder_aimage.api.openai import _meant
+from clowder_aimage.api.request_fields import RequestFields
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
-from clowder_aimage.worker.api.fields import Fields
-from clowder_aimage.worker.api.image_request import MAX_TEXT, PRESETS, Usual, _read, read_request
-from clowder_aimage.worker.api.openai import _meant
-from clowder_aimage.worker.error import ApiError
+from clowder_aimage.http.api_error import ApiError
 
 
 def read(raw: bytes | None = None, *, strict: bool = False, **fields: object):
@@ -243,7 +243,7 @@ def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
 
 
 def test_what_is_not_said_is_as_the_worker_does_it() -> None:
-    usual = Usual("never", "openai", facts=False)
+    usual = ImageDefaults("never", "openai", facts=False)
     wish = read_request(b'{"prompt": "a"}', usual=usual)
     assert (wish.pull, wish.stream_format, wish.facts) == ("never", "openai", False)
     said = b'{"prompt": "a", "pull": "always", "stream_format": "auto", "png_facts": true}'
@@ -313,7 +313,7 @@ def test_the_documentation_names_every_field_and_preset() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
     section = text.partition("### What a request may say")[2].partition("### Streams")[0]
     documented = set(re.findall(r"`([a-z_]+)`", section))
-    fields = Fields({"prompt": "a dog"})
+    fields = RequestFields({"prompt": "a dog"})
     _read(fields, lambda: 1)
     fields.flag("strict")
     assert fields._asked <= documented

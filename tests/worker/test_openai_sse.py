@@ -14,8 +14,8 @@ pytest.importorskip("aiohttp")
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from clowder_aimage.api import sse
 from clowder_aimage.errors import UsageError
-from clowder_aimage.worker.api import sse
 
 
 def test_a_frame() -> None:
@@ -112,7 +112,7 @@ def test_what_the_events_raise_is_raised_after_them() -> None:
 
 
 def served(
-    talk: Callable[[sse.Stream], Coroutine[Any, Any, None]],
+    talk: Callable[[sse.EventStream], Coroutine[Any, Any, None]],
     listen: Callable[[Any], Coroutine[Any, Any, Any]],
     clock: Callable[[], float],
 ) -> tuple[Any, list[BaseException]]:
@@ -121,7 +121,7 @@ def served(
     over = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        stream = sse.Stream(request, {"X-More": "1"}, clock=clock)
+        stream = sse.EventStream(request, {"X-More": "1"}, clock=clock)
         try:
             await stream.open()
             await talk(stream)
@@ -147,7 +147,7 @@ def served(
 def test_a_comment_is_sent_after_silence_and_not_before() -> None:
     now = [0.0]
 
-    async def talk(stream: sse.Stream) -> None:
+    async def talk(stream: sse.EventStream) -> None:
         for passed in (sse.KEEP_ALIVE - 1, 1, 1, sse.KEEP_ALIVE - 1):
             now[0] += passed
             await stream.keep_alive()
@@ -167,7 +167,7 @@ def test_a_comment_is_sent_after_silence_and_not_before() -> None:
 def test_what_is_sent_arrives_at_once() -> None:
     heard = asyncio.Event()
 
-    async def talk(stream: sse.Stream) -> None:
+    async def talk(stream: sse.EventStream) -> None:
         await stream.send(sse.frame("one", 1))
         await asyncio.wait_for(heard.wait(), 30)  # nothing more is sent until it has arrived
         await stream.send(sse.frame("two", 2))
@@ -182,7 +182,7 @@ def test_what_is_sent_arrives_at_once() -> None:
 
 
 def test_a_client_that_has_left_is_noticed_without_a_word_being_sent() -> None:
-    async def talk(stream: sse.Stream) -> None:
+    async def talk(stream: sse.EventStream) -> None:
         while True:
             await stream.keep_alive()
             await asyncio.sleep(0)
@@ -197,7 +197,7 @@ def test_a_client_that_has_left_is_noticed_without_a_word_being_sent() -> None:
 def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "STALL", 0.2)
 
-    async def talk(stream: sse.Stream) -> None:
+    async def talk(stream: sse.EventStream) -> None:
         await stream.send(b"x" * (64 << 20))
 
     async def listen(response: Any) -> None:

@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from clowder_aimage.api.image_request import read_request
+from clowder_aimage.api.openapi import FILE
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.http.app import all_routes
+from clowder_aimage.http.route import OPEN
+from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.api.image_request import read_request
-from clowder_aimage.worker.api.openapi import FILE
-from clowder_aimage.worker.app import all_routes
-from clowder_aimage.worker.route import OPEN
-from clowder_aimage.worker.serve import make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.registry import ClientOptions
 
 DOCUMENT = json.loads(FILE.read_text("utf-8"))
 OPERATIONS = {
@@ -36,7 +36,7 @@ EXAMPLES |= {"width": 16, "height": 16}
 @pytest.fixture
 def routes(tmp_path):
     async def make():
-        return all_routes(make_service(Settings(), ImageLayout(tmp_path), Connection()))
+        return all_routes(make_service(Settings(), ImageLayout(tmp_path), ClientOptions()))
 
     return asyncio.run(make())
 

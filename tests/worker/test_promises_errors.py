@@ -23,16 +23,16 @@ pytest.importorskip("pydantic_settings", reason="pydantic-settings is not instal
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.api import openai, picture_link
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.http.app import all_routes, build_app
+from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, Route
+from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.node.daemon import Daemon
+from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import Digest, mediatype
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.api import link, openai
-from clowder_aimage.worker.app import all_routes, build_app
-from clowder_aimage.worker.node.daemon import Daemon
-from clowder_aimage.worker.node.settings import NodeSettings
-from clowder_aimage.worker.route import ADMIN, INFER, NODE, OPEN, Route
-from clowder_aimage.worker.serve import make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_world import plant
 
 TOKENS = {ADMIN: "a" * 16, INFER: "i" * 16, NODE: "n" * 16}
@@ -69,7 +69,7 @@ class Walk:
     """A worker that is a node as well, without a pipeline behind it."""
 
     def __init__(self, root: Path) -> None:
-        service = make_service(Settings(), ImageLayout(root / "store"), Connection())
+        service = make_service(Settings(), ImageLayout(root / "store"), ClientOptions())
         known = {token: scope for scope, token in TOKENS.items()}
         self._daemon = Daemon(service, NodeSettings(), known)
         self.routes: list[Route] = [*all_routes(service), *self._daemon.routes()]
@@ -203,7 +203,7 @@ def test_a_token_opens_what_is_of_its_scope_and_no_more(walk: Walk, scope: str) 
 
 
 # What anyone may ask, and what changes nothing though it is no GET
-OPENED = {"/", "/api/version", "/healthz", "/openapi.json", "/readyz", link.PATH + "{name}"}
+OPENED = {"/", "/api/version", "/healthz", "/openapi.json", "/readyz", picture_link.PATH + "{name}"}
 HARMLESS = {"/v1/images/generations", "/api/generate", "/api/show"}
 
 
@@ -336,9 +336,9 @@ def test_errors_are_answers_also_to_those_who_only_ask_for_the_head(walk: Walk) 
 def test_a_link_that_is_too_old_is_gone_and_one_that_is_none_is_not_found(walk: Walk) -> None:
     """A link lasts 60 minutes; after that it is 410, and the answer says what to do."""
     now = [1000.0]
-    images = openai.Images(walk.service)
-    images._pictures = link.Pictures(clock=lambda: now[0])
-    walk.routes = [Route("GET", link.PATH + "{name}", images.fetch, OPEN)]
+    images = openai.ImageRoutes(walk.service)
+    images._pictures = picture_link.PictureLinks(clock=lambda: now[0])
+    walk.routes = [Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN)]
     place = images._pictures.keep(b"picture", "webp")
     (said,) = walk.ask([("GET", place)])
     assert (said.status, said.kind, said.body) == (200, "image/webp", b"picture")

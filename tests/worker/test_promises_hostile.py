@@ -26,16 +26,16 @@ pytest.importorskip("pydantic_settings", reason="pydantic-settings is not instal
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.distribution.registry_app import build_app as registry_app
+from clowder_aimage.distribution.upstream import UpstreamRegistry
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.http.app import all_routes, build_app
+from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.node.daemon import Daemon
+from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import mediatype
-from clowder_aimage.registry import Connection
-from clowder_aimage.server.app import build_app as registry_app
-from clowder_aimage.server.upstream import Upstream
-from clowder_aimage.worker.app import all_routes, build_app
-from clowder_aimage.worker.node.daemon import Daemon
-from clowder_aimage.worker.node.settings import NodeSettings
-from clowder_aimage.worker.serve import make_service
-from clowder_aimage.worker.settings import Settings
+from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_corpus import TEXTS
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact
 
@@ -72,7 +72,7 @@ def spoken(
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[..., list[tuple[int, bytes, Any]]]]:
     """Asks a worker that is a node as well. ``credentials`` of nobody are on this machine."""
-    nowhere = Connection(docker_config=tmp_path / "docker")
+    nowhere = ClientOptions(docker_config=tmp_path / "docker")
     service = make_service(Settings(), ImageLayout(tmp_path / "in" / "store"), nowhere)
     daemon = Daemon(service, NodeSettings(), {})
 
@@ -274,7 +274,9 @@ def test_a_cache_asks_its_upstream_for_nothing_that_is_no_digest(
     if ":" not in digest and re.fullmatch(r"[\w.-]*", digest, re.ASCII):
         asked = [one for one in asked if "/manifests/" not in one[1]]  # it may be a tag
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
-        upstream = Upstream.parse(registry.host, Connection(docker_config=tmp_path / "docker"))
+        upstream = UpstreamRegistry.parse(
+            registry.host, ClientOptions(docker_config=tmp_path / "docker")
+        )
         app = registry_app(ImageLayout(tmp_path / "store"), upstream=upstream)
         for one, (status, _, _) in zip(asked, spoken(app, asked), strict=True):
             assert status in (400, 404), one

@@ -32,8 +32,8 @@ from openai.types import (
 from openai.types.image_model import ImageModel
 from pydantic import BaseModel
 
-from clowder_aimage.worker.api.image_request import read_request
-from clowder_aimage.worker.error import ApiError
+from clowder_aimage.api.image_request import read_request
+from clowder_aimage.http.api_error import ApiError
 from tests.worker.conftest import Worker, answer_to
 
 GENERATIONS = "/v1/images/generations"

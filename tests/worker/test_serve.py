@@ -23,9 +23,9 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 
 import structlog
 
-from clowder_aimage.worker import notify
-from clowder_aimage.worker.life import Signals, drain
-from clowder_aimage.worker.log import FORMATS, configure, redact
+from clowder_aimage.http import systemd
+from clowder_aimage.http.log import FORMATS, configure, redact
+from clowder_aimage.http.shutdown import Signals, drain
 from tests.conftest import TINY
 from tests.process import PROGRAM
 
@@ -316,13 +316,13 @@ def test_systemd_is_told(worker, tmp_path_factory):
 
 
 def test_nobody_need_be_told():
-    notify.notify("READY=1", {})
-    notify.notify("READY=1", {"NOTIFY_SOCKET": "/nowhere/at/all"})
-    notify.notify("READY=1", {"NOTIFY_SOCKET": "relative"})
+    systemd.notify("READY=1", {})
+    systemd.notify("READY=1", {"NOTIFY_SOCKET": "/nowhere/at/all"})
+    systemd.notify("READY=1", {"NOTIFY_SOCKET": "relative"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         if sys.platform == "linux":
             heard.bind("\0" + (name := f"aimage-{os.getpid()}"))
-            notify.notify("READY=1", {"NOTIFY_SOCKET": f"@{name}"})
+            systemd.notify("READY=1", {"NOTIFY_SOCKET": f"@{name}"})
             assert heard.recv(100) == b"READY=1"
 
 
@@ -336,7 +336,7 @@ def test_nobody_need_be_told():
     ],
 )
 def test_how_often_the_watchdog_wants_to_hear(environment, period):
-    assert notify.watchdog(environment) == period
+    assert systemd.watchdog(environment) == period
 
 
 def activated(worker, listening, *arguments):

@@ -14,6 +14,16 @@ pytest.importorskip("prometheus_client")
 
 from clowder_aimage.content import Rate
 from clowder_aimage.create import create
+from clowder_aimage.engine.engine_error import BusyError, StoppedError
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.transfer_queue import (
+    DESIRED,
+    INTERACTIVE,
+    MOST,
+    PREFETCH,
+    TransferQueue,
+    of_registry,
+)
 from clowder_aimage.errors import (
     FormatError,
     NetworkError,
@@ -25,22 +35,12 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
+from clowder_aimage.http.api_error import api_error
+from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.error import api_error
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.refusal import BusyError, StoppedError
-from clowder_aimage.worker.transfers import (
-    DESIRED,
-    INTERACTIVE,
-    MOST,
-    PREFETCH,
-    Transfers,
-    of_registry,
-)
+from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 from tests.real_registry import RealRegistry
@@ -53,7 +53,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry) -> 
     store = ImageLayout(tmp_path_factory.mktemp("transfers") / "store")
     name = Reference.parse(f"{registry.host}/{PATH}")
     create(store, name, TINY)
-    push(store, name, Connection())
+    push(store, name, ClientOptions())
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ class Played:
     """Transfers into an empty store."""
 
     def __init__(self, root: Any) -> None:
-        self.store, self.metrics, self.news = ImageLayout(root), Metrics(), News()
-        self.all = Transfers(self.store, Connection(), self.metrics, self.news, settle=0.0)
+        self.store, self.metrics, self.news = ImageLayout(root), Metrics(), EventLog()
+        self.all = TransferQueue(self.store, ClientOptions(), self.metrics, self.news, settle=0.0)
 
     def counted(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -263,8 +263,8 @@ def test_a_limit_is_for_what_comes_from_the_registry(tmp_path, pushed, registry)
         assert sum(passed) >= pull.total
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clowder_aimage.worker.transfers.Rate", Said)
-        patch.setattr(Connection, "limit", lambda *_: 10**9)
+        patch.setattr("clowder_aimage.engine.transfer_queue.Rate", Said)
+        patch.setattr(ClientOptions, "limit", lambda *_: 10**9)
         played(tmp_path, play)
 
 

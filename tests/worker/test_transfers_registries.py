@@ -12,16 +12,16 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.create import create
+from clowder_aimage.engine.engine_error import StoppedError
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.shared_transfer import SharedTransfer
+from clowder_aimage.engine.transfer_queue import DESIRED, INTERACTIVE, PREFETCH, TransferQueue
 from clowder_aimage.errors import NetworkError, NotFoundError, UnauthorizedError
+from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.refusal import StoppedError
-from clowder_aimage.worker.transfer import Transfer
-from clowder_aimage.worker.transfers import DESIRED, INTERACTIVE, PREFETCH, Transfers
+from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 
@@ -37,7 +37,7 @@ def silent(monkeypatch) -> Iterator[None]:
         released.wait(60)
         raise NetworkError(f"{reference.registry} does not answer")
 
-    monkeypatch.setattr("clowder_aimage.worker.transfers.pull", pull)
+    monkeypatch.setattr("clowder_aimage.engine.transfer_queue.pull", pull)
     yield
     released.set()
 
@@ -57,15 +57,15 @@ class Asked:
 
     def __init__(self, root, stack: ExitStack) -> None:
         self.store, self.metrics = ImageLayout(root), Metrics()
-        self.all = Transfers(self.store, Connection(), self.metrics, News(), settle=0.0)
+        self.all = TransferQueue(self.store, ClientOptions(), self.metrics, EventLog(), settle=0.0)
         self._stack = stack
         self._numbers = iter(range(10**6))
 
-    def ask(self, host: str, urgency: int = DESIRED, priority: int = 0) -> Transfer:
+    def ask(self, host: str, urgency: int = DESIRED, priority: int = 0) -> SharedTransfer:
         name = Reference.parse(f"{host}/team/x{next(self._numbers)}")
         return self.want(name, urgency, priority)
 
-    def want(self, name: Reference, urgency: int = DESIRED, priority: int = 0) -> Transfer:
+    def want(self, name: Reference, urgency: int = DESIRED, priority: int = 0) -> SharedTransfer:
         return self._stack.enter_context(
             self.all.pull(name, urgency=urgency, priority=priority),
         )
@@ -74,7 +74,7 @@ class Asked:
         """Let all that was asked for have had its turn."""
         await asyncio.sleep(0.01)
 
-    async def time_out(self, pull: Transfer) -> None:
+    async def time_out(self, pull: SharedTransfer) -> None:
         """The end of a pull whose registry says nothing, without waiting for that."""
         pull.end_now()
         with pytest.raises(StoppedError):
@@ -95,7 +95,7 @@ def played(tmp_path, play):
     return asyncio.run(run())
 
 
-def begun(pulls: list[Transfer]) -> int:
+def begun(pulls: list[SharedTransfer]) -> int:
     return sum(pull.is_begun for pull in pulls)
 
 
@@ -105,7 +105,7 @@ def test_a_model_comes_though_many_before_it_are_of_a_silent_registry(
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
-    push(first, reference, Connection())
+    push(first, reference, ClientOptions())
 
     async def play(it: Asked):
         pulls = [it.ask(silent_host, priority=1) for _ in range(12)]
@@ -196,7 +196,7 @@ def test_a_pull_that_fails_is_counted_by_the_word_of_the_status(tmp_path, monkey
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr("clowder_aimage.worker.transfers.pull", fails)
+    monkeypatch.setattr("clowder_aimage.engine.transfer_queue.pull", fails)
 
     async def play(it: Asked):
         with pytest.raises(type(error)):

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.create import create
+from clowder_aimage.engine.engine_error import BusyError, StoppedError
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.transfer_queue import MOST, TransferQueue
+from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
-from clowder_aimage.registry import Connection
-from clowder_aimage.worker.metric import Metrics
-from clowder_aimage.worker.news import News
-from clowder_aimage.worker.refusal import BusyError, StoppedError
-from clowder_aimage.worker.transfers import MOST, Transfers
+from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 
@@ -27,7 +27,7 @@ def played(root, play):
     async def run():
         store = ImageLayout(root)
         async with asyncio.timeout(60):
-            return await play(Transfers(store, Connection(), Metrics(), News()), store)
+            return await play(TransferQueue(store, ClientOptions(), Metrics(), EventLog()), store)
 
     return asyncio.run(run())
 
@@ -47,7 +47,7 @@ def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silen
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
-    push(first, reference, Connection())
+    push(first, reference, ClientOptions())
 
     async def play(transfers, store):
         refused = 0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.fields import MAX_LAYERS, Fields
-from clowder_aimage.model.stated import accept_quantization
+from clowder_aimage.model.component_quantization import accept_quantization
+from clowder_aimage.model.config_fields import MAX_LAYERS, ConfigFields
 from clowder_aimage.model.zimage.rope import RopeConfig
 
 PATCH = 2  # the patch side that ZImagePipeline asks the transformer for
@@ -57,7 +57,7 @@ class TransformerConfig:
         Raises:
             ModelError: for a missing, malformed or unsupported field.
         """
-        fields = Fields(name, values)
+        fields = ConfigFields(name, values)
         fields.only("all_patch_size", [PATCH])
         fields.only("all_f_patch_size", [1])
         config = cls(
@@ -110,7 +110,7 @@ class TextEncoderConfig:
         Raises:
             ModelError: for a missing, malformed or unsupported field.
         """
-        fields = Fields(name, values)
+        fields = ConfigFields(name, values)
         model_type = fields.text("model_type")
         if model_type not in ("qwen3", "qwen2"):
             raise fields.refuse("model_type", "only qwen3 and qwen2 text encoders are supported")
@@ -143,7 +143,7 @@ class TextEncoderConfig:
         )
 
 
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
     """How far each layer looks back. ``sliding_window`` counts only with ``use_sliding_window``."""
     window = None
     if fields.boolean("use_sliding_window", False):
@@ -191,7 +191,7 @@ class VaeConfig:
         Raises:
             ModelError: for a missing, malformed or unsupported field.
         """
-        fields = Fields(name, values)
+        fields = ConfigFields(name, values)
         for key in ("latents_mean", "latents_std"):
             if fields.raw(key) is not None:
                 raise fields.refuse(key, "Z-Image scales latents by one factor, not by channel")

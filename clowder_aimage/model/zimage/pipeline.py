@@ -18,19 +18,26 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.file import read_object
+from clowder_aimage.model.component_file import read_object
+from clowder_aimage.model.memory_budget import (
+    MemoryBudget,
+    OffloadedModule,
+    decoding,
+    scores,
+    size_of,
+    surroundings,
+)
 from clowder_aimage.model.pipeline import (
     Arrays,
+    GenerateRequest,
     Image,
     Made,
     Preview,
-    Request,
     Step,
     check_request,
     halved,
     to_pixels,
 )
-from clowder_aimage.model.room import Held, Room, decoding, scores, size_of, surroundings
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import (
     PATCH,
@@ -50,7 +57,7 @@ CAPTIONS = 32  # texts that are remembered, the last used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guide:
+class Conditioning:
     """What leads the denoising: a caption, and with guidance one to lead away from."""
 
     positive: Caption
@@ -64,13 +71,13 @@ class ZImagePipeline:
     says whether the text encoder stays in memory when it has done its work."""
 
     tokenizer: Tokenizer
-    held: Held[TextEncoder]
+    held: OffloadedModule[TextEncoder]
     transformer: Transformer
     vae: Vae
     scheduler: Scheduler
     dtype: mx.Dtype
     skipped: tuple[str, ...] = ()
-    room: Room = field(default_factory=Room)
+    room: MemoryBudget = field(default_factory=MemoryBudget)
     _captions: dict[str, Caption] = field(default_factory=dict)
 
     @classmethod
@@ -102,7 +109,7 @@ class ZImagePipeline:
             skipped.extend(f"{component}/{name}" for name in left_out)
             return module
 
-        held = Held(lambda: network("text_encoder", _text_encoder))
+        held = OffloadedModule(lambda: network("text_encoder", _text_encoder))
         transformer = network("transformer", _transformer)
         vae = network("vae", _vae)
         _check_fit(held.get(), transformer, vae)
@@ -114,7 +121,7 @@ class ZImagePipeline:
         return self.held.get()
 
     def make_room(self, wish: str, memory: int | None, whole: int | None = None) -> None:
-        """Have the text encoder stay or go as ``Room`` says; pictures are the same."""
+        """Have the text encoder stay or go as ``MemoryBudget`` says; pictures are the same."""
         self.room.wish, self.room.memory = wish, memory
         self.room.whole = whole or self.room.whole
 
@@ -123,7 +130,7 @@ class ZImagePipeline:
         """Pixels of which both sides must be multiples."""
         return self.vae.config.scale * PATCH
 
-    def check(self, request: Request) -> None:
+    def check(self, request: GenerateRequest) -> None:
         """Refuse what this model cannot make. Raises UsageError."""
         _, rows, columns = self.transformer.config.axes_lens
         check_request(
@@ -135,7 +142,7 @@ class ZImagePipeline:
             most=self.room.most,
         )
 
-    def arrays(self, request: Request, width: int, height: int) -> Arrays:
+    def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
         """The largest arrays of a picture: scores of attention, and the decoder's at full size."""
         cells = width * height // self.vae.config.scale**2
         widths, config = self.vae.config.block_out_channels, self.transformer.config
@@ -148,7 +155,7 @@ class ZImagePipeline:
         decoded = surroundings(max(widths[:2]), width * height, self.dtype)
         return Arrays(max(numbers * self.dtype.size, decoded), numbers)
 
-    def generate(self, request: Request) -> Generator[Made, None, None]:
+    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
         """Steps, previews and pictures, as they come; closing the generator cancels.
 
         Raises:
@@ -158,7 +165,9 @@ class ZImagePipeline:
         self.check(request)
         return self._generate(request, self.schedule(request))
 
-    def _generate(self, request: Request, schedule: Schedule) -> Generator[Made, None, None]:
+    def _generate(
+        self, request: GenerateRequest, schedule: Schedule
+    ) -> Generator[Made, None, None]:
         guide = self.guide(request)
         self._settle(request)
         wanted = sorted(request.previews_after())
@@ -176,7 +185,7 @@ class ZImagePipeline:
             self.room.end(request.width * request.height)
             yield Image(pixels, seed, picture)
 
-    def _settle(self, request: Request) -> None:
+    def _settle(self, request: GenerateRequest) -> None:
         """Let the text encoder go where the picture needs its room."""
         networks = self.held.size + size_of(self.transformer) + size_of(self.vae)
         guess = decoding(max(self.vae.config.block_out_channels[:2]), self.dtype)
@@ -193,17 +202,17 @@ class ZImagePipeline:
         seen = before + (after - before) * ((sigma - end) / (sigma - lower))
         return halved(self.decode(seen))  # smaller latents may mean other colours
 
-    def schedule(self, request: Request) -> Schedule:
+    def schedule(self, request: GenerateRequest) -> Schedule:
         """The noise levels for the request's steps, size and shift. Raises UsageError."""
         rows, columns = request.height // self.multiple, request.width // self.multiple
         return self.scheduler.schedule(request.steps, rows * columns, request.shift)
 
-    def guide(self, request: Request) -> Guide:
+    def guide(self, request: GenerateRequest) -> Conditioning:
         """The request's texts, encoded and refined. Raises as ``encode`` does."""
         positive = self.caption(request.prompt)
         if not request.guidance:
-            return Guide(positive)
-        return Guide(positive, self.caption(request.negative or ""), request.guidance)
+            return Conditioning(positive)
+        return Conditioning(positive, self.caption(request.negative or ""), request.guidance)
 
     def caption(self, text: str) -> Caption:
         """A text, encoded and refined; the last ones are remembered. Raises as ``encode`` does."""
@@ -216,7 +225,9 @@ class ZImagePipeline:
         self._captions[text] = known
         return known
 
-    def denoise(self, latents: mx.array, schedule: Schedule, guide: Guide) -> Iterator[mx.array]:
+    def denoise(
+        self, latents: mx.array, schedule: Schedule, guide: Conditioning
+    ) -> Iterator[mx.array]:
         """The latents after every Euler step, in float32 and evaluated."""
         changes = np.diff(schedule.sigmas)
         for time, change in zip(schedule.times, changes, strict=True):
@@ -240,13 +251,13 @@ class ZImagePipeline:
             raise ModelError("the tokenizer makes tokens that the text encoder does not know")
         return encoder(mx.array(tokens))
 
-    def noise(self, request: Request, seed: int) -> npt.NDArray[np.float32]:
+    def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
         """The initial latents, (channels, height / scale, width / scale), as torch draws them."""
         scale = self.vae.config.scale
         channels = self.transformer.config.in_channels
         return randn(seed, (channels, request.height // scale, request.width // scale))
 
-    def velocity(self, latents: mx.array, time: float, guide: Guide) -> mx.array:
+    def velocity(self, latents: mx.array, time: float, guide: Conditioning) -> mx.array:
         """The predicted direction from noise to picture, in float32.
 
         Guided, it is positive + weight * (positive - negative).

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.fields import Fields
+from clowder_aimage.model.config_fields import ConfigFields
 
 Table = tuple[mx.array, mx.array]  # cosines and sines
 Floats = npt.NDArray[np.float32]
@@ -70,7 +70,7 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def parse(cls, config: Fields, dim: int) -> RopeConfig:
+    def parse(cls, config: ConfigFields, dim: int) -> RopeConfig:
         """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (4).
 
         Raises:
@@ -79,7 +79,7 @@ class RopeConfig:
         raw = config.raw("rope_parameters", config.raw("rope_scaling", {}))
         if not isinstance(raw, dict):
             raise config.refuse("rope_parameters", "must be an object")
-        fields = Fields(config.name, {"rope_theta": config.raw("rope_theta"), **raw})
+        fields = ConfigFields(config.name, {"rope_theta": config.raw("rope_theta"), **raw})
         theta = fields.positive("rope_theta", 10000.0)
         kind = fields.text("rope_type", fields.text("type", "default"))
         fields.only("partial_rotary_factor", 1.0)
@@ -135,7 +135,7 @@ class RopeConfig:
         return keep
 
 
-def _yarn_attention(fields: Fields, factor: float) -> float:
+def _yarn_attention(fields: ConfigFields, factor: float) -> float:
     """The factor on cosines and sines: as given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
     if fields.raw("attention_factor") is not None:
         return fields.positive("attention_factor")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.fields import Fields
+from clowder_aimage.model.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
 _RHO = 7.0  # arXiv 2206.00364
@@ -53,7 +53,7 @@ class Scheduler:
             ModelError: for another scheduler, stochastic sampling (the reference draws it from
                 an unseeded generator) and beta sigmas.
         """
-        fields = Fields(name, values)
+        fields = ConfigFields(name, values)
         fields.only("_class_name", "FlowMatchEulerDiscreteScheduler")
         fields.only("use_beta_sigmas", False)
         fields.only("stochastic_sampling", False)

@@ -1,0 +1,119 @@
+"""Whether the worker lives and may be asked, what it counts, and what happens in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.event_log import LoggedEvent
+from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
+from clowder_aimage.http.metric import CONTENT_TYPE
+from clowder_aimage.http.route import INFER, OPEN, Route
+
+# What is to be here that is not pinned, what is known to be missing, what else keeps requests away,
+# and what is wrong although they may come
+WANTED: web.AppKey[Sequence[str]] = web.AppKey("wanted")
+MISSING: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("missing")
+AGAINST: web.AppKey[Callable[[], list[dict[str, str]]]] = web.AppKey("against")
+WARNINGS: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("warnings")
+CLOSING = web.AppKey("closing", asyncio.Event)
+ALIVE = 15.0  # seconds of silence after which a stream says that it lives
+
+
+def routes(service: Service) -> list[Route]:
+    """Health, metrics and events."""
+    health = Health(service)
+    return [
+        Route("GET", "/healthz", health.alive, OPEN),
+        Route("GET", "/readyz", health.ready, OPEN),
+        Route("GET", "/metrics", health.metrics, INFER),
+        Route("GET", "/v1/events", health.events, INFER),
+    ]
+
+
+class Health:
+    """The routes, over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def alive(self, _: web.Request) -> web.Response:
+        """That the loop turns; nothing else is asked."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether requests should be sent here. Who shows no token hears no names of models."""
+        wanted = request.app.get(WANTED, ())
+        missing = request.app[MISSING]() if MISSING in request.app else ()
+        reasons = await asyncio.to_thread(self._service.readiness.against, wanted, missing)
+        if AGAINST in request.app:
+            reasons = request.app[AGAINST]() + reasons
+        if self._service.engine.is_draining:
+            reasons.insert(0, {"reason": "draining"})
+        if request.get("scope") is None:
+            reasons = [{"reason": each["reason"]} for each in reasons]
+        body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        if WARNINGS in request.app:
+            body["warnings"] = list(request.app[WARNINGS]())
+        headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
+        return web.json_response(body, status=503 if reasons else 200, headers=headers)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Everything that is counted, for Prometheus."""
+        text = self._service.metrics.text()
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """What happens, as server-sent events (HTML, 9.2); ``Last-Event-ID`` goes on after it."""
+        mark = f"{self._service.started:.3f}-"  # numbers begin anew with each worker
+        last = request.headers.get("Last-Event-ID", "")
+        after = last.removeprefix(mark) if last.startswith(mark) else "0"
+        if not after.isascii() or not after.isdigit() or len(after) > 15:
+            raise ApiError(400, "Last-Event-ID is no id of an event", param="Last-Event-ID")
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        if request.method == "HEAD":
+            return answer
+        await answer.write(b"retry: 2000\n\n")
+        items = self._service.news.listen(int(after))
+        async with contextlib.aclosing(_until(items, request.app.get(CLOSING))) as heard:
+            async for item in heard:
+                await answer.write(b": alive\n\n" if item is None else _frame(mark, item))
+        return answer
+
+
+async def _until(
+    items: AsyncGenerator[LoggedEvent, None], closing: asyncio.Event | None
+) -> AsyncGenerator[LoggedEvent | None, None]:
+    """The items until the worker ends; None where there was silence for a while."""
+    end = asyncio.ensure_future((closing or asyncio.Event()).wait())
+    coming: asyncio.Task[LoggedEvent] | None = None
+    try:
+        while not end.done():
+            coming = coming or asyncio.ensure_future(_next(items))
+            await asyncio.wait({coming, end}, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                item, coming = coming.result(), None
+                yield item
+            elif not end.done():
+                yield None
+    finally:
+        for task in filter(None, (end, coming)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await items.aclose()
+
+
+async def _next(items: AsyncGenerator[LoggedEvent, None]) -> LoggedEvent:
+    return await anext(items)
+
+
+def _frame(mark: str, item: LoggedEvent) -> bytes:
+    data = json.dumps({"at": item.at, **item.facts})
+    return f"id: {mark}{item.id}\nevent: {item.kind}\ndata: {data}\n\n".encode()

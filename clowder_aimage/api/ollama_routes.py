@@ -1,0 +1,282 @@
+"""ollama's API, as far as a worker that makes pictures has it (ollama, docs/api.md).
+
+The shapes are those that its clients expect: the ``ollama`` Python client, and Open WebUI, which
+takes versions apart by ``int()``, wants ``name`` and ``model`` of every model, and reads
+``expires_at`` by ``datetime.fromisoformat``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage import __version__
+from clowder_aimage.api import model_list
+from clowder_aimage.api.model_details import capabilities, details
+from clowder_aimage.api.ndjson import NdjsonStream, flag, read_object, text
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.engine import ModelSlot
+from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
+from clowder_aimage.engine.transfer_queue import of_registry
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+
+FOR_EVER = timedelta(days=365 * 100)  # what clients are told of a model that never goes
+_VERSION = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
+_Lines = AsyncGenerator[dict[str, Any], None]
+
+
+def routes(service: Service) -> list[Route]:
+    """Every route of this interface but those that make pictures."""
+    return [
+        Route("GET", "/", _hello, OPEN),
+        Route("GET", "/api/version", _version, OPEN),
+        Route("GET", "/api/tags", _with(service, _tags), INFER),
+        Route("GET", "/api/ps", _with(service, _ps), INFER),
+        Route("POST", "/api/show", _with(service, _show), INFER),
+        Route("POST", "/api/pull", _with(service, _pull), ADMIN),
+        Route("POST", "/api/push", _with(service, _push), ADMIN),
+        Route("POST", "/api/copy", _with(service, _copy), ADMIN),
+        Route("DELETE", "/api/delete", _with(service, _delete), ADMIN),
+    ]
+
+
+def picture_routes(service: Service) -> list[Route]:
+    """The part of it that makes pictures."""
+    from clowder_aimage.api.ollama_generate import drawing  # which needs what pictures need
+
+    return [Route("POST", "/api/generate", drawing(service), INFER)]
+
+
+def _with(service: Service, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response: web.StreamResponse = await answer(service, request)
+        return response
+
+    return handler
+
+
+async def _hello(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="aimage is running")
+
+
+async def _version(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"version": _VERSION[0] if _VERSION else "0"})
+
+
+# -- what is there
+
+
+async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
+    def models() -> list[dict[str, Any]]:
+        found = [one for one in model_list.items(service.store) if not one.missing]
+        return [_model(service.store, one) for one in found]
+
+    return web.json_response({"models": await asyncio.to_thread(models)})
+
+
+def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
+    known = model_list.properties(store, item.reference)
+    return {
+        **_named(item.reference, item.descriptor.digest),
+        "modified_at": model_list.changed(store, item.descriptor).isoformat(),
+        "size": item.size,
+        "details": details(known),
+        "capabilities": capabilities(known),
+    }
+
+
+def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
+    """A name without a tag is given its ``:latest``; a digest has no algorithm, as ollama's."""
+    name = str(reference)
+    return {"name": name, "model": name, "digest": digest.encoded}
+
+
+async def _ps(service: Service, _: web.Request) -> web.StreamResponse:
+    def describe(models: list[ModelSlot]) -> list[dict[str, Any]]:
+        return [_loaded(service.store, model) for model in models]
+
+    models = await asyncio.to_thread(describe, service.engine.loaded())
+    return web.json_response({"models": models})
+
+
+def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
+    size = model.runner.size if model.runner is not None else 0
+    device = model.runner.device if model.runner is not None else ""
+    until = model.until or datetime.now(UTC) + FOR_EVER
+    is_gpu = "gpu" in device.lower() or "metal" in device.lower()
+    return {
+        **_named(model.reference, model.digest),
+        "size": size,
+        "size_vram": size if is_gpu else 0,
+        "device": device,
+        "details": details(model_list.properties(store, model.reference)),
+        "expires_at": until.isoformat(),
+    }
+
+
+async def _show(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    reference = service.reference(text(body, "model", "name"))
+
+    def describe() -> dict[str, Any] | None:
+        item = model_list.item(service.store, reference)
+        return None if item is None else _shown(service.store, item)
+
+    if (shown := await asyncio.to_thread(describe)) is None:
+        raise model_list.unknown(reference)
+    return web.json_response(shown)
+
+
+def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
+    known = model_list.properties(store, item.reference)
+    defaults = known.get("defaults")
+    defaults = defaults if isinstance(defaults, dict) else {}
+    facts = {"general.architecture": details(known)["family"]}
+    facts |= {"general.parameter_count": known["parameters"]} if "parameters" in known else {}
+    facts |= {"aimage.digest": str(item.descriptor.digest)}
+    kept = ("pipeline", "format", "name", "dtype", "source", "created")
+    facts |= {f"aimage.{key}": known[key] for key in kept if key in known}
+    return {
+        "license": str(known.get("license") or ""),
+        "modelfile": f"FROM {item.reference}\n",
+        "parameters": "\n".join(f"{key} {value}" for key, value in sorted(defaults.items())),
+        "template": "",
+        "details": details(known),
+        "model_info": facts,
+        "capabilities": capabilities(known),
+        "modified_at": model_list.changed(store, item.descriptor).isoformat(),
+    }
+
+
+# -- what changes it
+
+
+async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    await model_list.forget(service, _reference(text(body, "model", "name"), "model"))
+    return web.Response()
+
+
+async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    source = _reference(text(body, "source"), "source")
+    target = _reference(text(body, "destination"), "destination")
+    if target.digest is not None:
+        raise UsageError(f"{target} names a digest: a tag is needed", hint="leave the @... away")
+    if not await asyncio.to_thread(_tag, service.store, source, target):
+        raise model_list.unknown(source)
+    return web.Response()
+
+
+def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
+    if _source(store, source) is None:  # before a store is made just to look into it
+        return False
+    with store.keep():
+        if (found := _source(store, source)) is None:
+            return False
+        is_partial = found.annotations.get(mediatype.PARTIAL) == "true"
+        store.tag(found, target, is_partial=is_partial)
+    return True
+
+
+def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
+    """What is copied: by its name, or as pictures are made of it, by its digest alone."""
+    found = model_list.entry(store, source)
+    if found is None and source.digest is not None:
+        with contextlib.suppress(NotFoundError):
+            return store.resolve(source)
+    return found
+
+
+def _reference(name: str, field: str) -> Reference:
+    if not name:
+        raise UsageError(f"the request has no {field}")
+    return Reference.parse(name)
+
+
+async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    reference = _reference(text(body, "model", "name"), "model")
+    is_streaming = flag(body, "stream", True)
+    _check_insecure(service, body, reference)
+    with service.transfers.pull(reference) as transfer:
+        return await _told(request, is_streaming, _pulling(transfer))
+
+
+async def _push(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    reference = _reference(text(body, "model", "name"), "model")
+    is_streaming = flag(body, "stream", True)
+    _check_insecure(service, body, reference)
+    if reference.registry is None:
+        raise UsageError(
+            f"{reference} names no registry to push to",
+            hint="copy it to a name that has one, such as registry.example.com/team/model:v1",
+        )
+    if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
+        raise model_list.unknown(reference)
+    with service.transfers.push(reference) as transfer:
+        return await _told(request, is_streaming, _pushing(transfer))
+
+
+def _check_insecure(service: Service, body: Mapping[str, Any], reference: Reference) -> None:
+    """Which registries may be trusted blindly is the worker's to say, not a request's."""
+    if not flag(body, "insecure", False) or reference.is_loopback:
+        return
+    known = service.connection.to(reference.registry or "")
+    if not known.plain_http and not known.insecure:
+        raise UsageError(
+            "a request cannot switch off the encryption of a registry",
+            hint="say so in the configuration of the worker",
+        )
+
+
+async def _told(request: web.Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:
+    """The lines as they come, or only the last one."""
+    answer, last = NdjsonStream(request), dict[str, Any]()
+    async with contextlib.aclosing(lines):
+        try:
+            async for last in lines:
+                if is_streaming:
+                    await answer.write(last)
+        except AImageError as error:
+            return await answer.fail(of_registry(error))
+    return await answer.end() if is_streaming else web.json_response(last)
+
+
+async def _pulling(transfer: SharedTransfer) -> _Lines:
+    yield {"status": "pulling manifest"}
+    async with contextlib.aclosing(transfer.watch()) as blobs:
+        async for blob in blobs:
+            yield _moved(transfer, "pulling", blob)
+    for status in ("verifying sha256 digest", "writing manifest", "success"):
+        yield {"status": status}
+
+
+async def _pushing(transfer: SharedTransfer) -> _Lines:
+    yield {"status": "retrieving manifest"}
+    async with contextlib.aclosing(transfer.watch()) as blobs:
+        async for blob in blobs:
+            yield _moved(transfer, "pushing", blob)
+    for status in ("pushing manifest", "success"):
+        yield {"status": status}
+
+
+def _moved(transfer: SharedTransfer, verb: str, blob: TransferBlob) -> dict[str, Any]:
+    """How far a blob is; ``size``, which ollama has not, is that of all of them."""
+    return {
+        "status": f"{verb} {blob.digest.short}",
+        "digest": str(blob.digest),
+        "total": blob.total,
+        "completed": blob.completed,
+        "size": transfer.total,
+    }

@@ -1,0 +1,256 @@
+"""OpenAI's images API: ``POST /v1/images/generations``, ``/v1/models``, and links to pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from aiohttp import web
+
+from clowder_aimage.api import picture_link, sse
+from clowder_aimage.api.image_request import ImageDefaults, ImageRequest, read_request
+from clowder_aimage.api.openai_model import (
+    ModelCatalog,
+    SelectedModel,
+    choose_model,
+    is_runnable,
+    no_pictures,
+)
+from clowder_aimage.api.openai_stream import (
+    ImageStream,
+    Keep,
+    choose,
+    entry,
+    quality,
+    telling,
+    usage,
+)
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.engine import Job
+from clowder_aimage.engine.event import Event, ImageEvent
+from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
+from clowder_aimage.http import api_error as fault
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.oci import Reference
+
+# What the pipeline calls its fields, and clients theirs
+_PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
+    name: name for name in ("steps", "seed", "guidance", "shift", "n", "prompt")
+}
+_MOST_IGNORED = 20  # names in a header
+
+_log = logging.getLogger(__name__)
+
+
+def routes(service: Service) -> list[Route]:
+    """What OpenAI's clients ask for."""
+    images, models = ImageRoutes(service), ModelCatalog(service)
+
+    async def list_models(_: web.Request) -> web.StreamResponse:
+        data = await asyncio.to_thread(models.all)
+        return web.json_response({"object": "list", "data": data})
+
+    async def get_model(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["id"]
+        return web.json_response(await asyncio.to_thread(models.one, name))
+
+    return [
+        Route("POST", "/v1/images/generations", images.generate, INFER),
+        Route("GET", "/v1/models", list_models, INFER),
+        Route("GET", "/v1/models/{id:.+}", get_model, INFER),
+        Route(
+            "GET", picture_link.PATH + "{name}", images.fetch, OPEN
+        ),  # its signature says who may
+    ]
+
+
+class ImageRoutes:
+    """Makes pictures, and hands out those that are kept."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._pictures = picture_link.PictureLinks()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Answer with pictures, in one piece or as they come."""
+        strict = request.query.get("strict", "") in ("1", "true")
+        service = self._service
+        usual = ImageDefaults(service.pull, service.stream_format, service.facts)
+        wish = read_request(await request.read(), strict=strict, usual=usual)
+        chosen = await choose_model(service, wish, may_pull=request.get("scope") == ADMIN)
+        request["model"] = chosen.reference
+        headers = _headers(wish, chosen.reference)
+        if wish.model and service.alias(wish.model) and not chosen.is_default:
+            headers["X-Aimage-Alias"] = quote(wish.model, safe="/:@ ")
+        if not wish.is_stream:
+            return await self._whole(request, wish, self._made(wish, chosen, 0), headers)
+        dialect = choose(wish, request.headers)
+        said = telling(dialect, wish, self._keeper(request, wish))
+        previews = (wish.partial_images or 0) if dialect.startswith("openai") else 0
+        events = self._made(wish, chosen, previews, said.learn)
+        return await _streamed(request, wish, said, events, headers)
+
+    async def fetch(self, request: web.Request) -> web.StreamResponse:
+        """A picture that is kept, by the link to it."""
+        query = request.query
+        name, expires = request.match_info["name"], query.get("expires", "")
+        try:
+            kept = self._pictures.find(name, expires, query.get("signature", ""))
+        except picture_link.ExpiredError as error:
+            raise ApiError(410, f"{error}; {error.hint}", code="picture_expired") from None
+        except NotFoundError as error:
+            raise ApiError(404, f"{error}; {error.hint}", code="picture_not_found") from None
+        left = max(0, kept.expires - int(time.time()))
+        headers = {
+            "Cache-Control": f"private, max-age={left}, immutable",
+            "Content-Security-Policy": "default-src 'none'; sandbox",
+        }
+        return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
+
+    async def _made(
+        self,
+        wish: ImageRequest,
+        chosen: SelectedModel,
+        previews: int,
+        learn: Callable[[AImage], None] | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Events until all pictures are made. An AImage that is not here is fetched first: it says
+        how many steps a preset means, which ``learn`` is told."""
+        reference, pull = chosen.reference, chosen.pull
+
+        def wishes(aimage: AImage) -> Mapping[str, Any]:
+            if not is_runnable(aimage):
+                raise no_pictures(reference)
+            if learn is not None:
+                learn(aimage)
+            return wish.wishes(aimage)
+
+        job = Job(reference, wish.prompt, wishes, wish.encoding, previews=previews, pull=pull)
+        async with contextlib.aclosing(self._service.engine.generate(job)) as made:
+            async for event in made:
+                yield event
+
+    async def _whole(
+        self,
+        request: web.Request,
+        wish: ImageRequest,
+        events: AsyncGenerator[Event, None],
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        """All pictures in one answer; none are made for a client that has left."""
+        pictures: list[ImageEvent] = []
+        try:
+            async with contextlib.aclosing(sse.ticking(events)) as coming:
+                async for event in coming:
+                    if sse.is_gone(request):
+                        raise ConnectionResetError("the client has left")
+                    if isinstance(event, ImageEvent):
+                        pictures.append(event)
+        except AImageError as error:
+            raise _meant(error, wish) from None
+        if len(pictures) < wish.n:
+            raise ModelError(f"the model made {len(pictures)} of {wish.n} pictures")
+        keep = self._keeper(request, wish)
+        body = await asyncio.to_thread(json.dumps, _answer(wish, pictures, keep))
+        return web.Response(text=body, content_type="application/json", headers=headers)
+
+    def _keeper(self, request: web.Request, wish: ImageRequest) -> Keep:
+        """Keeps a picture, and says at which address of this host it is."""
+        base = self._service.public_url or f"{request.scheme}://{request.host}"
+        loop = asyncio.get_running_loop()
+
+        def keep(picture: ImageEvent) -> str:
+            loop.call_later(picture_link.LIFETIME + 1, self._pictures.purge)
+            return base + self._pictures.keep(picture.data, wish.output_format)
+
+        return keep
+
+
+def _answer(wish: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[str, Any]:
+    """What OpenAI's ``ImagesResponse`` has."""
+    first = pictures[0]
+    return {
+        "created": int(time.time()),
+        "data": [entry(picture, wish, keep) for picture in pictures],
+        "background": "opaque",
+        "output_format": wish.output_format,
+        "quality": quality(wish),
+        "size": f"{first.width}x{first.height}",
+        "usage": usage(),
+    }
+
+
+def _headers(wish: ImageRequest, reference: Reference) -> dict[str, str]:
+    """What an answer says beside its body: the seed, which model, and fields without meaning."""
+    headers = {"X-Aimage-Seed": str(wish.seed), "X-Aimage-Model": str(reference)}
+    if wish.ignored:
+        names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in wish.ignored]
+        headers["X-Aimage-Ignored"] = ", ".join(names[:_MOST_IGNORED])
+    return headers
+
+
+async def _streamed(
+    request: web.Request,
+    wish: ImageRequest,
+    said: ImageStream,
+    events: AsyncGenerator[Event, None],
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    """Tell of events as they come. What is refused at once has a status of its own; an error after
+    that is an event. A client that leaves ends the work."""
+    async with contextlib.aclosing(sse.ticking(events)) as coming:
+        try:
+            first = await anext(coming)
+        except AImageError as error:
+            raise _meant(error, wish) from None
+        stream = sse.EventStream(request, headers)
+        await stream.open()
+        try:
+            await _tell(stream, said, first)
+            async for event in coming:
+                await _tell(stream, said, event)
+            await stream.send(*said.end())
+        except ConnectionError:
+            raise
+        except Exception as error:
+            await stream.send(sse.frame("error", _fault(request, wish, error)))
+        return await stream.close()
+
+
+async def _tell(stream: sse.EventStream, said: ImageStream, event: Event | None) -> None:
+    if event is None:
+        await stream.keep_alive()
+    else:
+        await stream.send(*said.frames(event))
+
+
+def _fault(request: web.Request, wish: ImageRequest, error: Exception) -> str:
+    """The error as an event's data."""
+    if not isinstance(error, AImageError):
+        _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
+        error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
+    found = fault.api_error(_meant(error, wish))
+    if found.status >= 500:
+        _log.warning("failed: %s", found.message)
+    return fault.response(request, found).text or ""
+
+
+def _meant(error: AImageError, wish: ImageRequest) -> AImageError:
+    """The error, with the field that the pipeline refused."""
+    if not isinstance(error, UsageError):
+        return error
+    known = {**_PARAMS, **{name: name for name in wish.sides}}
+    words = error.message.split()
+    param = next((known[word] for word in words if word in known), None)
+    if {"width", "height"} <= {*words} and wish.sides:
+        param = wish.sides[0]  # both are too much, and this one was said
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    return ApiError(400, message, code="invalid_value", param=param)

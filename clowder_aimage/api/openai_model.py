@@ -1,0 +1,185 @@
+"""The models of a store as OpenAI's interface has them: those that make pictures, and aliases; and
+which of them a request means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from clowder_aimage.api.image_request import ImageRequest
+from clowder_aimage.api.request_fields import wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.engine import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.schema import validate
+
+FAMILY = "z-image"
+_PARTS = {"text_encoder", "transformer", "vae"}
+_MOST = 4096  # manifests remembered
+
+
+def is_runnable(aimage: AImage) -> bool:
+    """Whether it is of the family that makes pictures here. Another tool's AImage may not say; then
+    its components do."""
+    properties = aimage.properties
+    if "family" in properties:
+        return bool(properties["family"] == FAMILY)
+    return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
+
+
+def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
+    """The AImage by that name, with a config that is one. Raises NotFoundError, ContentError."""
+    stored = read_aimage(store, reference)
+    validate("aimage-config", stored.aimage.properties)
+    return stored
+
+
+def unknown_model(name: str) -> ApiError:
+    """That a client asked for a model that is not here."""
+    message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedModel:
+    """The AImage that a request means, if it is here, and whether it may be fetched;
+    ``is_default`` where it stands in for another."""
+
+    reference: Reference
+    aimage: AImage | None
+    pull: str
+    is_default: bool = False
+
+
+async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) -> SelectedModel:
+    """What is to make the pictures. For a plain name that is not here the worker's default stands
+    in, if it has one: clients have names built in. Who names a registry or a digest means that very
+    model.
+
+    Raises:
+        ApiError: there is no such model, or it makes no pictures.
+    """
+    pull = wish.pull if may_pull else NEVER
+    reference = _meant(service, wish.model)
+    aimage, is_default = await read_here(service, reference), False
+    if aimage is None and not (reference.registry and pull != NEVER):
+        is_exact = reference.registry is not None or reference.digest is not None
+        is_said = wish.model is not None and service.alias(wish.model) is None
+        if service.default is None or (is_exact and is_said):
+            raise unknown_model(wish.model or str(reference))
+        reference, is_default = service.reference(None), True
+        aimage = await read_here(service, reference)
+        if aimage is None and not (reference.registry and pull != NEVER):
+            raise unknown_model(wish.model or str(reference))
+    if reference.registry is None and pull == ALWAYS:
+        pull = IF_MISSING
+    return SelectedModel(reference, aimage, pull, is_default)
+
+
+def _meant(service: Service, name: str | None) -> Reference:
+    """The AImage by that name. Raises ApiError: what cannot be one."""
+    try:
+        return service.reference(name)
+    except UsageError as error:
+        code = "invalid_value" if name else "missing_required_parameter"
+        message = error.message.encode("ascii", "backslashreplace").decode()
+        raise ApiError(400, message[:300], code=code, param="model") from None
+
+
+async def read_here(service: Service, reference: Reference) -> AImage | None:
+    """The AImage, if it is here. Raises ApiError: it makes no pictures."""
+    try:
+        stored = await asyncio.to_thread(read_model, service.store, reference)
+    except NotFoundError:
+        return None
+    except FormatError:
+        raise no_pictures(reference) from None
+    return stored.aimage
+
+
+def no_pictures(reference: Reference) -> ApiError:
+    """That what is called so is no model for this."""
+    return wrong("model", f"{reference} makes no pictures", "model_not_supported")
+
+
+class ModelCatalog:
+    """The list, read from the store each time it is asked for; what a manifest says is kept."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: dict[Digest, dict[str, Any] | None] = {}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every model that can be run, by name; then the aliases of such."""
+        found = {}
+        for name, descriptor in self._service.store.tags():
+            try:
+                reference = Reference.parse(name)
+            except UsageError:
+                continue  # another tool's name, by which nobody could ask for it
+            facts = self._facts(reference, descriptor.digest)
+            if facts is not None:
+                found[str(reference)] = facts
+        listed = [_model(name, found[name]) for name in sorted(found)]
+        return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
+
+    def one(self, name: str) -> dict[str, Any]:
+        """The model that a client means by ``name``. Raises ApiError."""
+        try:
+            reference = self._service.reference(name)
+            descriptor = self._service.store.resolve(reference)
+        except (UsageError, NotFoundError):
+            raise unknown_model(name) from None
+        facts = self._facts(reference, descriptor.digest)
+        if facts is None:
+            raise unknown_model(name)
+        return _model(name, facts)
+
+    def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for alias in sorted(self._service.aliases):
+            try:
+                name = str(self._service.reference(alias))
+            except UsageError:
+                continue
+            if name in found and alias not in found:
+                yield alias, found[name]
+
+    def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
+        """What is said of a model; None where it cannot be run, or not even be read."""
+        try:
+            facts = self._known[digest]
+        except KeyError:
+            try:
+                facts = self._read(reference)
+            except NotFoundError:
+                return None  # it may be here later
+            except AImageError:
+                facts = None
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[digest] = facts
+        return facts and {**facts, "owned_by": reference.registry or "local"}
+
+    def _read(self, reference: Reference) -> dict[str, Any] | None:
+        stored = read_model(self._service.store, reference)
+        if not is_runnable(stored.aimage):
+            return None
+        with contextlib.suppress(KeyError, ValueError, OverflowError):  # a day that is in no month
+            created = datetime.fromisoformat(stored.aimage.properties["created"])
+            return {"created": int(created.timestamp())}
+        path = self._service.store.path(stored.descriptor)
+        return {"created": int(os.stat(path).st_mtime)}  # noqa: PTH116 - one call
+
+
+def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", **facts}

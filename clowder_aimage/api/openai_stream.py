@@ -1,0 +1,174 @@
+"""The two ways to tell of a picture while it is made.
+
+``PlainStream`` is that of ollama's image generation ("Streaming Progress" of its documentation):
+``progress`` for each step, ``done`` with everything. ``OpenAIStream`` is that of OpenAI's images
+API, whose clients know an event by the ``type`` in its data; progress is told in comments there,
+which they pass over, or on request in events of a type that OpenAI does not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from clowder_aimage.api import sse
+from clowder_aimage.api.image_request import AUTO, OLLAMA, OPENAI, WITH_PROGRESS, ImageRequest
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.event import (
+    Event,
+    ImageEvent,
+    LoadingEvent,
+    PreviewEvent,
+    PullingEvent,
+    QueuedEvent,
+    StartedEvent,
+    StepEvent,
+)
+
+Keep = Callable[[ImageEvent], str]  # the link to a picture that is kept from then on
+# Older words for OpenAI's, and the one that leaves it to us
+_QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
+
+
+class ImageStream(Protocol):
+    """A way to tell of events."""
+
+    def learn(self, aimage: AImage) -> None:
+        """Which AImage makes the pictures."""
+        ...
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        """What is said of an event."""
+        ...
+
+    def end(self) -> Iterator[bytes]:
+        """What is said when all pictures are made."""
+        ...
+
+
+def choose(wish: ImageRequest, headers: Mapping[str, str]) -> str:
+    """The way that a client means: OpenAI's SDKs say who they are, but do not accept anything else
+    for a stream than for an answer in one piece."""
+    if wish.stream_format != AUTO:
+        return wish.stream_format
+    is_openai = "x-stainless-lang" in headers or wish.partial_images is not None
+    return OPENAI if is_openai else OLLAMA
+
+
+def telling(dialect: str, wish: ImageRequest, keep: Keep) -> ImageStream:
+    """The way of that name."""
+    if dialect == OLLAMA:
+        return PlainStream(wish, keep)
+    return OpenAIStream(wish, keep, has_progress=dialect == WITH_PROGRESS)
+
+
+def encoded(picture: ImageEvent | PreviewEvent) -> str:
+    """A picture as it travels in JSON."""
+    return base64.b64encode(picture.data).decode()
+
+
+def entry(picture: ImageEvent, wish: ImageRequest, keep: Keep) -> dict[str, str]:
+    """A picture as an answer lists it: itself, or where it is."""
+    return {"url": keep(picture)} if wish.is_url else {"b64_json": encoded(picture)}
+
+
+def usage() -> dict[str, Any]:
+    """No tokens are counted here, but clients want to read how many there were."""
+    details = {"image_tokens": 0, "text_tokens": 0}
+    return {
+        "input_tokens": 0,
+        "input_tokens_details": dict(details),
+        "output_tokens": 0,
+        "output_tokens_details": dict(details),
+        "total_tokens": 0,
+    }
+
+
+def quality(wish: ImageRequest) -> str:
+    """The preset in a word that OpenAI's clients know."""
+    return _QUALITIES.get(wish.quality, wish.quality)
+
+
+class PlainStream:
+    """Steps count through all pictures of a request."""
+
+    def __init__(self, wish: ImageRequest, keep: Keep) -> None:
+        self._wish, self._keep = wish, keep
+        self._data: list[dict[str, str]] = []
+
+    def learn(self, aimage: AImage) -> None:
+        """Nothing here is the AImage's to say."""
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, StepEvent):
+            step = event.picture * event.total + event.index
+            yield sse.frame("progress", {"step": step, "total": self._wish.n * event.total})
+        elif isinstance(event, PullingEvent):
+            yield sse.frame("pull", {"completed": event.done, "total": event.total})
+        elif isinstance(event, ImageEvent):
+            self._data.append(entry(event, self._wish, self._keep))
+
+    def end(self) -> Iterator[bytes]:
+        yield sse.frame("done", {"created": int(time.time()), "data": self._data})
+
+
+class OpenAIStream:
+    """A picture has its own ``completed``, and up to three ``partial_image`` before it."""
+
+    def __init__(self, wish: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
+        self._wish, self._keep, self._has_progress = wish, keep, has_progress
+        self._size = wish.size
+
+    def learn(self, aimage: AImage) -> None:
+        width, height = self._wish.both_sides(aimage)
+        self._size = f"{width}x{height}"
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, QueuedEvent):
+            yield sse.comment(f"queued behind {event.ahead}")
+        elif isinstance(event, PullingEvent):
+            yield sse.comment(f"pulled {event.done} of {event.total} bytes")
+        elif isinstance(event, LoadingEvent):
+            yield sse.comment("loading")
+        elif isinstance(event, StartedEvent):
+            yield sse.comment("begun")
+        elif isinstance(event, StepEvent):
+            yield self._progress(event)
+        elif isinstance(event, PreviewEvent):
+            facts = {"b64_json": encoded(event), "partial_image_index": event.number}
+            yield self._frame("partial_image", {**facts, **self._facts(self._size)})
+        else:
+            yield self._completed(event)
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
+    def _progress(self, event: StepEvent) -> bytes:
+        step = event.picture * event.total + event.index
+        total = self._wish.n * event.total
+        if not self._has_progress:
+            return sse.comment(f"step {step} of {total}")
+        facts = {"step": step, "total": total, "created_at": int(time.time())}
+        return self._frame("progress", facts)
+
+    def _completed(self, picture: ImageEvent) -> bytes:
+        facts: dict[str, Any] = {"b64_json": encoded(picture)}
+        facts |= self._facts(f"{picture.width}x{picture.height}")
+        if self._wish.is_url:
+            facts["url"] = self._keep(picture)
+        return self._frame("completed", {**facts, "usage": usage()})
+
+    def _facts(self, size: str) -> dict[str, Any]:
+        return {
+            "created_at": int(time.time()),
+            "size": size,
+            "quality": quality(self._wish),
+            "background": "opaque",
+            "output_format": self._wish.output_format,
+        }
+
+    def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:
+        kind = f"image_generation.{name}"
+        return sse.frame(kind, {"type": kind, **facts})

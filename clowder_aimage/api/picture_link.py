@@ -1,0 +1,104 @@
+"""Pictures that a client fetches by a link: in memory only, for a while, and not too many.
+
+A link is signed with a key that lives as long as the worker (HMAC-SHA256, RFC 2104), so it needs no
+token: who has it may fetch the picture until it expires.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clowder_aimage.errors import NotFoundError
+
+PATH = "/v1/files/pictures/"
+LIFETIME = 3600  # seconds
+MOST = 256  # pictures
+LARGEST = 256 * 1024 * 1024  # bytes of all pictures
+_EXPIRES = re.compile(r"[0-9]{1,12}")
+
+
+class ExpiredError(NotFoundError):
+    """There was such a picture, but it is not kept any more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkedPicture:
+    """A picture, its media type, and when it goes (seconds since the epoch)."""
+
+    data: bytes
+    media_type: str
+    expires: int
+
+
+class PictureLinks:
+    """The pictures that a worker keeps. The oldest go first when there are too many."""
+
+    def __init__(
+        self,
+        *,
+        lifetime: int = LIFETIME,
+        most: int = MOST,
+        largest: int = LARGEST,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._lifetime, self._most, self._largest = lifetime, most, largest
+        self._clock = clock
+        self._key = secrets.token_bytes(32)
+        self._kept: OrderedDict[str, LinkedPicture] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        """The bytes of all that is kept."""
+        return sum(len(one.data) for one in self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, data: bytes, kind: str) -> str:
+        """Keep a picture of a kind (png, jpeg, webp); the path and query of the link to it."""
+        name = f"{secrets.token_urlsafe(18)}.{kind}"
+        expires = int(self._clock()) + self._lifetime
+        self._kept[name] = LinkedPicture(data, f"image/{kind}", expires)
+        self.purge()
+        return f"{PATH}{name}?expires={expires}&signature={self._sign(name, expires)}"
+
+    def find(self, name: str, expires: str, signature: str) -> LinkedPicture:
+        """The picture that a link means.
+
+        Raises:
+            ExpiredError: it is not kept any more.
+            NotFoundError: the link is not one of ours.
+        """
+        if _EXPIRES.fullmatch(expires) is None or not self._is_ours(name, expires, signature):
+            raise NotFoundError("there is no such picture", hint="links are used as they are given")
+        self.purge()
+        kept = self._kept.get(name)
+        if kept is None or self._clock() >= int(expires):
+            raise ExpiredError(
+                "this picture is not kept any more",
+                hint=f"links last {self._lifetime // 60} minutes at most; make the picture again",
+            )
+        return kept
+
+    def purge(self) -> None:
+        """Drop what has expired, and the oldest of what is too much."""
+        now = self._clock()
+        for name in [name for name, one in self._kept.items() if one.expires <= now]:
+            del self._kept[name]
+        while self._kept and (len(self._kept) > self._most or self.size > self._largest):
+            self._kept.popitem(last=False)
+
+    def _is_ours(self, name: str, expires: str, signature: str) -> bool:
+        wanted = self._sign(name, int(expires))
+        return hmac.compare_digest(wanted.encode(), signature.encode("utf-8", "surrogatepass"))
+
+    def _sign(self, name: str, expires: int) -> str:
+        text = f"{name}\n{expires}".encode("utf-8", "surrogatepass")
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()

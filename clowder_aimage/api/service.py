@@ -1,0 +1,63 @@
+"""What every route of the worker stands on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from clowder_aimage.api.readiness import Readiness
+from clowder_aimage.engine.engine import IF_MISSING, Engine
+from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.transfer_queue import TransferQueue
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http.metric import Metrics
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Reference
+from clowder_aimage.oci.reference import DEFAULT_TAG
+from clowder_aimage.registry import ClientOptions
+
+
+@dataclass(slots=True)
+class Service:
+    """A worker: its engine and store, and what clients' names for models stand for.
+
+    ``aliases`` are names that clients have built in (``gpt-image-1``) to names of AImages;
+    ``default`` is what a request means that names none, or one that is not here. ``pull``
+    (if-missing, always, never), ``stream_format`` and ``facts`` (whether pictures say how they were
+    made) count where a request does not say. ``public_url`` is what links begin with; None: the
+    address that was asked.
+    """
+
+    engine: Engine
+    transfers: TransferQueue
+    store: ImageLayout
+    connection: ClientOptions
+    metrics: Metrics
+    news: EventLog
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+    pull: str = IF_MISSING
+    stream_format: str = "auto"
+    facts: bool = True
+    public_url: str | None = None
+    has_gone: Callable[[], object] = lambda: None  # told when a name was let go
+    started: float = field(default_factory=time.time)
+    readiness: Readiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readiness = Readiness(self.store)
+
+    def reference(self, name: str | None) -> Reference:
+        """The AImage that a client means by ``name``. Raises UsageError."""
+        text = (self.alias(name) or name) if name else self.default
+        if not text:
+            raise UsageError("the request names no model, and the worker has no default")
+        return Reference.parse(text)
+
+    def alias(self, name: str) -> str | None:
+        """What a name stands for that is another one's; ``:latest`` is what ollama's clients, and
+        ours, add to a name without a tag."""
+        other = name.removesuffix(f":{DEFAULT_TAG}")
+        other = other if other != name else f"{name}:{DEFAULT_TAG}"
+        return self.aliases.get(name) or self.aliases.get(other)

@@ -1,0 +1,257 @@
+"""Clowder's storage API: content by its URL, kept here for whoever runs it.
+
+The requests are those of Clowder's storage manager (aifoundry-org/storage-manager, README.md, "API"
+and "Downloaders"), and so are the statuses that its page promises: 200, 201, 204, 206, 404. What
+that page leaves open is answered as docs/api.md says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.api import model_list
+from clowder_aimage.api.ndjson import read_object, text
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.shared_transfer import SharedTransfer
+from clowder_aimage.engine.transfer_queue import Credentials, of_registry
+from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN, Route
+from clowder_aimage.importer.ollama_store import HOST as OLLAMA
+from clowder_aimage.importer.ollama_store import NAMESPACE
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.pull import stored_name
+from clowder_aimage.registry.docker_config import Credential
+
+PARTING = 3.0  # seconds that a pull gets to end in when its content is deleted
+_LONGEST = 1500  # characters of a URL
+_OTHERS = ("hf", "huggingface", "http", "https")  # what the storage manager took, too
+_Answer = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
+
+
+def routes(service: Service) -> list[Route]:
+    """Every route of this interface."""
+    one = "/content/{url:.+}"  # base64 has slashes, where it is not that of URLs
+    return [
+        Route("GET", "/content/", _with(service, _list), ADMIN),
+        Route("POST", "/content/", _with(service, _post), ADMIN),
+        Route("GET", one, _with(service, _get), ADMIN),
+        Route("DELETE", one, _with(service, _delete), ADMIN),
+    ]
+
+
+def _with(service: Service, answer: _Answer) -> Callable[[web.Request], Any]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await answer(service, request)
+
+    return handler
+
+
+# -- what a URL means
+
+
+def encode(url: str) -> str:
+    """A URL as a part of a path."""
+    return base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
+
+
+def decode(part: str) -> str:
+    """The URL that is base64 of either alphabet (RFC 4648, 4 and 5), padded or not.
+
+    Raises:
+        ApiError: 400, it is none.
+    """
+    plain = part.rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise _odd("the address must end in a URL as base64") from None
+
+
+def parse(url: str) -> Reference:
+    """What a URL names: ``oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]``, or
+    ``ollama://[NAMESPACE/]MODEL[:TAG]`` for what is in ollama's own registry.
+
+    Raises:
+        ApiError: 422, of a kind that is not fetched; 400, it is no URL, or holds credentials.
+        UsageError: no name of an artifact.
+    """
+    scheme, found, name = url.partition("://")
+    scheme = scheme.lower()
+    if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _LONGEST:
+        raise _odd("url must be a URL such as oci://registry.example.com/team/model:v1")
+    if scheme in _OTHERS:
+        raise ApiError(
+            422,
+            f"{scheme}:// is not fetched; pack the model with 'aimage create', push it, and name "
+            "it by oci://",
+            code="unsupported_scheme",
+            param="url",
+        )
+    if scheme not in ("oci", "ollama"):
+        raise _odd("url must begin with oci:// or ollama://")
+    _check_user(name)
+    reference = Reference.parse(name.lstrip("/") if scheme == "ollama" else name)
+    if scheme == "oci" or reference.registry is not None:
+        return reference
+    repository = reference.repository
+    full = repository if "/" in repository else f"{NAMESPACE}/{repository}"
+    return replace(reference, registry=OLLAMA, repository=full)
+
+
+def _check_user(name: str) -> None:
+    """Refuse a user and a password, without repeating them: what follows an @ must be a digest."""
+    _, at, rest = name.partition("@")
+    try:
+        if at:
+            Digest.parse(rest)
+    except FormatError:
+        raise _odd(
+            "what follows the @ in url must be a digest; credentials belong into 'credentials'"
+        ) from None
+
+
+def _odd(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_url", param="url")
+
+
+def _url(reference: Reference) -> str:
+    return f"oci://{reference}"
+
+
+def _credentials(body: Mapping[str, Any]) -> Credentials | None:
+    """``credentials``: a token, or base64 of ``user:password`` where ``credentialsType`` is
+    ``Basic``. Raises ApiError: 400; what they are is not repeated."""
+    value, kind = text(body, "credentials"), text(body, "credentialsType").lower()
+    if kind not in ("", "bearer", "basic"):
+        raise _unfit("credentialsType", "must be Bearer or Basic")
+    if not value:
+        return None
+    if kind == "basic":
+        if Credential.of_basic(value) is None:
+            raise _unfit("credentials", "must be base64 of 'user:password'")
+        return Credentials(("auth", value))
+    if re.fullmatch(r"[!-~]+", value) is None:
+        raise _unfit("credentials", "must be a token without spaces")
+    return Credentials(("registrytoken", value))
+
+
+def _unfit(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param} {message}", code="invalid_value", param=param)
+
+
+# -- requests
+
+
+async def _list(service: Service, _: web.Request) -> web.StreamResponse:
+    found = await asyncio.to_thread(model_list.items, service.store)
+    listed = [_here(one) for one in found]
+    known = {str(one.reference) for one in found if not one.missing}
+    pulls = [one for one in service.transfers.pulls() if str(one.reference) not in known]
+    listed = [one for one in listed if one["url"] not in {_url(pull.reference) for pull in pulls}]
+    return web.json_response({"content": listed + [_under_way(pull) for pull in pulls]})
+
+
+async def _get(service: Service, request: web.Request) -> web.StreamResponse:
+    reference = parse(decode(request.match_info["url"]))
+    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    if item is not None and not item.missing:
+        return web.json_response(_here(item))
+    if (pull := service.transfers.of(reference)) is not None:
+        return web.json_response(_under_way(pull), status=206)
+    if item is None:
+        raise _unknown(reference)
+    return web.json_response(_here(item), status=206)
+
+
+async def _post(service: Service, request: web.Request) -> web.StreamResponse:
+    body = await read_object(request)
+    reference, credentials = parse(text(body, "url")), _credentials(body)
+    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    if item is not None and not item.missing:
+        return _created(item, 200)
+    with service.transfers.pull(reference, credentials) as pull:
+        pull.is_kept = True  # whoever asked may leave, and look again later
+        try:
+            root = await pull.end()
+        except UnauthorizedError as error:
+            raise ApiError(403, error.message, code="registry_unauthorized") from None
+        except AImageError as error:
+            raise of_registry(error) from None
+    item = await asyncio.to_thread(model_list.item, service.store, stored_name(reference, root))
+    if item is None:
+        raise _unknown(reference)  # it was deleted meanwhile
+    return _created(item, 201)
+
+
+async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
+    reference = parse(decode(request.match_info["url"]))
+    was_pulled = await _give_up(service, reference)
+    found = await asyncio.to_thread(model_list.entry, service.store, reference)
+    if found is not None or not was_pulled:
+        try:
+            await model_list.forget(service, reference)
+        except UsageError as error:
+            raise ApiError(409, error.message, code="read_only") from None
+    return web.Response(status=204)
+
+
+async def _give_up(service: Service, reference: Reference) -> bool:
+    """End the pulls of what is to be deleted; says whether there were any.
+
+    Raises:
+        ApiError: 409, one does not end.
+    """
+    pulls = [one for one in service.transfers.pulls() if one.reference == reference]
+    for pull in pulls:
+        pull.stop()
+    if pulls:
+        _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=PARTING)
+        if pending:
+            raise ApiError(
+                409,
+                f"{reference} is being pulled, and the pull does not end; try again later",
+                code="pull_under_way",
+                headers={"Retry-After": "10"},
+            )
+    return bool(pulls)
+
+
+def _unknown(reference: Reference) -> ApiError:
+    return ApiError(404, f"{_url(reference)} is not here", code="content_not_found")
+
+
+def _created(item: model_list.ModelEntry, status: int) -> web.Response:
+    place = f"/content/{encode(_url(item.reference))}"
+    return web.json_response(_here(item), status=status, headers={"Location": place})
+
+
+def _here(item: model_list.ModelEntry) -> dict[str, Any]:
+    value = {
+        "url": _url(item.reference),
+        "digest": str(item.descriptor.digest),
+        "size": item.size,
+        "status": "partial" if item.missing else "complete",
+    }
+    if item.missing:
+        lacking = sum(blob.size for blob in item.missing)
+        value["missing"] = {"blobs": len(item.missing), "size": lacking}
+    return value
+
+
+def _under_way(pull: SharedTransfer) -> dict[str, Any]:
+    completed, total = min(pull.completed, pull.total), pull.total
+    return {
+        "url": _url(pull.reference),
+        "status": "pulling",
+        "completed": completed,
+        "total": total,
+    }

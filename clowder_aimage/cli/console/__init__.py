@@ -1,0 +1,1 @@
+"""The parts that verbs share: options, results, progress."""

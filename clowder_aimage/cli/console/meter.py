@@ -1,0 +1,153 @@
+"""How far something is, how fast it goes, and how long it will still take."""
+
+from __future__ import annotations
+
+import math
+
+from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci.mediatype import NAME
+
+_SMOOTH = 5.0  # seconds after which a change of speed shows in full, more or less
+_TITLE = "org.opencontainers.image.title"
+
+
+class Speed:
+    """A count per second, smoothed; it sinks to nothing when nothing comes."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self._count = 0
+        self._sum = self._weight = 0.0
+
+    def sample(self, count: int, now: float) -> None:
+        """``count`` is what there was until ``now``."""
+        passed = now - self._now
+        if passed <= 0:
+            return
+        kept = math.exp(-passed / _SMOOTH)
+        self._sum = self._sum * kept + (count - self._count) / passed * (1 - kept)
+        self._weight = self._weight * kept + 1 - kept
+        self._now, self._count = now, count
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
+
+
+class BlobProgress:
+    """A blob under way."""
+
+    def __init__(self, content: Descriptor, now: float) -> None:
+        self.content = content
+        self.begun = now
+        self.done = self.moved = 0
+        self.speed = Speed(now)
+
+    @property
+    def label(self) -> str:
+        """Its name, else the beginning of its digest."""
+        return name_of(self.content) or self.content.digest.encoded[:12]
+
+
+class Meter:
+    """Counts bytes or steps. Whoever calls holds a lock."""
+
+    def __init__(self, task: str, subject: str = "", *, stepwise: bool = False) -> None:
+        self.task = task
+        self.subject = subject
+        self.stepwise = stepwise
+        self.active: dict[Digest, BlobProgress] = {}  # in the order of their beginning
+        self.begin(0, 0.0)
+
+    def begin(self, total: int, now: float, blobs: int = 0) -> None:
+        """There is so much to do. A second beginning starts over."""
+        self.total, self.blobs = total, blobs
+        self.begun = self.now = now
+        self.done = self.skipped = self.finished = 0
+        self._moved = self._most = 0
+        self._speed = Speed(now)
+        self.active.clear()
+
+    def advance(self, count: int, *, moved: bool = True) -> None:
+        """Count what was done; negative where it must be done again."""
+        self.done += count
+        if self.done > self._most:
+            self._most = self.done
+        if moved and count > 0:
+            self._moved += count
+
+    def watch(self, event: CopyEvent, now: float) -> bool:
+        """Count what a copy tells. Returns whether it is more than bytes that came."""
+        content = event.content
+        if event.kind == "plan":
+            self.begin(event.count, now, event.blobs)
+        elif content is None:
+            return False
+        elif event.kind == "progress":
+            self._progress(self.active.get(content.digest), event.count)
+            return event.count < 0
+        elif event.kind == "start":
+            self.active[content.digest] = BlobProgress(content, now)
+        elif event.kind in ("skip", "done"):
+            blob = self.active.pop(content.digest, None)
+            if event.kind == "skip":
+                self.skipped += 1
+            elif blob is None:
+                return False  # it was mounted, and counted then
+            self.finished += 1
+            self.advance(content.size - (blob.done if blob else 0), moved=False)
+        return True
+
+    def _progress(self, blob: BlobProgress | None, count: int) -> None:
+        # More at a time than is ever read at a time was there from an earlier run: no speed.
+        moved = count <= CHUNK_SIZE
+        self.advance(count, moved=moved)
+        if blob is not None:
+            blob.done += count
+            if moved and count > 0:
+                blob.moved += count
+
+    def sample(self, now: float) -> None:
+        """Look at the clock. Regular looks keep the speeds true."""
+        self.now = now
+        self._speed.sample(self._moved, now)
+        for blob in self.active.values():
+            blob.speed.sample(blob.moved, now)
+
+    @property
+    def shown(self) -> int:
+        """What is done, but never less than it was: after a retry it holds still a while."""
+        return min(self._most, self.total)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the beginning to the last look at the clock."""
+        return self.now - self.begun
+
+    @property
+    def rate(self) -> float:
+        """Per second. Of steps the average: they are few, and alike."""
+        if self.stepwise:
+            return self.done / self.elapsed if self.elapsed > 0 else 0.0
+        return self._speed.value
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the end, where that can be known."""
+        left = max(0, self.total - self.done)
+        rate = self.rate
+        return left / rate if rate >= (1e-6 if self.stepwise else 1) else None
+
+
+def name_of(content: Descriptor) -> str | None:
+    """What a descriptor says that its blob is called."""
+    for name in (
+        content.annotations.get(_TITLE),
+        content.annotations.get(NAME),
+        content.extra.get("name"),
+    ):
+        if isinstance(name, str) and name:
+            return name
+    return None

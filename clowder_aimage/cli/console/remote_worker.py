@@ -1,0 +1,268 @@
+"""What verbs have to do with a worker: which one is meant, what it cannot be told, what it says."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from clowder_aimage.cli.console.output import META
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+# The wishes of a request, as OpenAI's route calls them
+_FIELDS = {"negative": "negative_prompt"}
+
+remote_option = click.option(
+    "--remote",
+    is_flag=True,
+    help="In the worker that AIMAGE_HOST names. [default: the one at 127.0.0.1:11434]",
+)
+
+
+def worker() -> WorkerClient:
+    """The worker that the environment names, or else the one that is where workers are."""
+    from clowder_aimage.engine.endpoint import DEFAULT_HOST
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+    host = os.environ.get("AIMAGE_HOST", "").strip() or DEFAULT_HOST
+    return WorkerClient(host, os.environ.get("AIMAGE_TOKEN", "").strip() or None)
+
+
+def has_worker() -> bool:
+    """Whether the environment names one."""
+    return bool(os.environ.get("AIMAGE_HOST", "").strip())
+
+
+def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
+    """Refuse options that are about this process, and that a worker would not hear of.
+
+    Raises:
+        UsageError: there is one on the command line; ``hint`` says what to do instead.
+    """
+    context = click.get_current_context()
+    known = {"remote", "as_json", "quiet", *but}
+    given = [
+        max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and parameter.name not in known
+        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if not given and context.meta.get(f"{META}store"):
+        given = ["--store"]
+    if given:
+        raise UsageError(f"{given[0]} cannot be said to a worker", hint=hint)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemotePicture:
+    """A picture as the worker sent it: a PNG file, and the facts that it remembers."""
+
+    data: bytes
+    seed: int
+    index: int
+    facts: Mapping[str, Any]
+
+
+class StepBar:
+    """Progress from sums: so much is done of so much."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._done = self._total = 0
+
+    def show(self, done: Any, total: Any) -> None:
+        """What is no number is passed over: a worker sent it."""
+        if type(done) is not int or type(total) is not int or total < 0:
+            return
+        if total != self._total:
+            self._progress.begin(total)
+            self._done, self._total = 0, total
+        self._progress.advance(done - self._done)
+        self._done = done
+
+
+def pictures(
+    client: WorkerClient,
+    reference: Reference,
+    prompt: str,
+    wishes: Mapping[str, Any],
+    count: int,
+    *,
+    quiet: bool,
+    on_accepted: Callable[[], None],
+) -> Generator[RemotePicture, None, None]:
+    """Have ``count`` pictures made, from ``wishes["seed"]`` on, with a bar of the steps.
+
+    Each is a request of its own: it can be kept as soon as it is finished, and others get their
+    turn in between. Closing the iterator cancels what is under way. ``on_accepted`` is called when
+    the worker has taken the first of them.
+
+    Raises:
+        AImageError: as ``WorkerClient``. NotFoundError: the worker has another model only.
+        FormatError: what came is no PNG.
+    """
+    with contextlib.closing(_Watch(reference, count, quiet, on_accepted)) as watch:
+        for index in range(count):
+            seed = wishes["seed"] + index
+            body = _request(reference, prompt, {**wishes, "seed": seed})
+            data = _finished(client, reference, body, watch, index)
+            yield RemotePicture(data, seed, index, facts_of(data))
+
+
+class _Watch:
+    """Shows a pull until there are steps to show."""
+
+    def __init__(
+        self, reference: Reference, count: int, quiet: bool, on_accepted: Callable[[], None]
+    ) -> None:
+        self._reference, self._count, self._quiet = reference, count, quiet
+        self._on_accepted: Callable[[], None] | None = on_accepted
+        self._shown = contextlib.ExitStack()
+        self._task = ""
+
+    def accepted(self) -> None:
+        """A request was taken."""
+        if self._on_accepted is not None:
+            self._on_accepted()
+        self._on_accepted = None
+
+    def pulled(self, value: Mapping[str, Any]) -> None:
+        """So many bytes are here."""
+        self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
+
+    def stepped(self, value: Mapping[str, Any], index: int) -> None:
+        """Picture ``index`` has got so far. Each has as many steps."""
+        step, total = value.get("step"), value.get("total")
+        if type(step) is int and type(total) is int:
+            self._bar("rendering", "steps").show(index * total + step, self._count * total)
+
+    def _bar(self, task: str, unit: str) -> StepBar:
+        if task != self._task:
+            self._shown.close()
+            subject = self._reference if task == "pulling" else None
+            progress = Progress(task, subject, quiet=self._quiet, unit=unit)
+            self._task, self._now = task, StepBar(self._shown.enter_context(progress))
+        return self._now
+
+    def close(self) -> None:
+        self._shown.close()
+
+
+def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """The body for ``POST /v1/images/generations``."""
+    said = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
+    if "width" in said and "height" in said:
+        said["size"] = f"{said.pop('width')}x{said.pop('height')}"
+    fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
+    # strict: a wish that the worker does not know is refused, not passed over
+    stream = {"stream": True, "stream_format": "ollama", "strict": True}
+    return {"model": str(reference), "prompt": prompt, **said, **fixed, **stream}
+
+
+def _finished(
+    client: WorkerClient, reference: Reference, body: Mapping[str, Any], watch: _Watch, index: int
+) -> bytes:
+    """The picture of one request."""
+    with contextlib.closing(client.events("/v1/images/generations", body)) as events:
+        for kind, value in events:
+            if kind == "open":
+                _check_model(client, reference, value)
+                watch.accepted()
+            elif kind == "pull":
+                watch.pulled(value)
+            elif kind == "progress":
+                watch.stepped(value, index)
+            elif kind == "done":
+                return _decoded(value)
+    raise NetworkError(f"the worker at {client.place} hung up before the picture was finished")
+
+
+def _check_model(client: WorkerClient, reference: Reference, said: Mapping[str, Any]) -> None:
+    """A worker with a default model takes that for one that it lacks; here a name is a name, be it
+    one that the worker was told to know another model by."""
+    taken = said.get("x-aimage-model")
+    if taken not in (None, str(reference)) and said.get("x-aimage-alias") != str(reference):
+        raise NotFoundError(
+            f"the worker at {client.place} has no {reference}, and would take {taken} for it",
+            hint="name that, or pull yours: aimage pull --remote",
+        )
+
+
+def _decoded(value: Mapping[str, Any]) -> bytes:
+    try:
+        data = base64.b64decode(value["data"][0]["b64_json"], validate=True)
+    except (LookupError, TypeError, binascii.Error):
+        data = b""
+    if not data.startswith(_PNG):
+        raise FormatError("what the worker sent is no PNG picture")
+    return data
+
+
+def facts_of(png: bytes) -> dict[str, Any]:
+    """How a picture says that it was made; nothing where it says nothing.
+
+    The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
+    "Chunk layout" and 11.3.3.4 "iTXt").
+    """
+    at = len(_PNG)
+    while at + 8 <= len(png):
+        length, kind = struct.unpack_from(">I4s", png, at)
+        body = png[at + 8 : at + 8 + length]
+        if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
+            text = body[9:].split(b"\0", 2)[-1]
+            try:
+                facts = json.loads(text)
+            except (ValueError, RecursionError):
+                return {}
+            return facts if isinstance(facts, dict) else {}
+        at += 12 + length
+    return {}
+
+
+def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
+    """What the worker lists at ``path``: ``/api/tags``, ``/api/ps``. Raises FormatError."""
+    answer = client.ask("GET", path)
+    found = answer.get("models") if isinstance(answer, dict) else None
+    if not isinstance(found, list) or not all(map(_is_model, found)):
+        raise FormatError(
+            f"what answers at {client.place} lists no models", hint="is AIMAGE_HOST a worker's?"
+        )
+    return found
+
+
+def _is_model(item: Any) -> bool:
+    return (
+        isinstance(item, dict)
+        and isinstance(item.get("name"), str)
+        and isinstance(item.get("digest"), str)
+        and type(item.get("size")) is int
+    )
+
+
+def digest_of(model: Mapping[str, Any]) -> str:
+    """The digest of what a worker lists; ollama writes it without its algorithm."""
+    text: str = model["digest"]
+    return text if ":" in text else f"sha256:{text}"
+
+
+def family_of(model: Mapping[str, Any]) -> str | None:
+    """What kind of network it is, if the worker says so."""
+    details = model.get("details")
+    family = details.get("family") if isinstance(details, dict) else None
+    return family if isinstance(family, str) and family else None

@@ -1,0 +1,123 @@
+"""``aimage config``: what holds on this machine, and where it was said."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, config_file, settings
+from clowder_aimage.cli.console.output import note, result, table
+
+MASK = "***"
+# What else is heard from the environment, as the README lists it
+_VARIABLES = (
+    *("AIMAGE_HOST", "AIMAGE_TOKEN", "AIMAGE_TOKEN_FILE", "AIMAGE_TRUSTED_REALMS"),
+    *("DOCKER_CONFIG", "REGISTRY_AUTH_FILE"),
+    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy"),
+    *("SOURCE_DATE_EPOCH", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"),
+)
+_SECRET = ("TOKEN", "PASSWORD", "SECRET")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting, what it is, and where that was said."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+@click.group(short_help="Show the configuration.")
+def config() -> None:
+    """What holds on this machine, and where it was said."""
+
+
+@config.command(short_help="Show every setting, and where it comes from.")
+@common_options
+def show() -> None:
+    """Show every setting as it holds, and where it comes from: the command line, a variable of the
+    environment, the configuration, or nowhere (default). Secrets are not shown."""
+    chosen, file = settings(), config_file()
+    found = [*_store(chosen.stores), *_servers(file), *_registries(file), *_environment(os.environ)]
+    rows = [["SETTING", "VALUE", "FROM"]]
+    rows += [[each.name, _text(each.value), each.origin] for each in found]
+    value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
+    result(value, table(rows), as_json=chosen.as_json)
+
+
+def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
+    context = click.get_current_context()
+    said = any(key.endswith(".store") for key in context.meta)
+    named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
+    yield Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
+
+
+def _servers(file: Path) -> Iterator[Value]:
+    """What 'aimage serve' and 'aimage node' would go by. The extra they need may be missing."""
+    try:
+        from clowder_aimage.engine.settings import Settings, camel, gather
+        from clowder_aimage.node.node_settings import NodeSettings
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        note("the worker's settings are not shown: pip install 'clowder-aimage[worker]'")
+        return
+    for kind in (Settings, NodeSettings):
+        said, origins = gather(kind, {}, file)
+        for name in kind.model_fields:
+            value = said.address if name == "addr" else getattr(said, name)
+            origin = origins.get(name, "default")
+            yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin)
+
+
+def _registries(file: Path) -> Iterator[Value]:
+    """What the configuration says of each registry, in its words."""
+    from clowder_aimage.registry.host_settings import read_settings
+
+    if not read_settings(file):  # also where it is not what its schema describes
+        return
+    for host, entry in json.loads(file.read_bytes())["registries"].items():
+        for name, value in entry.items():
+            yield Value(f"registries.{host}.{name}", value, str(file))
+
+
+def _environment(environment: Mapping[str, str]) -> Iterator[Value]:
+    for name in _VARIABLES:
+        if environment.get(name):
+            yield Value(name, masked(name, environment[name]), "environment")
+
+
+def masked(name: str, value: str) -> str:
+    """A variable's value without what is to stay secret: a token, the password in an address."""
+    if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
+        return MASK
+    if "@" not in value or value.startswith("/"):  # a path
+        return value
+    # Not as a URL is read: of a password that holds # or / that would be a part only
+    before, _, place = value.rpartition("@")
+    scheme, found, _ = before.partition("://")
+    return f"{scheme}://{MASK}@{place}" if found else f"{MASK}@{place}"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; for ever is -1, as it is written."""
+    if isinstance(value, float):
+        return -1 if math.isinf(value) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value)

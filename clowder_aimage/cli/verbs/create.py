@@ -1,0 +1,353 @@
+"""``aimage create``"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from clowder_aimage.cli.console.option import common_options, jobs_option, settings
+from clowder_aimage.cli.console.output import note, number, plain, plural, result, size
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference, mediatype
+
+if TYPE_CHECKING:
+    from clowder_aimage.importer import PackedModel, Recipe
+    from clowder_aimage.importer.weight_summary import WeightReport
+
+_FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def recipe_options(function: _F) -> _F:
+    """What is to become of the weights."""
+    for option in (
+        click.option(
+            "--group-size",
+            type=int,
+            metavar="N",
+            help="Values that share a scale, for int4 and int8: 32, 64 or 128. [default: 64]",
+        ),
+        click.option(
+            "--quantize",
+            metavar="TYPE",
+            help="int8, int4, nvfp4, mxfp8, fp8 (is int8) or fp4 (is int4): the transformer. "
+            "transformer=int4,text_encoder=int8 says it for each.",
+        ),
+        click.option(
+            "--dtype",
+            metavar="TYPE",
+            help="Store floats as f32, f16 or bf16; auto: F32 that is exactly BF16 as BF16. "
+            "[default: as they are]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def form_options(function: _F) -> _F:
+    """What is to be packed, and how."""
+    for option in (
+        click.option(
+            "--layer",
+            "layers",
+            multiple=True,
+            metavar="TYPE=FILE",
+            help="Add a file as a layer of any media type, say of an execution provider.",
+        ),
+        click.option(
+            "--base",
+            metavar="REF",
+            help="Of an adapter: the AImage in the store that it belongs to.",
+        ),
+        click.option(
+            "--adapter",
+            "adapters",
+            multiple=True,
+            metavar="[NAME=]PATH",
+            help="Add a LoRA adapter that travels with the model. May be given several times.",
+        ),
+        click.option(
+            "--compress",
+            type=click.Choice(mediatype.COMPRESSIONS),
+            help="Compress whole files. Weights hardly get smaller.",
+        ),
+        click.option(
+            "--whole-files",
+            is_flag=True,
+            help="Of a Transformers directory: keep the files, instead of a blob for each tensor.",
+        ),
+        click.option(
+            "--format",
+            "format_",
+            type=click.Choice(_FORMATS),
+            help="What it is. [default: as it looks]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command(short_help="Pack a model as an AImage.")
+@click.argument("name")
+@click.argument("path", metavar="[PATH]", default=".")
+@click.option(
+    "--from-ollama",
+    "ollama",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Take the model PATH (say llama3.2:1b) from ollama's store in DIR, with hard links.",
+)
+@form_options
+@click.option(
+    "--dialect",
+    type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
+    default="clowder",
+    show_default=True,
+    help="How to write the manifest.",
+)
+@click.option(
+    "--manifest-type",
+    type=click.Choice(["oci", "custom"]),
+    default="oci",
+    show_default=True,
+    help="The manifest's own media type; registries refuse the custom one.",
+)
+@click.option("--license", "license_", metavar="SPDX", help="Instead of the model card's.")
+@click.option("--source", metavar="URL", help="Where the model came from.")
+@click.option(
+    "--created",
+    metavar="TIME",
+    help="RFC 3339. Recorded only when given. [env: SOURCE_DATE_EPOCH, in seconds]",
+)
+@click.option(
+    "--digest",
+    "algorithm",
+    type=click.Choice(["sha256", "sha512"]),
+    default="sha256",
+    show_default=True,
+    help="What the layers and the config are known by.",
+)
+@recipe_options
+@jobs_option
+@common_options
+def create(
+    name: str,
+    path: str,
+    ollama: Path | None,
+    format_: str | None,
+    whole_files: bool,
+    compress: str | None,
+    adapters: tuple[str, ...],
+    base: str | None,
+    layers: tuple[str, ...],
+    dialect: str,
+    manifest_type: str,
+    license_: str | None,
+    source: str | None,
+    created: str | None,
+    algorithm: str,
+    dtype: str | None,
+    quantize: str | None,
+    group_size: int | None,
+    jobs: int | None,
+) -> None:
+    """Pack the model at PATH (default: here) as the AImage NAME.
+
+    PATH is a directory of diffusers or Transformers, in which each tensor becomes a blob of its
+    own, so that models share what they have in common; or a GGUF, ONNX or TorchScript file, a
+    SavedModel directory or a LoRA adapter, which stay whole files; or a model in a Hugging Face
+    cache. The digest depends on the model alone: not on the machine, the time, or the packer.
+    """
+    from clowder_aimage.create import create as create_aimage
+    from clowder_aimage.importer import Provenance, Recipe
+    from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
+
+    chosen = settings()
+    recipe = Recipe.parse(dtype, quantize, group_size)
+    reference = Reference.parse(name)
+    if reference.digest is not None:
+        raise UsageError(f"{name} names a digest, which only content can decide")
+    if manifest_type == "custom" and dialect != "clowder":
+        raise UsageError("--manifest-type custom is a form of the clowder dialect")
+    if ollama is not None:
+        _check_alone("--from-ollama", ("name", "path", "ollama"))
+        _from_ollama(reference, ollama, path)
+        return
+    form = ModelForm(
+        format_,
+        whole_files,
+        compress or "",
+        tuple(parse_adapter(text) for text in adapters),
+        tuple(ExtraFile.parse(text) for text in layers),
+    )
+    with Progress("packing", reference, quiet=chosen.quiet) as progress:
+        made = create_aimage(
+            chosen.layout,
+            reference,
+            Path(path),
+            form=form,
+            base=Reference.parse(base) if base else None,
+            dialect="custom" if manifest_type == "custom" else dialect,
+            algorithm=algorithm,
+            provenance=Provenance(license_, source, _created(created)),
+            recipe=recipe,
+            jobs=jobs,
+            on_survey=progress.begin,
+            on_surveyed=progress.advance,
+            on_plan=lambda plan: progress.begin(plan.size),
+            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+        )
+    value = summary(reference, made)
+    if not chosen.quiet:
+        note(text(value, made, recipe))
+    result(value, str(made.descriptor.digest), as_json=chosen.as_json)
+
+
+def _check_alone(option: str, others: tuple[str, ...]) -> None:
+    """Refuse options of this verb that would do nothing beside ``option``."""
+    context = click.get_current_context()
+    own = {one.name: one.opts[0] for one in create.params if one.name in context.params}
+    given = ParameterSource.COMMANDLINE
+    for name, spelt in own.items():
+        if name and name not in others and context.get_parameter_source(name) == given:
+            raise UsageError(f"{spelt} means nothing with {option}: the model stays as it is")
+    if context.get_parameter_source("path") != given:
+        raise UsageError(f"{option} needs the name of a model there, such as llama3.2:1b")
+
+
+def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
+    """Take a model over from ollama's store, and say what it is."""
+    from clowder_aimage.importer.ollama_store import adopt
+
+    chosen = settings()
+    with Progress("taking over", reference, quiet=chosen.quiet) as progress:
+        adopted = adopt(
+            chosen.layout,
+            reference,
+            directory,
+            name,
+            on_plan=progress.begin,
+            on_done=progress.advance,
+        )
+    if not chosen.quiet:
+        note(
+            f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
+            f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
+        )
+    value = {
+        "reference": str(reference),
+        **plain(adopted.descriptor),
+        "linked": adopted.linked,
+        "copied": adopted.copied,
+        "alreadyThere": adopted.there,
+    }
+    result(value, str(adopted.descriptor.digest), as_json=chosen.as_json)
+
+
+def _created(given: str | None) -> str | None:
+    """The creation time: as given, or from SOURCE_DATE_EPOCH (reproducible-builds.org)."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if given is None and epoch:
+        try:
+            return datetime.fromtimestamp(int(epoch), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        except (ValueError, OverflowError, OSError):
+            raise UsageError(f"SOURCE_DATE_EPOCH is not a number of seconds: {epoch!r}") from None
+    if given is None:
+        return None
+    try:
+        time = datetime.fromisoformat(given)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise UsageError(f"--created needs a time such as 2026-01-31T12:00:00Z, not {given!r}")
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
+    """What was made, for programs."""
+    layers = [written.layer for written in packed.layers]
+    shared = [written.layer for written in packed.layers if written.was_there]
+    report = packed.report
+    config = packed.aimage.properties
+    value: dict[str, Any] = {
+        "reference": str(reference),
+        "digest": str(packed.descriptor.digest),
+        "mediaType": packed.descriptor.media_type,
+        **({"format": config["format"]} if "format" in config else {}),
+        "tensors": report.tensors,
+        "files": sum(not layer.is_tensor for layer in layers),
+        "parameters": config.get("parameters", report.parameters),
+        "size": sum(layer.descriptor.size for layer in layers),
+        "alreadyThere": {
+            "layers": len(shared),
+            "size": sum(layer.descriptor.size for layer in shared),
+        },
+    }
+    if report.quantized:
+        value["quantization"] = dict(report.quantized)
+    if report.cast:
+        value["cast"] = [
+            {"from": source, "to": target, "tensors": count}
+            for (source, target), count in sorted(report.cast.items())
+        ]
+    if report.saved:
+        value["saved"] = report.saved
+    if report.ignored:
+        value["ignored"] = report.ignored
+    return value
+
+
+def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
+    """What was made, for people: a line, and one for each thing that became of weights."""
+    there = value["alreadyThere"]
+    lines = [
+        f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "
+        f"{len(packed.layers)} blobs ({size(there['size'])}) were in the store already",
+        *(_quantized(name, facts) for name, facts in packed.report.quantized.items()),
+        *_cast(packed.report, recipe),
+    ]
+    if saved := packed.report.saved:
+        than = "less" if saved > 0 else "more"
+        lines.append(f"the weights take {size(abs(saved))} {than} than before")
+    if packed.report.ignored:
+        left_out = plural(packed.report.ignored, "scale")
+        lines.append(f"{left_out} of activations left out: only weights are quantized here")
+    if packed.aimage.properties.get("pickled"):
+        lines.append("it holds pickled Python: whoever loads it runs what is in there")
+    return "\n".join(lines)
+
+
+def _what(value: Mapping[str, Any]) -> str:
+    """Tensors and files, or the format of what is whole files."""
+    files, parameters = plural(value["files"], "file"), number(value["parameters"])
+    if value["tensors"]:
+        return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
+    counted = f" ({parameters} parameters)" if value["parameters"] else ""
+    return f"{value.get('format', 'a model')} in {files}{counted}"
+
+
+def _quantized(component: str, facts: Mapping[str, Any]) -> str:
+    kept = facts.get("kept", {})
+    groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
+    count, total = facts["tensors"], facts["tensors"] + sum(kept.values())
+    said = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
+    if not kept:
+        return said
+    most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
+    return f"{said}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
+
+
+def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+    is_auto = recipe.dtype == "auto"
+    for (source, target), count in sorted(report.cast.items()):
+        why = ", without loss: their values are" if is_auto else " instead of"
+        yield f"{plural(count, 'tensor')} stored as {target}{why} {target if is_auto else source}"
+    if is_auto and not report.cast and not report.quantized:
+        yield "no F32 tensor has BF16 values alone: all are stored as they were"

@@ -1,0 +1,204 @@
+"""``aimage diff``"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
+from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.dialect import Layer
+    from clowder_aimage.diff import Change, Difference, FieldChange, Side
+
+_LISTED = 20  # of each kind; --all lists all
+_WIDTH = 60  # characters of a value in a config that are shown
+_DIFFERS = 1
+
+
+@click.command(short_help="Show how two AImages differ.")
+@click.argument("a")
+@click.argument("b")
+@click.option("--all", "whole", is_flag=True, help="List all that differs, however much.")
+@click.option("--remote", is_flag=True, help="Ask the registries, whatever the store has.")
+@click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 where they differ.")
+@connection_options
+@common_options
+def diff(
+    a: str,
+    b: str,
+    whole: bool,
+    remote: bool,
+    tells: bool,
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+) -> int:
+    """Show which tensors, files and fields of the config differ between A and B.
+
+    Each is looked for in the store, then in the registry in its name. Only manifests and configs
+    are read: no weights are fetched.
+    """
+    from clowder_aimage.diff import diff as compare
+
+    chosen = settings()
+    reach = connection(plain_http, insecure, ca_file)
+    found = compare(Reference.parse(a), Reference.parse(b), chosen.layout, reach, remote=remote)
+    text = "\n".join(_lines(found, None if whole else _LISTED))
+    result(_plain(found), text, as_json=chosen.as_json)
+    return _DIFFERS if tells and not found.is_empty else 0
+
+
+def _lines(found: Difference, limit: int | None) -> Iterator[str]:
+    for key, side in (("a", found.a), ("b", found.b)):
+        digest = side.manifest.digest
+        yield f"{key}  {side.reference}  {digest.short}  {side.dialect}, in the {side.where}"
+    yield ""
+    for title, is_tensor in (("tensors", True), ("files", False)):
+        yield f"{title}: " + ", ".join(_counts(found, is_tensor))
+    for title, fields in (("config", found.config), ("annotations", found.annotations)):
+        if fields or title == "config":
+            yield f"{title}: {plural(len(fields), 'field')} {_verb(fields)}"
+    moved = f"{size(sum(found.fetch.values()))} in {plural(len(found.fetch), 'blob')}"
+    yield f"pulling {found.b.reference} where {found.a.reference} is present moves {moved}"
+    yield from _section("changed", [_changed(one) for one in found.changed], limit)
+    yield from _section("added", [_one(one) for one in found.added], limit)
+    yield from _section("removed", [_one(one) for one in found.removed], limit)
+    yield from _section("config", [_field(one) for one in found.config], limit)
+    yield from _section("annotations", [_field(one) for one in found.annotations], limit)
+
+
+def _verb(fields: Sequence[FieldChange]) -> str:
+    return "differs" if len(fields) == 1 else "differ"
+
+
+def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
+    """``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``"""
+    for word, changes in _kinds(found):
+        these = [one for one in changes if one.is_tensor == is_tensor]
+        after, before = sum(one.after for one in these), sum(one.before for one in these)
+        bytes_ = size(before if word == "removed" else after)
+        if word == "changed" and before != after:
+            bytes_ += f", were {size(before)}"
+        yield f"{len(these)} {word} ({bytes_})" if these else f"0 {word}"
+
+
+def _kinds(found: Difference) -> tuple[tuple[str, tuple[Change, ...]], ...]:
+    return (
+        ("shared", found.shared),
+        ("changed", found.changed),
+        ("added", found.added),
+        ("removed", found.removed),
+    )
+
+
+def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
+    if not lines:
+        return
+    yield f"\n{title}:"
+    yield from (f"  {_one_line(line)}" for line in lines[:limit])
+    if limit is not None and len(lines) > limit:
+        yield f"  ... and {len(lines) - limit} more (--all lists them)"
+
+
+def _one_line(text: str) -> str:
+    """What other tools call things may have line breaks in it."""
+    return " ".join(text.splitlines())
+
+
+def _one(change: Change) -> str:
+    bytes_ = size(change.after if change.b else change.before)
+    return "  ".join(filter(None, (change.name, _shape(change.b or change.a), bytes_)))
+
+
+def _changed(change: Change) -> str:
+    """What is the same on both sides is said once."""
+    parts = [change.name]
+    for old, new in (
+        (_shape(change.a), _shape(change.b)),
+        (size(change.before), size(change.after)),
+    ):
+        parts.append(new if old == new else f"{old or '-'} -> {new or '-'}")
+    return "  ".join(filter(None, parts))
+
+
+def _shape(layer: Layer | None) -> str:
+    """``BF16 16x16``; nothing of a file."""
+    if layer is None or layer.dtype is None:
+        return ""
+    return f"{layer.dtype} {'x'.join(map(str, layer.shape or ()))}".strip()
+
+
+def _field(field: FieldChange) -> str:
+    return f"{'.'.join(field.path)}: {_short(field.a)} -> {_short(field.b)}"
+
+
+def _short(value: tuple[Any, ...]) -> str:
+    if not value:
+        return "(none)"
+    text = json.dumps(value[0], ensure_ascii=False)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+def _plain(found: Difference) -> dict[str, Any]:
+    return {
+        "a": _plain_side(found.a),
+        "b": _plain_side(found.b),
+        "differ": not found.is_empty,
+        "tensors": _plain_layers(found, True),
+        "files": _plain_layers(found, False),
+        "config": [_plain_field(field) for field in found.config],
+        "annotations": [_plain_field(field) for field in found.annotations],
+        "fetch": {"blobs": len(found.fetch), "size": sum(found.fetch.values())},
+    }
+
+
+def _plain_side(side: Side) -> dict[str, Any]:
+    return {
+        "reference": str(side.reference),
+        "digest": str(side.manifest.digest),
+        "mediaType": side.manifest.media_type,
+        "dialect": side.dialect,
+        "where": side.where,
+    }
+
+
+def _plain_layers(found: Difference, is_tensor: bool) -> dict[str, Any]:
+    """Counts and bytes; ``before`` are bytes in A, ``after`` in B. What is shared has no list."""
+    value: dict[str, Any] = {}
+    for word, changes in _kinds(found):
+        these = [one for one in changes if one.is_tensor == is_tensor]
+        before, after = sum(one.before for one in these), sum(one.after for one in these)
+        value[word] = {"count": len(these), "before": before, "after": after}
+        if word != "shared":
+            value[word]["layers"] = [_plain_change(one) for one in these]
+    return value
+
+
+def _plain_change(change: Change) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": change.name}
+    for key, layer in (("a", change.a), ("b", change.b)):
+        if layer is not None:
+            value[key] = {"digest": str(layer.descriptor.digest), "size": layer.descriptor.size}
+            value[key] |= {"dtype": layer.dtype} if layer.dtype is not None else {}
+            value[key] |= {"shape": list(layer.shape)} if layer.shape is not None else {}
+    return value
+
+
+def _plain_field(field: FieldChange) -> dict[str, Any]:
+    value: dict[str, Any] = {"path": list(field.path)}
+    for key, held in (("a", field.a), ("b", field.b)):
+        if held:
+            value[key] = held[0]
+    return value

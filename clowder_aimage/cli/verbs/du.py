@@ -1,0 +1,80 @@
+"""``aimage du``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.usage import NameUsage, StoreUsage
+
+
+@click.command(short_help="Show what the names in the store take on disk.")
+@click.argument("refs", metavar="[REF...]", nargs=-1)
+@common_options
+def du(refs: tuple[str, ...]) -> None:
+    """Show what REF..., else all names in the store, take on disk.
+
+    UNIQUE is what no other manifest needs: what rm and gc would free. Several names of one
+    manifest are one line and count once.
+    """
+    from clowder_aimage.usage import usage
+
+    chosen = settings()
+    layout = chosen.layout
+    only = [layout.resolve(Reference.parse(ref)).digest for ref in refs]
+    found = usage(layout, chosen.stores, only)
+    text = _table(found)
+    if refs:
+        text += f"\nfreed if all of these were removed: {size(found.freed)}"
+    result(_plain(found), text, as_json=chosen.as_json)
+
+
+def _table(found: StoreUsage) -> str:
+    rows = [("NAME", "SIZE", "UNIQUE", "SHARED", "MISSING")]
+    for share in found.shares:
+        unnamed = f"(no name) {share.digest.short}"
+        first, *others = (" ".join(name.split()) or unnamed for name in share.names)
+        rows.append((first, size(share.size), size(share.unique), size(share.shared), _gap(share)))
+        rows += [(f"  and {name}", "", "", "", "") for name in others]
+    shared = found.size - found.unique
+    rows.append(("total", size(found.size), size(found.unique), size(shared), ""))
+    if not any(share.missing for share in found.shares):
+        return table([row[:-1] for row in rows])
+    return table(rows)
+
+
+def _gap(share: NameUsage) -> str:
+    if not share.missing:
+        return ""
+    return f"{plural(share.missing, 'blob')}, {size(share.missing_size)}"
+
+
+def _plain(found: StoreUsage) -> dict[str, Any]:
+    return {
+        "manifests": [_plain_share(share) for share in found.shares],
+        "total": {
+            "blobs": found.blobs,
+            "size": found.size,
+            "unique": found.unique,
+            "shared": found.size - found.unique,
+            "freed": found.freed,
+        },
+    }
+
+
+def _plain_share(share: NameUsage) -> dict[str, Any]:
+    return {
+        "references": [name for name in share.names if name],
+        "unnamed": "" in share.names,
+        "digest": str(share.digest),
+        "size": share.size,
+        "unique": share.unique,
+        "shared": share.shared,
+        "missing": {"blobs": share.missing, "size": share.missing_size},
+    }

@@ -1,0 +1,90 @@
+"""``aimage export``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import note, plural, result, size
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.export import ExportSummary
+
+
+@click.command(short_help="Write an AImage as the directory it was made from.")
+@click.argument("ref")
+@click.argument("place", metavar="DIR")
+@click.option(
+    "--links",
+    is_flag=True,
+    help="Let whole files share their bytes with the store, where the file system can.",
+)
+@common_options
+def export(ref: str, place: str, links: bool) -> None:
+    """Write the AImage REF, which is in the store, as the directory DIR; print its path.
+
+    DIR must not exist, or be empty; it is there whole or not at all. Tensors are gathered into the
+    files that the model's library looks for; all other files are as they were, byte for byte.
+    Every blob is verified on the way.
+    """
+    from clowder_aimage.export import export as export_aimage
+
+    chosen = settings()
+    reference = Reference.parse(ref)
+    if not place:
+        raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
+    directory = Path(place)
+    with Progress("exporting", reference, quiet=chosen.quiet) as progress:
+        exported = export_aimage(
+            chosen.layout,
+            reference,
+            directory,
+            links=links,
+            on_plan=lambda plan: progress.begin(plan.size),
+            on_written=progress.advance,
+        )
+    if not chosen.quiet:
+        note(text(directory, exported, links))
+    result(summary(reference, directory, exported), str(directory), as_json=chosen.as_json)
+
+
+def summary(reference: Reference, directory: Path, exported: ExportSummary) -> dict[str, Any]:
+    """The result for programs."""
+    from clowder_aimage.exporter import LinkMethod
+
+    return {
+        "path": str(directory),
+        "reference": str(reference),
+        "digest": str(exported.descriptor.digest),
+        "files": exported.files,
+        "tensors": exported.tensors,
+        "size": exported.size,
+        **{way.value: exported.ways[way] for way in LinkMethod},
+        "quantized": dict(exported.quantized),
+    }
+
+
+def text(directory: Path, exported: ExportSummary, links: bool) -> str:
+    """The result for people, in a line or two."""
+    from clowder_aimage.exporter import LinkMethod
+
+    weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""
+    lines = [f"{directory}: {plural(exported.files, 'file')}{weights}, {size(exported.size)}"]
+    if links:
+        count = exported.ways
+        lines[0] += (
+            f"; of those that are whole in the store, {count[LinkMethod.REFLINKED]} reflinked, "
+            f"{count[LinkMethod.HARD_LINKED]} hard-linked, {count[LinkMethod.COPIED]} copied"
+        )
+        if count[LinkMethod.HARD_LINKED]:
+            lines.append("hard-linked files are the store's own blobs: do not write to them")
+    for form in sorted(set(exported.quantized.values())):
+        named = [c or "model" for c, own in exported.quantized.items() if own == form]
+        lines.append(f"quantized weights are in {form}'s form: {', '.join(sorted(named))}")
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""``aimage gc``"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import note, plural, result, size
+from clowder_aimage.content.unit import parse_size, parse_time
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout.gc import Collection
+
+
+def _parsed(parse: Callable[[str], float]) -> Callable[..., float | None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
+
+
+@click.command(short_help="Remove what nothing in the store needs.")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=_parsed(parse_size),
+    help="Forget the least recently used names until the rest fits, such as 200GB.",
+)
+@click.option(
+    "--max-age",
+    metavar="TIME",
+    callback=_parsed(parse_time),
+    help="Forget names that were not used for so long, such as 30d.",
+)
+@click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep all the same.")
+@click.option(
+    "--grace",
+    metavar="TIME",
+    default="1h",
+    show_default=True,
+    callback=_parsed(parse_time),
+    help="Leave blobs that came later than that: another tool may be about to name them.",
+)
+@common_options
+def gc(
+    dry_run: bool,
+    max_size: float | None,
+    max_age: float | None,
+    keep: tuple[str, ...],
+    grace: float,
+) -> None:
+    """Remove blobs that no name in the store needs, and downloads that broke off a week ago.
+
+    What is pinned, what a running pull, push or worker holds, and what --keep matches stays.
+    """
+    from clowder_aimage.layout.gc import Collector
+
+    chosen = settings()
+    limit = None if max_size is None else int(max_size)
+    done = Collector(chosen.layout, grace=grace, dry_run=dry_run).run(
+        max_age=max_age, max_size=limit, keep=keep
+    )
+    if limit is not None and done.left_size > limit:
+        note(f"{size(done.left_size)} are left, more than {size(limit)}: they are needed, or new")
+    result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)), as_json=chosen.as_json)
+
+
+def _lines(done: Collection, dry_run: bool) -> list[str]:
+    would = "would be " if dry_run else ""
+    lines = [f"{would}forgotten: {one.name} ({one.reason})" for one in done.forgotten]
+    lines.append(f"{would}removed: {plural(done.blobs, 'blob')}, {size(done.size)}")
+    if done.partials:
+        what = plural(done.partials, "unfinished download")
+        lines.append(f"{would}removed: {what}, {size(done.partial_size)}")
+    if done.young:
+        lines.append(
+            f"left: {plural(done.young, 'blob')}, {size(done.young_size)}, that came lately "
+            "(--grace 0 removes them too)"
+        )
+    return lines
+
+
+def _plain(done: Collection, dry_run: bool) -> dict[str, Any]:
+    return {
+        "dryRun": dry_run,
+        "forgotten": [{"reference": one.name, "reason": one.reason} for one in done.forgotten],
+        "blobs": done.blobs,
+        "size": done.size,
+        "partials": {"count": done.partials, "size": done.partial_size},
+        "young": {"blobs": done.young, "size": done.young_size},
+        "left": done.left_size,
+    }

@@ -1,0 +1,81 @@
+"""``aimage login`` and ``aimage logout``"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
+from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+
+def _host(text: str) -> str:
+    """The registry's host, checked by the rules for references."""
+    registry = Reference.parse(f"{text}/x").registry
+    if registry is None:
+        raise UsageError(
+            f"{text!r} is not a registry host", hint="for example registry.example.com"
+        )
+    return registry
+
+
+def _ask(what: str, option: str, *, hide: bool) -> str:
+    """Ask on the terminal; where there is none, an option must say it."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"the {what.lower()} cannot be asked for here: give {option}")
+    return str(click.prompt(what, hide_input=hide, err=True))
+
+
+@click.command(short_help="Keep credentials for a registry.")
+@click.argument("registry", metavar="HOST")
+@click.option("-u", "--username", help="The user's name.")
+@click.option("-p", "--password", help="Seen by others on this machine: better asked for.")
+@click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
+@connection_options
+@common_options
+def login(
+    registry: str,
+    username: str | None,
+    password: str | None,
+    password_stdin: bool,
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+) -> None:
+    """Check credentials with the registry HOST and keep them as docker does."""
+    from clowder_aimage.registry import login as log_in
+
+    host = _host(registry)
+    username = username or _ask("Username", "--username", hide=False)
+    if password_stdin:
+        password = sys.stdin.readline().rstrip("\r\n")
+    password = password or _ask("Password", "--password-stdin", hide=True)
+    place = log_in(host, username, password, connection(plain_http, insecure, ca_file))
+    if not settings().quiet:
+        note(f"logged in to {host} as {username}; the credentials are kept in {place}")
+    if settings().as_json:
+        result({"registry": host, "username": username, "kept": place}, "", as_json=True)
+
+
+@click.command(short_help="Forget the credentials of a registry.")
+@click.argument("registry", metavar="HOST")
+@common_options
+def logout(registry: str) -> None:
+    """Forget the credentials of the registry HOST."""
+    from clowder_aimage.registry import logout as log_out
+
+    host = _host(registry)
+    log_out(host, connection(False, False, None))
+    if not settings().quiet:
+        note(f"logged out of {host}")
+    if settings().as_json:
+        result({"registry": host}, "", as_json=True)

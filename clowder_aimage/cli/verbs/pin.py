@@ -1,0 +1,65 @@
+"""``aimage pin`` and ``aimage unpin``"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout import ImageLayout
+
+
+@click.command(short_help="Let no collection take a name.")
+@click.argument("refs", metavar="[REF...]", nargs=-1)
+@common_options
+def pin(refs: tuple[str, ...]) -> None:
+    """Keep the names REF... and what they name: neither 'gc' nor 'rm' takes them.
+
+    Without REF, list the names that are pinned.
+    """
+    chosen = settings()
+    names = [name for ref in refs for name in _names(chosen.layout, Reference.parse(ref))]
+    for name in names:
+        chosen.layout.pins.put(name, {}, durable=True)
+    said = names if refs else sorted(name for name, _ in chosen.layout.pins.items())
+    result({"pinned": said}, "\n".join(said), as_json=chosen.as_json)
+
+
+def _names(layout: ImageLayout, reference: Reference) -> list[str]:
+    """A name in the store, or all that a digest has. Raises NotFoundError, also where it is in a
+    store that is only read: nothing would keep it there."""
+    from clowder_aimage.layout.layered_store import only_read
+    from clowder_aimage.layout.layout import index_name
+
+    digest = layout.resolve(reference).digest
+    names = [name for name, root in layout.tags() if root.digest == digest]
+    if reference.tag is not None:
+        names = [index_name(reference)]
+    borrowed = layout.borrowed()
+    ours = [name for name in names if name not in borrowed]
+    if names and not ours:
+        raise only_read(reference, borrowed[names[0]], "pin")
+    return ours
+
+
+@click.command(short_help="Let a pinned name go.")
+@click.argument("refs", metavar="REF...", nargs=-1, required=True)
+@common_options
+def unpin(refs: tuple[str, ...]) -> None:
+    """Pin the names REF... no longer. They stay until 'rm' or 'gc' takes them."""
+    from clowder_aimage.layout.layout import index_name
+
+    chosen = settings()
+    names = [index_name(Reference.parse(ref)) for ref in refs]
+    for name in names:
+        if chosen.layout.pins.get(name) is None:
+            raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists what is")
+    for name in names:
+        chosen.layout.pins.remove(name)
+    result({"unpinned": names}, "\n".join(names), as_json=chosen.as_json)

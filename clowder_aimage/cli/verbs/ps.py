@@ -1,0 +1,60 @@
+"""``aimage ps``"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import duration, result, size, table
+from clowder_aimage.cli.console.remote_worker import digest_of, models, refuse_options, worker
+
+_FOR_EVER = 100 * 365 * 24 * 3600  # seconds; more than that is ollama's way to say it
+
+
+@click.command(short_help="List the models that a worker has loaded.")
+@common_options
+def ps() -> None:
+    """List the models that a worker has in memory: the one that AIMAGE_HOST names, or else the one
+    at 127.0.0.1:11434."""
+    chosen = settings()
+    refuse_options("leave it out: it is the worker's memory that is listed")
+    now = datetime.now(UTC)
+    found = [_row(model) for model in models(worker(), "/api/ps")]
+    cells = [("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL")] + [
+        (row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?", left)
+        for row, left in ((row, _left(row["until"], now)) for row in found)
+    ]
+    rows = [row | {"until": row["until"] and row["until"].isoformat()} for row in found]
+    result(rows, table(cells), as_json=chosen.as_json)
+
+
+def _row(model: dict[str, Any]) -> dict[str, Any]:
+    details = model.get("details")
+    device = model.get("device") or (details.get("device") if isinstance(details, dict) else None)
+    return {
+        "reference": model["name"],
+        "digest": digest_of(model),
+        "size": model["size"],
+        "device": device if isinstance(device, str) else None,
+        "until": _until(model.get("expires_at")),
+    }
+
+
+def _until(text: Any) -> datetime | None:
+    """When a model goes if nobody asks for it; None for never, or where it is not said."""
+    try:
+        until = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    until = until if until.tzinfo else until.replace(tzinfo=UTC)
+    is_far = (until - datetime.now(UTC)).total_seconds() > _FOR_EVER
+    return None if is_far else until
+
+
+def _left(until: datetime | None, now: datetime) -> str:
+    if until is None:
+        return "for ever"
+    return f"in {duration(max(0.0, (until - now).total_seconds()))}"

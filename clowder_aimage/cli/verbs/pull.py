@@ -1,0 +1,256 @@
+"""``aimage pull``"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    VerbSettings,
+    common_options,
+    connection,
+    connection_options,
+    jobs_option,
+    limit_option,
+    settings,
+)
+from clowder_aimage.cli.console.output import plain, plural, result, size
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.remote_worker import (
+    StepBar,
+    digest_of,
+    models,
+    refuse_options,
+    remote_option,
+    worker,
+)
+from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.content import CopyPlan
+    from clowder_aimage.content.platform import ManifestSelector
+    from clowder_aimage.dialect.selection import LayerSelection
+    from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.oci import Descriptor
+
+
+@click.command(short_help="Fetch an AImage from the registry in its name.")
+@click.argument("ref")
+@click.option("--platform", metavar="OS/ARCH", help="Of an index, what is for this platform.")
+@click.option("--variant", metavar="NAME", help="Of an index, what is called so.")
+@click.option("--whole", is_flag=True, help="Of an index, all of it.")
+@click.option(
+    "--component",
+    "components",
+    metavar="NAME",
+    multiple=True,
+    help="Only this component, and files at the top such as model_index.json. May be repeated.",
+)
+@click.option(
+    "--include",
+    "patterns",
+    metavar="GLOB",
+    multiple=True,
+    help="Only layers called like this ('vae/*', '*.json'). May be repeated.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be fetched, and fetch nothing.")
+@remote_option
+@limit_option
+@jobs_option
+@connection_options
+@common_options
+def pull(
+    ref: str,
+    platform: str | None,
+    variant: str | None,
+    whole: bool,
+    components: tuple[str, ...],
+    patterns: tuple[str, ...],
+    dry_run: bool,
+    remote: bool,
+    limit: int | None,
+    jobs: int | None,
+    plain_http: bool,
+    insecure: bool,
+    ca_file: Path | None,
+) -> None:
+    """Fetch the AImage REF from the registry in its name; print its digest.
+
+    Every byte is verified before it gets its name in the store. Blobs that are there already are
+    not fetched. Of an index, the one AImage is fetched that the options choose, or that is for
+    this machine.
+
+    With --component or --include a part is fetched: the layers that any of them chooses, and the
+    config. REF is marked as partial until a pull without them has fetched the rest.
+
+    With --remote a worker fetches REF, into its own store.
+    """
+    if remote:
+        _pull_remotely(Reference.parse(ref), settings())
+        return
+    from clowder_aimage.content import Rate
+    from clowder_aimage.pull import plan_pull, pull_part, stored_name
+    from clowder_aimage.pull import pull as pull_aimage
+
+    chosen = settings()
+    reference = Reference.parse(ref)
+    wish = _wish(platform, variant, whole)
+    selection = _selection(components, patterns, whole)
+    reach = connection(plain_http, insecure, ca_file, jobs)
+    if dry_run:
+        part = (selection, chosen.layout) if selection else None
+        plan = plan_pull(reference, reach, wish=wish, part=part)
+        _say(stored_name(reference, plan.root), plan, chosen)
+        return
+    rate = Rate(limit) if limit else None
+    missing: tuple[Descriptor, ...] = ()
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+        told = progress.on_event
+        if selection is None or wish is None:
+            root = pull_aimage(reference, chosen.layout, reach, wish=wish, on_event=told, rate=rate)
+        else:
+            pulled = pull_part(
+                reference, chosen.layout, reach, selection, wish=wish, on_event=told, rate=rate
+            )
+            root, missing = pulled.root, pulled.missing
+    progress.say("pulled")
+    again = _command(reference, platform, variant)
+    _tell(stored_name(reference, root), root, missing, again, progress, chosen)
+
+
+def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
+    """Have a worker pull, and show how far it is."""
+    refuse_options("leave out --remote to pull into a store of this machine")
+    client = worker()
+    is_done = False
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+        sums = _Sums(StepBar(progress))
+        with closing(client.lines("/api/pull", {"model": str(reference)})) as lines:
+            for line in lines:
+                is_done = line.get("status") == "success"
+                sums.add(line)
+        if not is_done:
+            raise NetworkError(f"the worker at {client.place} hung up before all was fetched")
+        if not chosen.quiet:
+            progress.note(f"pulled by the worker at {client.place}")
+    value = _pulled(client, reference)
+    result(value, value["digest"], as_json=chosen.as_json)
+
+
+class _Sums:
+    """What the lines on single blobs add up to. A line may say the ``size`` of all; else what is
+    known of grows with each blob that is begun, and is shown anew when it has grown by a tenth."""
+
+    def __init__(self, bar: StepBar) -> None:
+        self._bar = bar
+        self._blobs: dict[str, tuple[int, int]] = {}  # how much of how much
+        self._done = self._whole = self._shown = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        done, total, size = line.get("completed"), line.get("total"), line.get("size")
+        if type(done) is not int or type(total) is not int:
+            return
+        before = self._blobs.get(str(line.get("digest")), (0, 0))
+        self._blobs[str(line.get("digest"))] = done, total
+        self._done += done - before[0]
+        self._whole += total - before[1]
+        if type(size) is int and size >= self._whole:
+            self._shown = size
+        elif self._whole > 1.1 * self._shown:
+            self._shown = self._whole
+        self._bar.show(min(self._done, self._shown), self._shown)
+
+
+def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
+    """What a worker has by a name. Raises NotFoundError."""
+    for model in models(client, "/api/tags"):
+        if model["name"] == str(reference) or digest_of(model) == str(reference.digest):
+            return {"reference": str(reference), "digest": digest_of(model), "size": model["size"]}
+    raise NotFoundError(
+        f"the worker at {client.place} has pulled {reference}, but does not list it"
+    )
+
+
+def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
+    """What fetches all of it."""
+    options = {"--platform": platform, "--variant": variant}
+    words = [word for option in options.items() if option[1] is not None for word in option]
+    return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
+
+
+def _tell(
+    name: Reference,
+    root: Descriptor,
+    missing: Sequence[Descriptor],
+    again: str,
+    progress: Progress,
+    chosen: VerbSettings,
+) -> None:
+    """The result of a pull, and what is not here."""
+    value = {"reference": str(name), **plain(root)}
+    if missing:
+        value |= {"partial": True, "missing": _sum(missing)}
+    if missing and not chosen.quiet:
+        progress.note(
+            f"{name} is here in part: {plural(len(missing), 'blob')} "
+            f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
+        )
+    result(value, str(root.digest), as_json=chosen.as_json)
+
+
+def _wish(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
+    """What to choose from an index; None is all of it. Raises UsageError."""
+    from clowder_aimage.content.platform import ManifestSelector, Platform
+
+    if whole and (platform is not None or variant is not None):
+        raise UsageError("--whole leaves nothing for --platform or --variant to choose")
+    if whole:
+        return None
+    return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
+
+
+def _selection(
+    components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
+) -> LayerSelection | None:
+    """The layers to fetch; None for all. Raises UsageError."""
+    from clowder_aimage.dialect.selection import LayerSelection
+
+    if not components and not patterns:
+        return None
+    if whole:
+        raise UsageError(
+            "--whole is all of an index, and --component and --include a part of one AImage",
+            hint="choose the AImage with --variant or --platform",
+        )
+    return LayerSelection(components, patterns)
+
+
+def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
+    return {"blobs": len(blobs), "size": sum(blob.size for blob in blobs)}
+
+
+def _say(reference: Reference, plan: CopyPlan, chosen: VerbSettings) -> None:
+    """The result of a dry run."""
+    missing, absent = plan.missing(chosen.layout), plan.absent(chosen.layout)
+    needed = sum(chosen.layout.lacking(blob) for blob in missing)
+    here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
+    value = {
+        "reference": str(reference),
+        **plain(plan.root),
+        "fetch": {"blobs": len(missing), "size": needed},
+        "alreadyThere": {"blobs": len(plan.blobs) - len(missing), "size": here},
+    }
+    text = (
+        f"{plan.root.digest}: {plural(len(missing), 'blob')} ({size(needed)}) to fetch, "
+        f"{len(plan.blobs) - len(missing)} ({size(here)}) already there"
+    )
+    if absent:
+        value |= {"partial": True, "missing": _sum(absent)}
+        text += f", {len(absent)} ({size(_sum(absent)['size'])}) left out"
+    result(value, text, as_json=chosen.as_json)

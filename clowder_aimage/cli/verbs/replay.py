@@ -1,0 +1,95 @@
+"""``aimage replay``"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.verbs.run import needs_mlx, render
+from clowder_aimage.errors import AImageError, UsageError, VerificationError
+from clowder_aimage.oci import Digest, Reference
+
+
+@click.command(short_help="Render a picture again and compare.")
+@click.argument("picture", type=click.Path(path_type=Path))
+@connection_options
+@common_options
+def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None) -> None:
+    """Render PICTURE again from what it says of itself, and say whether it is equal.
+
+    The AImage is pulled by its digest if the store lacks it. Exits with 5 where the pictures
+    differ.
+    """
+    generate = needs_mlx()
+    import numpy as np
+
+    from clowder_aimage.engine import machine
+    from clowder_aimage.model.memory_budget import KEEP, device_memory
+    from clowder_aimage.model.picture import load_picture
+
+    chosen = settings()
+    pixels, facts = load_picture(picture)
+    reference = _reference(picture, facts)
+    reach = connection(plain_http, insecure, ca_file)
+    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+        lease = click.get_current_context().with_resource(chosen.layout.lease())
+        stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
+    dtype = facts.get("dtype")
+    model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))
+    model.pipeline.make_room(KEEP, None, device_memory() or machine.memory())
+    request = _request(picture, facts)
+    (rendered,) = render(model.generate(request), request, quiet=chosen.quiet)
+    again = rendered.pixels
+    if again.shape != pixels.shape:
+        raise VerificationError(f"{picture} was resized: it should be {_size(again)}")
+    difference = np.abs(again.astype(np.int16) - pixels.astype(np.int16))
+    largest, share = int(difference.max()), float((difference > 0).mean())
+    value = {
+        "picture": str(picture),
+        "digest": str(stored.descriptor.digest),
+        "equal": largest == 0,
+        "largestDifference": largest,
+        "differingShare": share,
+    }
+    text = "equal"
+    if largest:
+        text = f"differs: by up to {largest}/255, in {share:.2%} of the values"
+    result(value, text, as_json=chosen.as_json)
+    if largest:
+        click.get_current_context().exit(VerificationError.exit_code)
+
+
+def _size(pixels: Any) -> str:
+    return f"{pixels.shape[1]}x{pixels.shape[0]}"
+
+
+def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
+    """The AImage that made the picture, by digest."""
+    try:
+        name = re.sub("@.*", "", str(facts["reference"]))
+        return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))
+    except (KeyError, AImageError) as error:
+        raise UsageError(f"{picture} does not say which AImage made it: {error}") from None
+
+
+def _request(picture: Path, facts: dict[str, Any]) -> Any:
+    from clowder_aimage.model.pipeline import GenerateRequest
+
+    names = {field.name for field in fields(GenerateRequest)} - {"n"}
+    known = {key: value for key, value in facts.items() if key in names and value is not None}
+    try:
+        return GenerateRequest(**known)
+    except TypeError as error:
+        raise UsageError(f"{picture} does not say how it was made: {error}") from None

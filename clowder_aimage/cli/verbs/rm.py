@@ -1,0 +1,60 @@
+"""``aimage rm``"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.remote_worker import models, refuse_options, remote_option, worker
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout import ImageLayout
+
+
+@click.command(short_help="Forget a name.")
+@click.argument("refs", metavar="REF...", nargs=-1, required=True)
+@remote_option
+@common_options
+def rm(refs: tuple[str, ...], remote: bool) -> None:
+    """Forget the names REF... in the store. The blobs stay until 'aimage gc' removes them.
+
+    With --remote a worker forgets them, and removes what nothing needs any more.
+    """
+    chosen = settings()
+    references = [Reference.parse(ref) for ref in refs]
+    if remote:
+        _forget_remotely(references)
+    else:
+        _forget(chosen.layout, references)
+    names = [str(reference) for reference in references]
+    result({"removed": names}, "\n".join(names), as_json=chosen.as_json)
+
+
+def _forget(layout: ImageLayout, references: Sequence[Reference]) -> None:
+    from clowder_aimage.layout.layout import index_name
+
+    for reference in references:
+        if layout.pins.get(index_name(reference)) is not None:
+            raise UsageError(
+                f"{reference} is pinned", hint=f"let it go first: aimage unpin {reference}"
+            )
+    for reference in references:
+        layout.untag(reference)
+
+
+def _forget_remotely(references: Sequence[Reference]) -> None:
+    """Have a worker forget names: all of them, or none where it does not have one."""
+    refuse_options("leave out --remote to forget a name in a store of this machine")
+    client = worker()
+    known = {model["name"] for model in models(client, "/api/tags")}
+    for reference in references:
+        if str(reference) not in known:
+            raise NotFoundError(f"the worker at {client.place} has no {reference}")
+    for reference in references:
+        client.ask("DELETE", "/api/delete", {"model": str(reference)})

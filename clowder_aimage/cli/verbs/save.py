@@ -1,0 +1,81 @@
+"""``aimage save``"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import click
+
+from clowder_aimage.cli.console.option import VerbSettings, common_options, settings
+from clowder_aimage.cli.console.output import event, plain, plural, result
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.archive import SaveResult
+
+
+@click.command(short_help="Write AImages to a tar file.")
+@click.argument("refs", metavar="REF...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    required=True,
+    metavar="FILE",
+    help="Where to write it; - is stdout, into a pipe.",
+)
+@common_options
+def save(refs: tuple[str, ...], file: str) -> None:
+    """Write what REF... name in the store to one tar file, an OCI image layout; print its path.
+
+    Blobs that they share are in it once. Each is verified on the way. FILE is there whole or not
+    at all; one that exists is replaced. The same content makes the same bytes.
+    """
+    from clowder_aimage.archive import save as save_archive
+
+    chosen = settings()
+    references = [Reference.parse(ref) for ref in refs]
+    target = _stdout() if file == "-" else Path(file)
+    subject = references[0] if len(references) == 1 else None
+    with Progress("saving", subject, quiet=chosen.quiet) as progress:
+        saved = save_archive(
+            chosen.layout, references, target, hashed=chosen.as_json, on_event=progress.on_event
+        )
+    if saved.left_out:
+        digests = ", ".join(str(left.digest) for left in saved.left_out)
+        are = "is" if len(saved.left_out) == 1 else "are"
+        progress.note(
+            f"left out: {plural(len(saved.left_out), 'manifest')} of an index that {are} not "
+            f"in the store: {digests}"
+        )
+    progress.say("saved")
+    _say(file, saved, chosen)
+
+
+def _stdout() -> BinaryIO:
+    """stdout, unbuffered. Raises UsageError where it is a terminal."""
+    if sys.stdout.isatty():
+        raise UsageError(
+            "an archive is nothing for a terminal", hint="name a file with -o, or pipe it on"
+        )
+    return cast(BinaryIO, open(sys.stdout.fileno(), "wb", buffering=0, closefd=False))
+
+
+def _say(file: str, saved: SaveResult, chosen: VerbSettings) -> None:
+    """The result; as an event where stdout has the archive itself."""
+    value: dict[str, Any] = {
+        "file": file,
+        "size": saved.size,
+        "digest": str(saved.digest),
+        "references": [
+            {"reference": str(reference), **plain(root)} for reference, root in saved.names
+        ],
+    }
+    if file != "-":
+        result(value, file, as_json=chosen.as_json)
+    elif chosen.as_json:
+        click.echo(event("saved", **value), err=True)

@@ -1,0 +1,225 @@
+"""``aimage show``"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import number, plain, plural, result, size, table
+from clowder_aimage.content.platform import Candidate, candidates_in, one_line
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import MissingContent, absence
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage, read_manifest
+from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
+
+_FEW = 20  # layers that are listed at once, of a model in no parts
+_OURS = re.compile(
+    r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
+)
+# properties of the config, above the size and below the number of parameters
+_KIND = ("family", "pipeline", "format", "name", "architecture")
+_MORE = (
+    *("quantization", "context", "formatVersion"),
+    *("license", "source", "created"),
+)
+
+
+@click.command(short_help="Show what an AImage consists of.")
+@click.argument("ref")
+@click.option("--layers", is_flag=True, help="List every layer.")
+@common_options
+def show(ref: str, layers: bool) -> None:
+    """Show the config, the parts and the sizes of the AImage REF in the store.
+
+    Of an index, the manifests in it are shown.
+    """
+    chosen = settings()
+    reference = Reference.parse(ref)
+    descriptor = chosen.layout.resolve(reference)
+    if descriptor.media_type in mediatype.INDEXES:
+        value = _index(chosen.layout, reference, descriptor)
+        result(value, _index_text(value), as_json=chosen.as_json)
+        return
+    stored = read_aimage(chosen.layout, reference)
+    missing = absence(chosen.layout, stored)
+    text = _text(reference, stored, missing)
+    if layers:
+        text += "\n\n" + _layers(stored.aimage)
+    result(_value(reference, stored, missing), text, as_json=chosen.as_json)
+
+
+def _value(reference: Reference, stored: StoredAImage, missing: MissingContent) -> dict[str, Any]:
+    layers = stored.aimage.layers
+    return {
+        "reference": str(reference),
+        "digest": str(stored.descriptor.digest),
+        "mediaType": stored.descriptor.media_type,
+        "dialect": stored.dialect.name,
+        "size": sum(layer.descriptor.size for layer in layers),
+        **({"partial": True, "missing": _sum(missing)} if missing else {}),
+        **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
+        "config": stored.aimage.properties,
+        "layers": [_layer(layer) for layer in layers],
+    }
+
+
+def _sum(missing: MissingContent) -> dict[str, int]:
+    return {"blobs": len(missing.blobs), "size": missing.size}
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": layer.name, **layer.descriptor.to_json()}
+    if layer.dtype is not None:
+        value["dtype"] = layer.dtype
+    if layer.shape is not None:
+        value["shape"] = list(layer.shape)
+    if layer.content is not None:
+        value["content"] = plain(layer.content)
+    return value
+
+
+def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
+    """What an index is, and each manifest that could be chosen from it."""
+    index = parse_document(read_all(layout.open(descriptor), descriptor), descriptor.media_type)
+    found = candidates_in(layout, index) if isinstance(index, Index) else []
+    return {
+        "reference": str(reference),
+        **plain(descriptor),
+        "manifests": [_candidate(layout, one) for one in found],
+    }
+
+
+def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
+    """One of them; ``blobs`` is their size in all, and missing where it is not in the store."""
+    value = plain(candidate.descriptor)
+    if candidate.variant:
+        value["variant"] = candidate.variant
+    if candidate.platform is not None:
+        value["platform"] = str(candidate.platform)
+    try:
+        manifest = read_manifest(layout, candidate.descriptor)
+    except NotFoundError:
+        return value
+    return value | {"blobs": sum(blob.size for blob in manifest.children)}
+
+
+def _index_text(value: dict[str, Any]) -> str:
+    reference = value["reference"]
+    facts = [("name", reference), ("digest", value["digest"]), ("kind", "index")]
+    rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
+    for one in value["manifests"]:
+        there = size(one["blobs"]) if "blobs" in one else "not here"
+        variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
+        rows.append((variant, platform, there, one["digest"]))
+    lines = "\n".join(f"{key:<11} {fact}" for key, fact in facts)
+    return f"{lines}\n\n{table(rows)}"
+
+
+def _text(reference: Reference, stored: StoredAImage, missing: MissingContent) -> str:
+    config = stored.aimage.properties
+    total = sum(layer.descriptor.size for layer in stored.aimage.layers)
+    facts = [
+        ("name", str(reference)),
+        ("digest", str(stored.descriptor.digest)),
+        ("dialect", stored.dialect.name),
+        *((key, one_line(str(config[key]))) for key in _KIND if key in config),
+        ("size", size(total)),
+    ]
+    if missing:
+        lacks = f"{missing.words}; {plural(len(missing.blobs), 'blob')}, {size(missing.size)}"
+        facts.append(("missing", lacks))
+    if isinstance(config.get("parameters"), int):
+        dtype = config.get("dtype", "")
+        facts.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
+    facts += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
+    if config.get("pickled"):
+        facts.append(("pickled", "yes: whoever loads it runs what is in there"))
+    facts += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
+    if stored.aimage.subject is not None:
+        facts.append(("belongs to", str(stored.aimage.subject.digest)))
+    width = max(11, *(len(key) for key, _ in facts))
+    lines = [f"{key:<{width}} {value}" for key, value in facts]
+    return "\n".join(lines) + "\n\n" + _components(stored.aimage)
+
+
+def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The adapter that this is, without a name, or those that travel with the model."""
+    found = []
+    if isinstance(own := config.get("adapter"), dict):
+        found.append(("", _adapter(own)))
+    if isinstance(others := config.get("adapters"), dict):
+        found += [
+            (one_line(name), _adapter(facts))
+            for name, facts in sorted(others.items())
+            if isinstance(facts, dict)
+        ]
+    return found
+
+
+def _adapter(facts: Mapping[str, Any]) -> str:
+    """``lora, rank 16, 42 layers; say "sks"; weight 0.8; of ORG/MODEL``."""
+    said = [str(facts.get("type", "of unknown kind"))]
+    said += [f"rank {facts['rank']}"] if "rank" in facts else []
+    if isinstance(facts.get("targets"), list):
+        said.append(plural(len(facts["targets"]), "layer"))
+    parts = [", ".join(said)]
+    words = facts.get("triggerWords")
+    if isinstance(words, list) and words:
+        parts.append("say " + ", ".join(f'"{word}"' for word in words[:5]))
+    parts += [f"weight {facts['weight']}"] if "weight" in facts else []
+    parts += [f"of {facts['base']}"] if "base" in facts else []
+    return one_line("; ".join(parts))
+
+
+def _components(aimage: AImage) -> str:
+    described = aimage.properties.get("components")
+    described = described if isinstance(described, dict) else {}
+    if not described and len(aimage.layers) <= _FEW:
+        return _layers(aimage)
+    names = sorted({layer.component for layer in aimage.layers})
+    parts = {name: part for name, part in described.items() if isinstance(part, dict)}
+    quantized = {name: _quantized(parts.get(name, {})) for name in names}
+    rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE", "QUANTIZED")]
+    for name in names:
+        layers = aimage.component(name)
+        kind = parts.get(name, {}).get("class", "")
+        tensors = sum(layer.is_tensor for layer in layers)
+        total = sum(layer.descriptor.size for layer in layers)
+        rows.append((name or "(top)", str(kind), str(tensors), size(total), quantized[name]))
+    return table(rows if any(quantized.values()) else [row[:-1] for row in rows])
+
+
+def _quantized(part: Mapping[str, Any]) -> str:
+    """What the config says of a component: ``int8 (39 of 120 tensors)``; "" where nothing is."""
+    facts = part.get("quantization")
+    if not isinstance(facts, dict) or "type" not in facts:
+        return ""
+    kind, count, total = one_line(str(facts["type"])), facts.get("tensors"), part.get("tensors")
+    if type(count) is not int:
+        return kind
+    of = f"{count} of {total} tensors" if type(total) is int else plural(count, "tensor")
+    return f"{kind} ({of})"
+
+
+def _layers(aimage: AImage) -> str:
+    rows = [("LAYER", "TYPE", "SHAPE", "SIZE", "DIGEST")]
+    for layer in aimage.layers:
+        shape = "x".join(map(str, layer.shape)) if layer.shape is not None else ""
+        plain = layer.descriptor
+        rows.append((layer.name, _type(layer), shape, size(plain.size), plain.digest.short))
+    return table(rows) + f"\n{plural(len(aimage.layers), 'layer')}"
+
+
+def _type(layer: Layer) -> str:
+    """The dtype of a tensor, what is in a file, or a media type that is not ours."""
+    if layer.dtype is not None:
+        return layer.dtype
+    match = _OURS.fullmatch(layer.descriptor.media_type)
+    return f"{match[1]}{match[2] or ''}" if match else layer.descriptor.media_type

@@ -1,0 +1,45 @@
+"""``aimage tags``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
+from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+
+@click.command(short_help="List the tags of a repository in a registry.")
+@click.argument("repo")
+@connection_options
+@common_options
+def tags(repo: str, plain_http: bool, insecure: bool, ca_file: Path | None) -> None:
+    """List all tags of the repository REPO, one a line, in the registry's order."""
+    from clowder_aimage.registry import Repository
+
+    chosen = settings()
+    reference = Reference.parse(repo)
+    if reference.name != repo:
+        raise UsageError(
+            f"{repo} is more than a repository", hint=f"try: aimage tags {reference.name}"
+        )
+    if reference.registry is None:
+        raise UsageError(
+            f"{repo} has no registry host, and tags are listed by a registry",
+            hint="the names in the store are listed by: aimage ls",
+        )
+    with Repository(reference, connection(plain_http, insecure, ca_file)) as repository:
+        found = repository.tag_names()
+    if found or chosen.as_json:
+        value = {"repository": reference.name, "tags": found}
+        result(value, "\n".join(found), as_json=chosen.as_json)
+    elif not chosen.quiet:
+        note(f"{reference.name} has no tags")

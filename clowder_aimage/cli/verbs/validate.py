@@ -1,0 +1,134 @@
+"""``aimage validate``"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.document import CheckedDocument
+    from clowder_aimage.validate import ValidationReport
+
+_INVALID = FormatError.exit_code
+
+
+@click.command(short_help="Check a document against its schema.")
+@click.argument("what", metavar="FILE|REF")
+@click.option(
+    "--schema",
+    default="",
+    metavar="NAME",
+    help="What FILE should be. [default: what it says it is]",
+)
+@common_options
+def validate(what: str, schema: str) -> int:
+    """Check FILE, or all documents of the AImage REF in the store, against their schemas.
+
+    FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON; - is stdin), a
+    safetensors file, or the directory of an OCI image layout. Everything that is wrong is listed,
+    with its place, and makes it fail with exit code 5.
+    """
+    chosen = settings()
+    report = _report(what, schema)
+    result(_value(report), "\n".join(_lines(report)), as_json=chosen.as_json)
+    return 0 if report.is_valid else _INVALID
+
+
+def _report(what: str, schema: str) -> ValidationReport:
+    try:
+        return _checked(what, schema)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {error.filename or what}: {error.strerror or error}"
+        ) from None
+
+
+def _checked(what: str, schema: str) -> ValidationReport:
+    from clowder_aimage.oci import Reference
+    from clowder_aimage.validate import (
+        is_layout,
+        validate_file,
+        validate_layout,
+        validate_reference,
+        validate_stream,
+    )
+
+    path = Path(what)
+    if what == "-":
+        return validate_stream(sys.stdin.buffer, "stdin", schema)
+    try:
+        is_there = path.exists() and not path.is_dir()
+    except OSError as error:  # too long for a path, or in a directory that may not be entered
+        is_there = error.errno != errno.ENAMETOOLONG
+    if is_there:
+        return validate_file(path, schema)
+    if schema:
+        raise UsageError("--schema says what a file is", hint=f"{what} is no file")
+    if path.is_dir() and is_layout(path):
+        return validate_layout(path)
+    try:
+        return validate_reference(settings().layout, Reference.parse(what))
+    except (NotFoundError, UsageError) as error:
+        raise _none(what, path, error) from None
+
+
+def _none(what: str, path: Path, error: NotFoundError | UsageError) -> NotFoundError | UsageError:
+    """Why it is neither a file nor a name."""
+    if path.is_dir():
+        return UsageError(
+            f"{what} is a directory, and no OCI image layout",
+            hint="name a file in it; 'aimage create' packs a model directory",
+        )
+    if isinstance(error, UsageError) or what.endswith(".json"):
+        return NotFoundError(f"there is no file {what}")
+    return NotFoundError(f"there is no file {what}, and {error.message}", hint=error.hint)
+
+
+def _lines(report: ValidationReport) -> list[str]:
+    """The violations; where there are none, what each document was found to be."""
+    if report.is_valid:
+        return [f"{one.name}: {_verdict(one)}" for one in report.documents]
+    return [
+        f"{one.name}{_where(wrong.line, wrong.column)}: "
+        + (f"{wrong.pointer}: " if wrong.pointer else "")
+        + wrong.message.replace("\n", " ")
+        for one in report.documents
+        for wrong in one.violations
+    ]
+
+
+def _verdict(one: CheckedDocument) -> str:
+    return f"not checked, {one.note}" if one.note else f"valid {one.schema}"
+
+
+def _where(line: int, column: int) -> str:
+    return f":{line}:{column}" if line else ""
+
+
+def _value(report: ValidationReport) -> dict[str, Any]:
+    first = report.documents[0]
+    return {
+        "valid": report.is_valid,
+        "document": first.name,
+        "schema": first.schema or None,
+        "violations": [
+            {"document": one.name, "schema": one.schema or None, "pointer": wrong.pointer}
+            | ({"line": wrong.line, "column": wrong.column} if wrong.line else {})
+            | {"message": wrong.message}
+            for one in report.documents
+            for wrong in one.violations
+        ],
+        "documents": [
+            {"document": one.name, "schema": one.schema or None, "valid": not one.violations}
+            | ({"note": one.note} if one.note else {})
+            for one in report.documents
+        ],
+    }

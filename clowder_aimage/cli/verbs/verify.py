@@ -1,0 +1,81 @@
+"""``aimage verify``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection,
+    connection_options,
+    settings,
+)
+from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout.fsck import FsckProblem, FsckReport
+
+_FAILED = VerificationError.exit_code
+
+
+@click.command(short_help="Check every byte of the store.")
+@click.argument("refs", metavar="[REF...]", nargs=-1)
+@click.option("--repair", is_flag=True, help="Fetch what is damaged or missing again.")
+@connection_options
+@common_options
+def verify(
+    refs: tuple[str, ...], repair: bool, plain_http: bool, insecure: bool, ca_file: Path | None
+) -> int:
+    """Read and hash every byte of what REF... name, else of the whole store.
+
+    Damaged and missing blobs, and manifests that mean nothing, make it fail with exit code 5.
+    With --repair they are fetched again from the registry in the name that needs them; a damaged
+    blob that nothing needs is removed.
+    """
+    from clowder_aimage.verify import repair as mend
+    from clowder_aimage.verify import verify as check
+
+    chosen = settings()
+    references = [Reference.parse(ref) for ref in refs]
+    with Progress("verifying", quiet=chosen.quiet) as progress:
+        report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
+    outcome: dict[FsckProblem, str] = {}
+    if repair and report.problems:
+        reach = connection(plain_http, insecure, ca_file)
+        for problem, error in mend(chosen.layout, report, reach):
+            outcome[problem] = "" if error is None else error.message
+    _say(report, outcome, as_json=chosen.as_json)
+    bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
+    left = [problem for problem in bad if outcome.get(problem, "no") != ""]
+    return _FAILED if left else 0
+
+
+def _say(report: FsckReport, outcome: dict[FsckProblem, str], *, as_json: bool) -> None:
+    problems = [_plain(problem, outcome) for problem in report.problems]
+    value = {"blobs": report.blobs, "size": report.size, "problems": problems}
+    lines = [f"{plural(report.blobs, 'blob')} intact, {size(report.size)}"]
+    for problem in report.problems:
+        needed = f" (needed by {', '.join(problem.names)})" if problem.names else ""
+        lines.append(f"{problem.kind}: {problem.message}{needed}")
+        if problem in outcome:
+            done = "mended" if problem.names else "removed, for nothing needs it"
+            lines.append(f"  {outcome[problem] or done}")
+    result(value, "\n".join(lines), as_json=as_json)
+
+
+def _plain(problem: FsckProblem, outcome: dict[FsckProblem, str]) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "kind": problem.kind,
+        "what": problem.what,
+        "message": problem.message,
+        "names": list(problem.names),
+    }
+    if problem in outcome:
+        value["mended"] = outcome[problem] == ""
+    return value

@@ -1,0 +1,274 @@
+"""Which manifest of an index is meant: by variant, by platform, or because there is no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from clowder_aimage.content.copy_plan import MAX_DEPTH
+from clowder_aimage.content.store import MultiSource, Source
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype, parse_document
+
+_MAX_INDEXES = 64  # that are read to find one manifest
+_MAX_LISTED = 40
+_MAX_WIDTH = 60
+_SYSTEMS = {"macos": "darwin"}
+_ARCHITECTURES = {  # what uname and people say, and what Go does
+    "x86_64": "amd64",
+    "x86-64": "amd64",
+    "aarch64": "arm64",
+    "i386": "386",
+    "i686": "386",
+    "armv6l": "arm/v6",
+    "armv7l": "arm/v7",
+}
+_BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that mean no more than the architecture
+_ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another one
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What a manifest is made for, in Go's words (image-spec, image-index.md)."""
+
+    os: str
+    architecture: str
+    variant: str = ""
+
+    @classmethod
+    def of(cls, os: str, architecture: str, variant: str = "") -> Platform:
+        """A platform by any of its names: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
+        os, architecture, variant = (part.strip().lower() for part in (os, architecture, variant))
+        architecture, _, told = _ARCHITECTURES.get(architecture, architecture).partition("/")
+        variant = variant or told
+        variant = "" if (architecture, variant) in _BASE else variant
+        return cls(_SYSTEMS.get(os, os), architecture, variant)
+
+    @classmethod
+    def parse(cls, text: str) -> Platform:
+        """Parse ``os/architecture[/variant]``. Raises UsageError."""
+        parts = text.split("/")
+        if not 2 <= len(parts) <= 3 or not all(part.strip() for part in parts):
+            raise UsageError(
+                f"{text!r} is not a platform", hint="write OS/ARCH or OS/ARCH/VARIANT: linux/arm64"
+            )
+        return cls.of(*parts)
+
+    @classmethod
+    def in_descriptor(cls, descriptor: Descriptor) -> Platform | None:
+        """What an index says about a child; None where it says nothing, or nothing sensible."""
+        value = descriptor.extra.get("platform")
+        if not isinstance(value, dict):
+            return None
+        os, architecture, variant = (value.get(key) for key in ("os", "architecture", "variant"))
+        if not (isinstance(os, str) and isinstance(architecture, str) and os and architecture):
+            return None
+        return cls.of(os, architecture, variant if isinstance(variant, str) else "")
+
+    def takes(self, other: Platform) -> bool:
+        """Whether ``other`` will do here. Where no variant is asked for, any does."""
+        same = (self.os, self.architecture) == (other.os, other.architecture)
+        return same and self.variant in ("", other.variant)
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.os, self.architecture, self.variant)))
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSelector:
+    """What was asked for; None where nothing was."""
+
+    variant: str | None = None
+    platform: Platform | None = None
+
+
+ANY = ManifestSelector()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A manifest in an index. What its own descriptor leaves out, the index's may say."""
+
+    descriptor: Descriptor
+    variant: str = ""
+    platform: Platform | None = None
+
+    def below(self, child: Descriptor) -> Candidate:
+        """The candidate that ``child`` is in this index."""
+        variant = child.annotations.get(mediatype.VARIANT, self.variant)
+        return Candidate(child, variant, Platform.in_descriptor(child) or self.platform)
+
+
+class PinnedSource:
+    """A source in which every name means ``root``, whatever a tag may come to name meanwhile."""
+
+    def __init__(self, source: Source, root: Descriptor) -> None:
+        self.root = root
+        self._source = source
+
+    def resolve(self, _: Reference, /) -> Descriptor:
+        return self.root
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return self._source.exists(content)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        return self._source.open(content, offset, length)
+
+    @property
+    def grain(self) -> int:
+        """Of how many bytes at once blobs are best asked for."""
+        return int(getattr(self._source, "grain", 1))
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        return isinstance(self._source, MultiSource) and self._source.distrust(content)
+
+
+def find(
+    source: Source, reference: Reference, wish: ManifestSelector, here: Platform
+) -> PinnedSource:
+    """The source in which ``reference`` names the one manifest that is meant.
+
+    Raises:
+        UsageError: several manifests of an index fit, or one that stands alone is another variant.
+        NotFoundError: there is none by that name, or none of the index fits.
+        FormatError, VerificationError, AccessError: what is to be read for that cannot be.
+    """
+    root = source.resolve(reference)
+    document = parse_document(read_all(source.open(root), root), root.media_type)
+    if isinstance(document, Index):
+        chosen = choose(candidates_in(source, document), wish, here, reference)
+        return PinnedSource(source, chosen.descriptor)
+    if wish.variant not in (None, document.annotations.get(mediatype.VARIANT)):
+        raise UsageError(
+            f"{reference} is no index to choose from, and does not call itself "
+            f"variant {wish.variant!r}",
+            hint="leave --variant out to have what is there",
+        )
+    return PinnedSource(source, root)
+
+
+def candidates_in(source: Source, index: Index) -> list[Candidate]:
+    """The manifests that may be chosen from ``index``, in its order; attestations may not.
+
+    Raises:
+        FormatError, VerificationError, AccessError: an index in it cannot be read.
+    """
+    return list(_below(source, index, Candidate(index.descriptor), {index.digest}))
+
+
+def _below(
+    source: Source, index: Index, above: Candidate, seen: set[Digest], depth: int = 1
+) -> Iterator[Candidate]:
+    """The manifests in an index and in those it holds, in order; each index is read once."""
+    for child in index.manifests:
+        candidate = above.below(child)
+        if _is_attestation(child):
+            continue
+        if child.media_type in mediatype.MANIFESTS:
+            yield candidate
+        elif child.media_type in mediatype.INDEXES and child.digest not in seen:
+            if depth > MAX_DEPTH:
+                raise FormatError(f"{child.digest}: indexes are nested over {MAX_DEPTH} deep")
+            if len(seen) >= _MAX_INDEXES:
+                raise FormatError(f"{child.digest}: over {_MAX_INDEXES} indexes under one name")
+            seen.add(child.digest)
+            nested = parse_document(read_all(source.open(child), child), child.media_type)
+            if isinstance(nested, Index):
+                yield from _below(source, nested, candidate, seen, depth + 1)
+
+
+def _is_attestation(child: Descriptor) -> bool:
+    unknown = Platform.in_descriptor(child) == Platform("unknown", "unknown")
+    return unknown or _ATTESTED in child.annotations
+
+
+def choose(
+    candidates: Sequence[Candidate], wish: ManifestSelector, here: Platform, reference: Reference
+) -> Candidate:
+    """The candidate that is meant: the wished one, the only one, or the only one that fits here.
+
+    Raises:
+        NotFoundError: none fits; with a list of those there are.
+        UsageError: several fit; with a list of them, and the options that tell them apart.
+    """
+    left = [one for one in candidates if wish.variant in (None, one.variant)]
+    if wish.platform is not None:
+        unsaid = [one for one in left if one.platform is None]
+        left = _fitting(left, wish.platform) or unsaid
+    elif len(_digests(left)) > 1:
+        left = _fitting(left, here, unsaid=True)
+    if not left:
+        raise _none(candidates, wish, here, reference)
+    if len(_digests(left)) > 1:
+        raise _several(left, reference)
+    return left[0]
+
+
+def _fitting(
+    candidates: Sequence[Candidate], platform: Platform, *, unsaid: bool = False
+) -> list[Candidate]:
+    """Those that are for exactly that platform, or else for one that will do, in their order.
+
+    What does not say what it is for is among them with ``unsaid``.
+    """
+    exact = any(one.platform == platform for one in candidates)
+    fits = platform.__eq__ if exact else platform.takes
+    return [one for one in candidates if (fits(one.platform) if one.platform else unsaid)]
+
+
+def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
+    """A manifest that an index lists twice is one manifest."""
+    return {one.descriptor.digest for one in candidates}
+
+
+def _none(
+    candidates: Sequence[Candidate], wish: ManifestSelector, here: Platform, reference: Reference
+) -> NotFoundError:
+    whole = f"to have all of it: aimage pull {reference} --whole"
+    if not candidates:
+        return NotFoundError(f"{reference} is an index without a manifest to choose", hint=whole)
+    wanted = [f"variant {wish.variant!r}"] if wish.variant is not None else []
+    if wish.platform or wish.variant is None:
+        wanted.append(f"for {wish.platform or f'this machine, {here}'}")
+    return NotFoundError(
+        f"{reference} is an index, and has no manifest {' '.join(wanted)}, but\n"
+        + _listed(candidates),
+        hint=f"choose one with --variant or --platform, or {whole}",
+    )
+
+
+def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
+    options = [
+        option
+        for option, values in (
+            ("--variant NAME", {one.variant for one in left}),
+            ("--platform OS/ARCH", {one.platform for one in left}),
+        )
+        if len(values) > 1
+    ]
+    commands = [f"{reference} {option}" for option in options]
+    commands += [f"{reference.name}@DIGEST"]
+    return UsageError(
+        f"{reference} is an index, and more than one of its manifests fits:\n{_listed(left)}",
+        hint="choose one: " + ", or ".join(f"aimage pull {command}" for command in commands),
+    )
+
+
+def _listed(candidates: Sequence[Candidate]) -> str:
+    """A line for each: variant, platform and digest."""
+    rows = [
+        (one_line(one.variant), one_line(str(one.platform or "")), str(one.descriptor.digest))
+        for one in candidates[:_MAX_LISTED]
+    ]
+    variant, platform = (max(len(row[i]) for row in rows) for i in (0, 1))
+    lines = [f"  {row[0]:{variant}}  {row[1]:{platform}}  {row[2]}" for row in rows]
+    more = len(candidates) - len(rows)
+    return "\n".join([*lines, f"  and {more} more"] if more else lines)
+
+
+def one_line(text: str) -> str:
+    """What somebody else wrote, short and without line breaks; ``-`` for nothing."""
+    return " ".join(text.split())[:_MAX_WIDTH] or "-"

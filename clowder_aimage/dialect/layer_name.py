@@ -1,0 +1,89 @@
+"""Names for layers that have none of Clowder's."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Descriptor
+
+TITLE = "org.opencontainers.image.title"  # OCI image-spec, annotations.md
+_WORD = re.compile(r"[A-Za-z0-9_-]+")
+_NUMBER = re.compile(r"v?[0-9]+")
+_SAYS_NOTHING = frozenset(
+    "application vnd oci docker image layer diff raw tar gzip zstd json".split()
+)
+
+
+def clean_path(path: str) -> str:
+    """A path as other tools write it, as a layer's name: without ``./`` and ``/`` at its ends,
+    and empty where it means the directory itself.
+
+    Raises:
+        FormatError: it is absolute, climbs, or cannot be a name for another reason.
+    """
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if path.startswith("/"):
+        raise FormatError(f"not a layer name: {path[:100]!r}")
+    return check_name("/".join(parts)) if parts else ""
+
+
+def name_all(layers: Sequence[Descriptor], known: Sequence[str | None]) -> list[str]:
+    """A name for each of ``layers``: the one in ``known``, else its title, else the word that says
+    most in its media type and its position. What is made up here stands nowhere twice."""
+    taken = UsedNames(name for name in known if name is not None)
+    return [
+        taken.add(_proposals(layer, position)) if name is None else name
+        for position, (layer, name) in enumerate(zip(layers, known, strict=True))
+    ]
+
+
+class UsedNames:
+    """Names that files have: what is made up goes around them, and around the directories that
+    they lie in."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._files = set(names)
+        self._directories = {above for name in self._files for above in _above(name)}
+
+    def add(self, proposals: Iterable[str]) -> str:
+        """The first of endless ``proposals`` that is free; it is not free any more then."""
+        name = next(one for one in proposals if self._is_free(one))
+        self._files.add(name)
+        self._directories.update(_above(name))
+        return name
+
+    def _is_free(self, name: str) -> bool:
+        is_there = name in self._files or name in self._directories
+        return not is_there and self._files.isdisjoint(_above(name))
+
+
+def _above(name: str) -> Iterator[str]:
+    """The directories that a file of that name lies in."""
+    parts = name.split("/")[:-1]
+    yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def numbered(name: str) -> Iterator[str]:
+    """``model.gguf``, ``model-2.gguf``, ``model-3.gguf`` ..."""
+    yield name
+    stem, dot, suffix = name.rpartition(".")
+    yield from (f"{stem}-{n}.{suffix}" if dot else f"{name}-{n}" for n in count(2))
+
+
+def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
+    with contextlib.suppress(FormatError):  # a title is for people: it need not be a name
+        yield check_name(layer.annotations.get(TITLE, ""))
+    plain = f"{_word(layer.media_type)}.{position}"
+    yield plain
+    yield from (f"{plain}-{number}" for number in count(2))
+
+
+def _word(media_type: str) -> str:
+    """The last word of a media type that says something: ``gguf``, ``ep``, ``license``."""
+    words = [word for word in _WORD.findall(media_type) if not _NUMBER.fullmatch(word)]
+    return next((word for word in reversed(words) if word not in _SAYS_NOTHING), "layer")[:100]

@@ -1,0 +1,177 @@
+"""What the dialects of the neighbours share: how their files are called, which of Clowder's media
+types a file has, and the AImage config that their configs amount to.
+
+A neighbour's config is read leniently: a fact of another type, or one that the AImage config's
+schema would not take, is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from clowder_aimage.dialect.aimage import Layer
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.oci import mediatype, read_json
+from clowder_aimage.oci.manifest import encode
+
+# modelpack/model-spec, docs/annotations.md, Layer Annotation Keys; Docker writes it, too.
+FILEPATH = "org.cncf.model.filepath"
+
+_SUFFIXES = {
+    ".gguf": mediatype.AIMAGE_GGUF,
+    ".onnx": mediatype.AIMAGE_ONNX,
+    ".safetensors": mediatype.AIMAGE_TRANSFORMERS,
+    ".safetensors.index.json": mediatype.AIMAGE_TRANSFORMERS,
+}
+_ADAPTERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT, diffusers
+_FORMATS = {
+    mediatype.AIMAGE_GGUF: "gguf",
+    mediatype.AIMAGE_TRANSFORMERS: "transformers",
+    mediatype.AIMAGE_ONNX: "onnx",
+    mediatype.AIMAGE_LORA: "lora",
+}
+_COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmbtq]?)", re.IGNORECASE)
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "q": 10**15}
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_PRECISIONS = {
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+    "f16": "F16",
+    "fp16": "F16",
+    "float16": "F16",
+    "f32": "F32",
+    "fp32": "F32",
+    "float32": "F32",
+}
+
+
+class VendorFile(NamedTuple):
+    """How layers of a kind are called: the n-th gets a number, or all get one where they are
+    pieces of one model (``is_split``). Without a media type they keep the neighbour's."""
+
+    stem: str
+    suffix: str
+    media_type: str = ""
+    is_split: bool = False
+
+
+def part_names(parts: Sequence[VendorFile | None]) -> list[str | None]:
+    """The names of layers of these kinds, in order: ``license``, ``license-2``;
+    ``model-00001-of-00003.gguf``, as llama.cpp and Hugging Face call pieces."""
+    total, seen = Counter(parts), Counter[VendorFile | None]()
+    names: list[str | None] = []
+    for part in parts:
+        seen[part] += 1
+        number = seen[part]
+        if part is None:
+            names.append(None)
+        elif part.is_split and total[part] > 1:
+            names.append(f"{part.stem}-{number:05}-of-{total[part]:05}{part.suffix}")
+        else:
+            names.append(f"{part.stem}{f'-{number}' if number > 1 else ''}{part.suffix}")
+    return names
+
+
+def type_of_file(name: str) -> str | None:
+    """Clowder's media type for a file of that name, where it is of a format that we name."""
+    last = name.rpartition("/")[2].lower()
+    if last in _ADAPTERS:
+        return mediatype.AIMAGE_LORA
+    return next((found for suffix, found in _SUFFIXES.items() if last.endswith(suffix)), None)
+
+
+def read_object(config: bytes) -> Mapping[str, Any]:
+    """A neighbour's config; empty where it is no JSON object: what it says can be done without."""
+    try:
+        value = read_json(config, "the config")
+    except FormatError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def at(value: object, *keys: str) -> Any:
+    """What stands in ``value`` under the keys, or nothing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def neighbour_config(layers: Sequence[Layer], said: Mapping[str, Sequence[object]]) -> bytes:
+    """An AImage config (schemas/aimage-config.schema.json) from the layers, and from what was
+    ``said`` of each property: the first value that can be one counts."""
+    value: dict[str, Any] = {"schemaVersion": 1}
+    for key, take in _PROPERTIES.items():
+        found = (take(fact) for fact in said.get(key, ()))
+        fact = next((fact for fact in found if fact is not None), None)
+        if key == "format":
+            fact = _format(layers) or fact
+        if fact is not None:
+            value[key] = fact
+    value["size"] = sum(layer.descriptor.size for layer in layers)
+    return encode(value | {"components": {}})
+
+
+def read_only(name: str, product: str) -> UsageError:
+    """What is told where a neighbour's dialect is to be written."""
+    return UsageError(
+        f"AImages are not written in the {name} dialect: manifests of {product} are only read",
+        hint="--dialect modelpack is what other tools read, too",
+    )
+
+
+def read_count(fact: object) -> int | None:
+    """How many parameters: a number, or text such as ``8B``, ``361.82 M`` or ``1.0t``."""
+    if type(fact) is int:
+        return fact if fact >= 0 else None
+    match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
+    if match is None or ("." in match[1] and not match[2]):
+        return None
+    return int(Decimal(match[1]) * _SCALES[match[2].lower()])
+
+
+def _format(layers: Sequence[Layer]) -> str | None:
+    """By the layers: the neighbours' words for formats are not ours."""
+    found = {_FORMATS.get(layer.descriptor.media_type) for layer in layers}
+    return next((word for word in _FORMATS.values() if word in found), None)
+
+
+def _text(fact: object) -> str | None:
+    text = fact.strip() if isinstance(fact, str) else ""
+    return text if text and len(text) <= 1024 and text.isprintable() else None
+
+
+def _word(fact: object) -> str | None:
+    text = (_text(fact) or "").lower()
+    return text if re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", text) else None
+
+
+def _context(fact: object) -> int | None:
+    return fact if type(fact) is int and fact >= 1 else None
+
+
+def _dtype(fact: object) -> str | None:
+    return _PRECISIONS.get(fact.lower()) if isinstance(fact, str) else None
+
+
+def _time(fact: object) -> str | None:
+    return fact if isinstance(fact, str) and _TIME.fullmatch(fact) else None
+
+
+_PROPERTIES: dict[str, Callable[[object], Any]] = {
+    "name": _text,
+    "family": _word,
+    "format": _word,
+    "formatVersion": _text,
+    "architecture": _text,
+    "parameters": read_count,
+    "dtype": _dtype,
+    "quantization": _text,
+    "context": _context,
+    "license": _text,
+    "source": _text,
+    "created": _time,
+}

@@ -1,0 +1,172 @@
+"""A blob on its way from the upstream into the layout, which clients read as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+from clowder_aimage.content.store import IngestBusyError
+from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
+from clowder_aimage.layout import FileIngest, ImageLayout
+from clowder_aimage.oci import Descriptor, Digest
+
+if TYPE_CHECKING:
+    from clowder_aimage.distribution.upstream import BlobSource
+
+PIECE = 64 * 1024  # bytes read at a time: a slow upstream must not look like a dead cache
+KEEP = 256 * 1024 * 1024  # bytes after which what is there shall survive a crash
+
+_log = logging.getLogger(__name__)
+
+
+class _GrowingIngest(FileIngest):
+    """An ingest that is read while it is written."""
+
+    def lacks(self, size: int) -> list[tuple[int, int]]:
+        """The spans that must still be fetched."""
+        return self.missing() if self._expected is not None else [(0, size)]
+
+    def reader(self) -> BinaryIO:
+        return open(self._path, "rb", buffering=0)  # noqa: PTH123 - the caller closes it
+
+
+class CachedFetch:
+    """One fetch that any number of clients follow, each at its own speed.
+
+    ``front`` bytes from the start may be sent. The last byte is among them only when the whole is
+    verified and has its name: what is wrong is never sent complete.
+    """
+
+    def __init__(self, layout: ImageLayout, content: Descriptor) -> None:
+        """Begin. To be called in the event loop; the rest of the work is that of ``run``."""
+        self.content = content
+        self.front = 0
+        self._layout = layout
+        self._loop = asyncio.get_running_loop()
+        self._moved = asyncio.Event()
+        self._begun: asyncio.Future[None] = self._loop.create_future()
+        self._error: AImageError | None = None
+        self._ingest: _GrowingIngest | None = None
+        self._word: tuple[int, bool, AImageError | None] = (0, False, None)
+        self._is_told = False
+        self.stopped = False
+
+    async def begun(self) -> None:
+        """Wait until the upstream sends it. Raises what came of asking."""
+        await asyncio.shield(self._begun)
+
+    async def wait(self, offset: int) -> int:
+        """How far clients may read, once that is past ``offset``.
+
+        Raises:
+            ConnectionError: it will not come.
+        """
+        while self.front <= offset:
+            if self._error is not None:
+                raise ConnectionResetError(str(self._error))
+            await self._moved.wait()
+        return self.front
+
+    def open(self) -> BinaryIO:
+        """The growing file. It stays readable when it gets its name, or is thrown away."""
+        assert self._ingest is not None  # noqa: S101 - it has begun
+        with contextlib.suppress(FileNotFoundError):
+            return self._ingest.reader()
+        try:
+            return self._layout.path(self.content).open("rb", buffering=0)
+        except AImageError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    # -- in a thread of its own
+
+    def run(self, source: BlobSource, arrived: Callable[[Digest], None]) -> None:
+        """Fetch, verify and publish it, and tell ``arrived``. Nothing is raised: those who wait
+        are told."""
+        try:
+            self._fetch(source)
+        except VerificationError as error:
+            _log.error("what the upstream sent is wrong: %s", error)
+            source.distrust()
+            self.fail(error)
+        except AImageError as error:
+            _log.warning("cannot fetch %s: %s", self.content.digest, error)
+            self.fail(error)
+        except Exception as error:
+            _log.exception("cannot fetch %s", self.content.digest)
+            self.fail(AImageError(str(error)))
+        else:
+            try:
+                arrived(self.content.digest)
+            except Exception:  # the blob is here, and right: whoever waits for it gets it
+                _log.exception("cannot name what %s completes", self.content.digest)
+            self._tell(self.content.size, done=True)
+
+    def fail(self, error: AImageError) -> None:
+        """Tell those who wait that it will not come."""
+        self._tell(0, error=error)
+
+    def _fetch(self, source: BlobSource) -> None:
+        ingest = self._ingest = self._begin()
+        if self._layout.exists(self.content):  # another one was quicker
+            ingest.abort()
+            return
+        try:
+            self._receive(source, ingest)
+        except BaseException:
+            ingest.suspend()
+            raise
+        ingest.commit(self.content)
+
+    def _begin(self) -> _GrowingIngest:
+        digest = self.content.digest
+        if self._layout.lacking(self.content) > self._layout.free():
+            raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
+        try:
+            return _GrowingIngest(self._layout.root, digest.encoded, self.content)
+        except IngestBusyError:  # another process is at it, and does not tell us how far it is
+            return _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
+
+    def _receive(self, source: BlobSource, ingest: _GrowingIngest) -> None:
+        buffer = memoryview(bytearray(PIECE))
+        kept = 0
+        for start, end in ingest.lacks(self.content.size):
+            with source.open(start, end) as stream:
+                self._tell(start)
+                while count := readinto(stream, buffer[: end - start]):
+                    ingest.write_at(start, buffer[:count])
+                    start, kept = start + count, kept + count
+                    self._tell(start)
+                    if kept >= KEEP:
+                        ingest.checkpoint()
+                        kept = 0
+                    if self.stopped:
+                        raise AImageError("the server ends")
+
+    def _tell(self, front: int, *, done: bool = False, error: AImageError | None = None) -> None:
+        """Say how far it has come; what is said before the loop hears of it is heard as one."""
+        self._word = (front, done, error)
+        if not self._is_told:
+            self._is_told = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
+                self._loop.call_soon_threadsafe(self._hear)
+
+    # -- in the event loop again
+
+    def _hear(self) -> None:
+        self._is_told = False  # before looking: what is said after that is told anew
+        front, done, error = self._word
+        self._error = error
+        self.front = max(self.front, front if done else min(front, self.content.size - 1))
+        self._moved.set()
+        self._moved = asyncio.Event()  # for what comes next
+        if self._begun.done():
+            return
+        if error is None:
+            self._begun.set_result(None)
+        else:
+            self._begun.set_exception(error)
+            self._begun.exception()  # told, even where all who asked have left

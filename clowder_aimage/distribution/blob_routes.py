@@ -1,0 +1,140 @@
+"""Pulling and deleting blobs (distribution-spec, "Pulling blobs", "Deleting Blobs")."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+from aiohttp import web
+
+from clowder_aimage.distribution.blob_fetch import CachedFetch
+from clowder_aimage.distribution.cache import PullThroughCache
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
+from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
+from clowder_aimage.http.sendfile import send, send_as_it_comes
+from clowder_aimage.oci import Digest
+
+_RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
+
+
+class BlobRoutes:
+    """Blobs of the shelf, and of the upstream where there is one."""
+
+    def __init__(self, shelf: ServedBlobs, cache: PullThroughCache | None) -> None:
+        self._shelf = shelf
+        self._cache = cache
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""
+        repository, digest = repository_of(request), digest_of(request)
+        cache = None if is_of_peer(request) else self._cache
+        if request.method == "HEAD":
+            if cache is not None:
+                size = await cache.size(repository, digest)
+            else:
+                size = await asyncio.to_thread(self._shelf.size, digest)
+            return await _head(request, digest, size)
+        if cache is not None:
+            fetch = await cache.blob(repository, digest)
+            if fetch is not None:
+                return await _pass_on(request, digest, fetch)
+        file = await asyncio.to_thread(self._shelf.open, digest)
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if is_current(request, digest):
+                return await _head(request, digest, size)
+            span = wanted_range(request, size, f'"{digest}"')
+            response = await _begin(request, digest, size, span)
+            start, end = span or (0, size)
+            await send(request, file, start, end - start)
+            await response.write_eof()
+            return response
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        """DELETE /v2/<name>/blobs/<digest>: of one that no manifest needs."""
+        repository_of(request)
+        await asyncio.to_thread(self._shelf.remove, digest_of(request))
+        return web.Response(status=202)
+
+
+def content_headers(digest: Digest) -> dict[str, str]:
+    """What names the content in every answer that carries or describes it."""
+    return {"Docker-Content-Digest": str(digest), "ETag": f'"{digest}"'}
+
+
+def is_current(request: web.Request, digest: Digest) -> bool:
+    """Whether the client has it: a digest is a strong ETag (RFC 9110, "If-None-Match")."""
+    known = request.headers.get("If-None-Match", "")
+    return f'"{digest}"' in known or known.strip() == "*"
+
+
+async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamResponse:
+    """An answer without a body: to HEAD, or 304 to a client that has it."""
+    if is_current(request, digest):
+        headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+        return web.Response(status=304, headers=headers)
+    response = await _begin(request, digest, size, None)
+    await response.write_eof()
+    return response
+
+
+async def _begin(
+    request: web.Request, digest: Digest, size: int, span: tuple[int, int] | None
+) -> web.StreamResponse:
+    """Send the head of an answer with the bytes of ``span``, or all of them."""
+    headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+    start, end = span or (0, size)
+    if span is not None:
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    response = web.StreamResponse(status=200 if span is None else 206, headers=headers)
+    response.content_type = MEDIA_TYPE
+    response.content_length = end - start
+    await response.prepare(request)
+    return response
+
+
+async def _pass_on(request: web.Request, digest: Digest, fetch: CachedFetch) -> web.StreamResponse:
+    """Send what is still on its way from the upstream.
+
+    A Range is only kept to where its bytes are here already, else the whole is sent (RFC 9110,
+    14.2): the bytes come in order, and whoever waits for others would believe us dead.
+    """
+    size = fetch.content.size
+    if is_current(request, digest):
+        return await _head(request, digest, size)
+    span = wanted_range(request, size, f'"{digest}"')
+    if span is not None and span[1] > fetch.front:
+        span = None
+    with await asyncio.to_thread(fetch.open) as file:
+        response = await _begin(request, digest, size, span)
+        await send_as_it_comes(request, fetch, file, *(span or (0, size)))
+        await response.write_eof()
+    return response
+
+
+def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
+    """The span [start, end) that a GET asks for, or None for the whole.
+
+    As RFC 9110 allows, several ranges at once, other units, what does not parse and a Range whose
+    If-Range no longer holds are answered with the whole.
+
+    Raises:
+        ApiError: 416, the span begins past the end, or after its own end (RFC 9110, 14.2).
+    """
+    match = _RANGE.fullmatch(request.headers.get("Range", "").replace(" ", ""))
+    if match is None or not any(match.groups()):
+        return None
+    if request.headers.get("If-Range", etag) != etag:
+        return None
+    first, last = match.groups()
+    if not first:
+        start, end = max(0, size - int(last)), size
+    else:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    if start >= size or start >= end:
+        headers = {"Content-Range": f"bytes */{size}"}
+        message = f"the blob has {size} bytes"
+        raise DistributionError("SIZE_INVALID", message=message, status=416, headers=headers)
+    return start, end

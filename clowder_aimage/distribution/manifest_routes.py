@@ -1,0 +1,229 @@
+"""Manifests (distribution-spec, "Pulling manifests", "Pushing Manifests", "Deleting Manifests")."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+from aiohttp import web
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.distribution.blob_routes import content_headers, is_current
+from clowder_aimage.distribution.cache import PullThroughCache
+from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
+from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
+from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, reference_of
+from clowder_aimage.distribution.served_blobs import ServedBlobs
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.http.request_body import pieces
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.oci import (
+    MAX_MANIFEST_SIZE,
+    Descriptor,
+    Digest,
+    Index,
+    Manifest,
+    Reference,
+    mediatype,
+    parse_document,
+)
+
+# What may be pushed. A manifest media type of one's own is refused, as every registry does, so
+# that what is tried here holds elsewhere; one that is in the layout already is served.
+ACCEPTED = frozenset(
+    {
+        mediatype.OCI_MANIFEST,
+        mediatype.OCI_INDEX,
+        mediatype.DOCKER_MANIFEST,
+        mediatype.DOCKER_MANIFEST_LIST,
+    }
+)
+# Layers whose bytes stay where their urls say (image-spec, layer.md, "Non-Distributable Layers")
+_ELSEWHERE = (
+    "application/vnd.oci.image.layer.nondistributable.",
+    "application/vnd.docker.image.rootfs.foreign.",
+)
+MAX_LISTED = 100  # missing blobs named in one answer
+MAX_TAGS = 100  # set by one PUT
+
+
+class ManifestRoutes:
+    """Manifests by tag and by digest; their bytes are kept and given back untouched."""
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        catalog: Catalog,
+        shelf: ServedBlobs,
+        cache: PullThroughCache | None,
+    ) -> None:
+        self._layout = layout
+        self._catalog = catalog
+        self._shelf = shelf
+        self._cache = cache
+        self._naming = threading.Lock()  # who looks at names to change them sees no others change
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """HEAD and GET /v2/<name>/manifests/<reference>."""
+        reference = reference_of(request)
+        if self._cache is not None and not is_of_peer(request):
+            descriptor, raw = await self._cache.manifest(reference)
+        else:
+            descriptor, raw = await asyncio.to_thread(self._read, reference)
+        headers = content_headers(descriptor.digest)
+        if is_current(request, descriptor.digest):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=raw, content_type=descriptor.media_type, headers=headers)
+
+    def _read(self, reference: Reference) -> tuple[Descriptor, bytes]:
+        descriptor = self._catalog.find(reference)
+        if descriptor is not None:
+            with contextlib.suppress(NotFoundError):  # named, but its bytes are not here
+                raw = self._catalog.read(descriptor)
+                self._layout.use(descriptor)
+                return descriptor, raw
+        raise manifest_unknown(reference)
+
+    async def put(self, request: web.Request) -> web.StreamResponse:
+        """PUT /v2/<name>/manifests/<reference>: checked, stored, then named.
+
+        By digest, ``?tag=`` names it too, as often as it stands there.
+        """
+        reference = reference_of(request)
+        names = [reference, *_tags(request, reference)]
+        if request.content_type not in ACCEPTED:
+            detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
+            raise DistributionError("MANIFEST_INVALID", detail, message="media type not accepted")
+        raw = await _read_body(request)
+        digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, names)
+        headers = {
+            "Location": f"/v2/{reference.repository}/manifests/{digest}",
+            "Docker-Content-Digest": str(digest),
+        }
+        if len(names) > 1:
+            headers["OCI-Tag"] = ", ".join(str(name.tag) for name in names[1:])
+        if subject is not None:
+            headers["OCI-Subject"] = str(subject.digest)
+        return web.Response(status=201, headers=headers)
+
+    def _store(
+        self, raw: bytes, media_type: str, names: list[Reference]
+    ) -> tuple[Digest, Descriptor | None]:
+        """Check and keep a manifest; its digest, and its subject, which need not be here."""
+        digest = _digest(raw, names[0])
+        try:
+            document = parse_document(raw, media_type)
+        except FormatError as error:
+            raise DistributionError("MANIFEST_INVALID", message=error.message) from None
+        descriptor = Descriptor(document.media_type, digest, len(raw))
+        with self._layout.keep(), self._naming:
+            self._check_children(document)
+            self._layout.push(descriptor, bytes_body(raw))
+            for name in names:
+                self._layout.tag(descriptor, self._catalog.stored(name))
+        return digest, document.subject
+
+    def _check_children(self, document: Manifest | Index) -> None:
+        """What a manifest refers to must be here, in full: it could not be pulled otherwise."""
+        absent = [
+            child
+            for child in document.children
+            if not child.media_type.startswith(_ELSEWHERE) and not self._shelf.holds(child)
+        ]
+        if absent:
+            missing = dict.fromkeys(str(child.digest) for child in absent)
+            details = [{"digest": digest} for digest in list(missing)[:MAX_LISTED]]
+            raise DistributionError("MANIFEST_BLOB_UNKNOWN", *details)
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        """DELETE of a tag, which leaves the manifest, or by digest of it and all its tags."""
+        reference = reference_of(request)
+        await asyncio.to_thread(self._delete, reference)
+        return web.Response(status=202)
+
+    def _delete(self, reference: Reference) -> None:
+        with self._naming:
+            entries = self._catalog.entries(reference.repository)
+            gone = [entry for entry in entries if _means(reference, entry)]
+            kept = [entry for entry in entries if not _means(reference, entry)]
+            self._check_names({entry.name for entry in gone})
+            if reference.digest is None:
+                self._keep_by_digest(gone, kept, reference)
+            elif self._catalog.reach(kept, reference.digest):
+                raise _unsupported(
+                    "an index of this repository holds the manifest: delete that first"
+                )
+            meant = {entry.name: entry.descriptor.digest for entry in gone}
+            if not self._layout.forget(meant):
+                raise manifest_unknown(reference)  # or another process was first
+
+    def _check_names(self, names: set[str]) -> None:
+        """Raise ApiError where one of them may not be taken away."""
+        if names & self._layout.borrowed().keys():
+            raise _unsupported("it is in a store that is only read here")
+        written = {index_name(Reference.parse(name)) for name in names}
+        if any(name in names | written for name, _ in self._layout.pins.items()):
+            raise DistributionError("DENIED", message="the name is pinned in this store")
+
+    def _keep_by_digest(
+        self, gone: list[CatalogEntry], kept: list[CatalogEntry], reference: Reference
+    ) -> None:
+        """Name a manifest by its digest where nothing but the tag leads to it."""
+        for entry in gone:
+            digest = entry.descriptor.digest
+            if self._catalog.reach(kept, digest) is None:
+                name = self._catalog.stored(reference.with_digest(digest))
+                with contextlib.suppress(NotFoundError):  # its bytes are not here
+                    self._layout.tag(entry.descriptor, name)
+
+
+def _unsupported(message: str) -> DistributionError:
+    return DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
+
+
+def _means(reference: Reference, entry: CatalogEntry) -> bool:
+    if reference.digest is None:
+        return entry.tag == reference.tag
+    return entry.descriptor.digest == reference.digest
+
+
+def _tags(request: web.Request, reference: Reference) -> list[Reference]:
+    """The names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
+    tags = list(dict.fromkeys(request.query.getall("tag", [])))
+    if tags and reference.digest is None:
+        raise DistributionError(
+            "MANIFEST_INVALID", message="?tag= goes with a manifest pushed by digest"
+        )
+    if len(tags) > MAX_TAGS:
+        raise DistributionError(
+            "MANIFEST_INVALID", message=f"one push sets {MAX_TAGS} tags", status=414
+        )
+    try:
+        names = [parse_reference(reference.repository, tag) for tag in tags]
+    except DistributionError as error:
+        raise DistributionError("MANIFEST_INVALID", *error.details, message="not a tag") from None
+    if any(name.tag is None for name in names):
+        raise DistributionError("MANIFEST_INVALID", message="not a tag")
+    return names
+
+
+def _digest(raw: bytes, reference: Reference) -> Digest:
+    """The digest the manifest is stored under: the one it was pushed by, else sha256."""
+    if reference.digest is None:
+        return Digest.of(raw)
+    if Digest.of(raw, reference.digest.algorithm) != reference.digest:
+        raise DistributionError("DIGEST_INVALID", {"digest": str(reference.digest)})
+    return reference.digest
+
+
+async def _read_body(request: web.Request) -> bytes:
+    """The body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
+    body = bytearray()
+    async for piece in pieces(request):
+        body += piece
+        if len(body) > MAX_MANIFEST_SIZE:
+            message = f"a manifest may have {MAX_MANIFEST_SIZE} bytes"
+            raise DistributionError("MANIFEST_INVALID", message=message, status=413)
+    return bytes(body)

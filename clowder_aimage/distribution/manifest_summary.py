@@ -1,0 +1,61 @@
+"""What is asked of a manifest again and again, kept by digest: its bytes never change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, parse_document
+
+MOST = 20_000  # manifests remembered
+LARGEST = 64 * 1024  # bytes of a manifest above which only little of it is
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSummary:
+    """``listed`` is how a list of referrers shows it, ``manifests`` are those of an index."""
+
+    listed: Descriptor
+    subject: Digest | None
+    manifests: tuple[Descriptor, ...]
+
+
+class ManifestSummaries:
+    """The summaries of manifests that ``read`` reads. Threads may share it."""
+
+    def __init__(self, read: Callable[[Descriptor], bytes]) -> None:
+        self._read = read
+        self._known: OrderedDict[Digest, ManifestSummary] = OrderedDict()
+
+    def of(self, descriptor: Descriptor) -> ManifestSummary:
+        """The summary of a manifest.
+
+        Raises:
+            NotFoundError: it is not here.
+            VerificationError, FormatError: it is not what it should be.
+        """
+        known = self._known.get(descriptor.digest)
+        if known is not None:
+            return known
+        raw = self._read(descriptor)
+        summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
+        if len(raw) <= LARGEST or (summary.subject is None and not summary.manifests):
+            self._known[descriptor.digest] = summary
+            if len(self._known) > MOST:
+                self._known.popitem(last=False)
+        return summary
+
+
+def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
+    """What to keep of a document; annotations and type only where it refers to another."""
+    manifests = document.manifests if isinstance(document, Index) else ()
+    size = len(document.raw)
+    if document.subject is None:
+        return ManifestSummary(Descriptor(document.media_type, digest, size), None, manifests)
+    kind = document.artifact_type
+    if not kind and isinstance(document, Manifest):
+        kind = document.config.media_type  # image-spec, manifest.md: where there is no artifactType
+    extra = {"artifactType": kind} if kind else {}
+    listed = Descriptor(document.media_type, digest, size, document.annotations, extra)
+    return ManifestSummary(listed, document.subject.digest, manifests)

@@ -1,0 +1,169 @@
+"""Pushing blobs (distribution-spec, "Pushing blobs"), streamed into an ingest of the layout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+
+from aiohttp import web
+
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.repository_name import (
+    parse_digest,
+    parse_repository,
+    repository_of,
+)
+from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
+from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
+from clowder_aimage.http.request_body import pieces
+from clowder_aimage.oci import Digest
+
+PIECE = 1024 * 1024  # what is written, and hashed, at a time
+SETTLE = 0.1  # seconds that a question for an upload's place waits for who writes to it
+ALGORITHMS = ("sha256", "sha512")
+_CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+
+
+class PushRoutes:
+    """The life of an upload: POST begins it, PATCH adds to it, PUT ends it, DELETE forgets it."""
+
+    def __init__(self, shelf: ServedBlobs, uploads: UploadSessions) -> None:
+        self._shelf = shelf
+        self._uploads = uploads
+
+    async def begin(self, request: web.Request) -> web.StreamResponse:
+        """POST /v2/<name>/blobs/uploads/: begin, mount (201 or 202) or receive all of it."""
+        repository = repository_of(request)
+        if "mount" in request.query:
+            digest = parse_digest(request.query["mount"])
+            if "from" in request.query:
+                parse_repository(request.query["from"])
+            if await asyncio.to_thread(self._shelf.has, digest):
+                return _created(repository, digest)
+        announced = request.query.get("digest-algorithm", "sha256")
+        if announced not in ALGORITHMS:
+            message = f"digests are of {' or '.join(ALGORITHMS)}, not {announced[:40]!r}"
+            raise DistributionError("DIGEST_INVALID", message=message)
+        wanted = request.query.get("digest")
+        single = parse_digest(wanted) if wanted is not None else None
+        upload = await self._uploads.begin(repository)
+        if single is None:
+            return _accepted(upload)
+        try:
+            await self._receive(request, upload)
+            await self._keep(upload, single)
+        finally:
+            await self._uploads.abort(upload)
+        return _created(repository, single)
+
+    async def append(self, request: web.Request) -> web.StreamResponse:
+        """PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
+        upload = self._upload(request)
+        async with upload.lock:
+            await self._receive(request, upload)
+        return _accepted(upload)
+
+    async def finish(self, request: web.Request) -> web.StreamResponse:
+        """PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
+        upload = self._upload(request)
+        if "digest" not in request.query:
+            raise DistributionError("DIGEST_INVALID", message="a PUT ends an upload with ?digest=")
+        digest = parse_digest(request.query["digest"])
+        async with upload.lock:
+            await self._receive(request, upload)
+            await self._keep(upload, digest)
+        return _created(upload.repository, digest)
+
+    async def status(self, request: web.Request) -> web.StreamResponse:
+        """GET <location>: how much has arrived, so that a broken upload can go on."""
+        upload = self._upload(request)
+        with contextlib.suppress(TimeoutError):  # what came of a broken request is still written
+            async with asyncio.timeout(SETTLE), upload.lock:
+                pass
+        return web.Response(status=204, headers=_headers(upload))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """DELETE <location>: forget the upload."""
+        upload = self._upload(request)
+        async with upload.lock:
+            await self._uploads.abort(upload)
+        return web.Response(status=204)
+
+    def _upload(self, request: web.Request) -> UploadSession:
+        return self._uploads.get(repository_of(request), request.match_info["upload"])
+
+    async def _keep(self, upload: UploadSession, digest: Digest) -> None:
+        await asyncio.to_thread(self._shelf.expect, digest)
+        await self._uploads.commit(upload, digest, MEDIA_TYPE)
+        await asyncio.to_thread(self._shelf.put, digest)
+
+    async def _receive(self, request: web.Request, upload: UploadSession) -> None:
+        """Stream the body into the upload, a piece at a time, off the event loop.
+
+        A connection that breaks leaves what has arrived: the client asks for the status and goes
+        on from there.
+        """
+        end = _declared_end(request, upload)
+        buffer = bytearray()
+        try:
+            async for piece in pieces(request):
+                if end is not None and upload.offset + len(buffer) + len(piece) > end:
+                    raise DistributionError(
+                        "SIZE_INVALID", message="the body is longer than Content-Range"
+                    )
+                buffer += piece
+                if len(buffer) >= PIECE:
+                    full, buffer = buffer, bytearray()
+                    await self._uploads.write(upload, full)
+        finally:
+            if buffer:
+                await self._uploads.write(upload, buffer)
+        if end is not None and upload.offset != end:
+            raise DistributionError(
+                "SIZE_INVALID", message="the body is shorter than Content-Range"
+            )
+
+
+def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
+    """Where the upload will be after this chunk, if its Content-Range says.
+
+    Raises:
+        ApiError: 416, the chunk does not begin where the last one ended.
+    """
+    text = request.headers.get("Content-Range")
+    if text is None:
+        return None
+    match = _CONTENT_RANGE.fullmatch(text)
+    if match is None:
+        message = f"not a Content-Range of a chunk (<start>-<end>): {text[:100]!r}"
+        raise DistributionError("BLOB_UPLOAD_INVALID", message=message)
+    start, end = int(match[1]), int(match[2]) + 1
+    if start != upload.offset:
+        message = f"the next chunk begins at {upload.offset}, not at {start}"
+        headers = _headers(upload)
+        raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
+    if request.content_length is not None and end - start != request.content_length:
+        message = f"Content-Range {text} is not the Content-Length {request.content_length}"
+        raise DistributionError("SIZE_INVALID", message=message)
+    return end
+
+
+def _headers(upload: UploadSession) -> dict[str, str]:
+    return {
+        "Location": upload.location,
+        "Range": upload.range,
+        "Docker-Upload-UUID": upload.id,
+    }
+
+
+def _accepted(upload: UploadSession) -> web.Response:
+    return web.Response(status=202, headers=_headers(upload))
+
+
+def _created(repository: str, digest: Digest) -> web.Response:
+    headers = {
+        "Location": f"/v2/{repository}/blobs/{digest}",
+        "Docker-Content-Digest": str(digest),
+    }
+    return web.Response(status=201, headers=headers)

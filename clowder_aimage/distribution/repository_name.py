@@ -1,0 +1,69 @@
+"""Names in a request: parsed strictly, by the one grammar in oci/, before anything uses them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.oci import Digest, Reference
+
+PEER = "(aimage cache)"  # in the User-Agent of a cache that asks others before its upstream
+
+
+def parse_repository(name: str) -> str:
+    """A repository name (distribution-spec, "Pulling manifests")."""
+    if _parse(name) != Reference("localhost", name, "latest"):
+        raise DistributionError("NAME_INVALID", {"name": name[:300]})
+    return name
+
+
+def parse_digest(text: str) -> Digest:
+    """A digest (image-spec, "Digests"). Everything that reaches the layout comes through here."""
+    try:
+        return Digest.parse(text)
+    except FormatError as error:
+        raise DistributionError(
+            "DIGEST_INVALID", {"digest": text[:300]}, message=error.message
+        ) from None
+
+
+def parse_reference(repository: str, target: str) -> Reference:
+    """``<name>`` and ``<reference>`` of a path: a local reference, by tag or by digest."""
+    parse_repository(repository)
+    if ":" in target:
+        return Reference(None, repository, digest=parse_digest(target))
+    if _parse(f"{repository}:{target}") != Reference("localhost", repository, target):
+        raise DistributionError(
+            "MANIFEST_UNKNOWN", {"reference": target[:300]}, message="not a tag"
+        )
+    return Reference(None, repository, target)
+
+
+def _parse(text: str) -> Reference | None:
+    """``text`` read in front of a host, so that no part of it can be taken for one."""
+    try:
+        return Reference.parse(f"localhost/{text}")
+    except UsageError:
+        return None
+
+
+def repository_of(request: web.Request) -> str:
+    """The validated ``<name>`` of the request's path."""
+    return parse_repository(request.match_info["name"])
+
+
+def digest_of(request: web.Request) -> Digest:
+    """The validated ``<digest>`` of the request's path."""
+    repository_of(request)
+    return parse_digest(request.match_info["digest"])
+
+
+def reference_of(request: web.Request) -> Reference:
+    """The validated ``<name>`` and ``<reference>`` of the request's path."""
+    return parse_reference(request.match_info["name"], request.match_info["reference"])
+
+
+def is_of_peer(request: web.Request) -> bool:
+    """Whether another cache asks, which goes to the upstream itself for what is not here."""
+    return PEER in request.headers.get("User-Agent", "")

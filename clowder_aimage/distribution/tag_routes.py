@@ -1,0 +1,70 @@
+"""Lists of names (distribution-spec, "Listing Tags"; the catalog is Docker's older addition)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from urllib.parse import urlencode
+
+from aiohttp import web
+
+from clowder_aimage.distribution.cache import PullThroughCache
+from clowder_aimage.distribution.catalog import Catalog
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.repository_name import parse_repository, repository_of
+
+
+class TagRoutes:
+    """Tags of a repository, and repositories, in lexical order and in pages."""
+
+    def __init__(self, catalog: Catalog, cache: PullThroughCache | None) -> None:
+        self._catalog = catalog
+        self._cache = cache
+
+    async def version(self, _: web.Request) -> web.StreamResponse:
+        """GET /v2/: this is a registry ("Determining Support")."""
+        return web.json_response({})
+
+    async def tags(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
+        repository = repository_of(request)
+        listed = None if self._cache is None else await self._cache.tags(repository)
+        if listed is None:
+            entries = await asyncio.to_thread(self._catalog.entries, repository)
+            if not entries:
+                raise DistributionError("NAME_UNKNOWN", {"name": repository})
+            listed = [entry.tag for entry in entries if entry.tag is not None]
+        return _page(request, set(listed), {"name": repository}, "tags")
+
+    async def repositories(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/_catalog?n=<count>&last=<name>."""
+        names = await asyncio.to_thread(self._catalog.repositories)
+        return _page(request, filter(_is_servable, names), {}, "repositories")
+
+
+def _is_servable(repository: str) -> bool:
+    """A name of the layout may hold a host with a port, which no path of the API can."""
+    try:
+        return bool(parse_repository(repository))
+    except DistributionError:
+        return False
+
+
+def _page(
+    request: web.Request, names: Iterable[str], document: dict[str, object], key: str
+) -> web.Response:
+    last = request.query.get("last", "")
+    rest = sorted(name for name in names if name > last)
+    count = request.query.get("n")
+    if count is None:
+        return web.json_response(document | {key: rest})
+    if not count.isascii() or not count.isdigit() or len(count) > 9:
+        raise DistributionError(
+            "UNSUPPORTED", {"n": count[:100]}, message="n must be a count", status=400
+        )
+    page = rest[: int(count)]
+    headers = {}
+    if page and len(page) < len(rest):
+        following = urlencode({"n": count, "last": page[-1]})
+        headers["Link"] = f'<{request.path}?{following}>; rel="next"'
+    return web.json_response(document | {key: page}, headers=headers)

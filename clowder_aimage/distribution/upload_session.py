@@ -1,0 +1,135 @@
+"""Uploads under way: what they have received and when they are given up. No HTTP in here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from clowder_aimage.content.store import Ingest
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest
+
+EXPIRY = 3600.0  # seconds without a byte after which an upload is given up
+MAX_UPLOADS = 256  # each holds a file open
+PATIENCE = 60.0  # seconds of silence after which an upload makes room for a new one
+
+
+@dataclass(slots=True, eq=False)
+class UploadSession:
+    """One blob being received; ``offset`` bytes of it are in the ingest.
+
+    Whoever writes holds ``lock``: a client that retries while its first request is still read
+    waits, and then finds an offset that is not the one it meant.
+    """
+
+    id: str
+    repository: str
+    ingest: Ingest
+    touched: float
+    offset: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    closed: bool = False
+
+    @property
+    def location(self) -> str:
+        """Where the upload goes on."""
+        return f"/v2/{self.repository}/blobs/uploads/{self.id}"
+
+    @property
+    def range(self) -> str:
+        """What has been received, inclusive; ``0-0`` is also nothing, for want of a word."""
+        return f"0-{max(0, self.offset - 1)}"
+
+
+class UploadSessions:
+    """All uploads of a server. They end with it: nothing of them is kept."""
+
+    def __init__(self, layout: ImageLayout, clock: Callable[[], float], expiry: float) -> None:
+        self._layout = layout
+        self._clock = clock
+        self.expiry = expiry
+        self._uploads: dict[str, UploadSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    async def begin(self, repository: str) -> UploadSession:
+        """A new upload.
+
+        Raises:
+            ApiError: TOOMANYREQUESTS, too many are under way.
+        """
+        if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
+            raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
+        key = secrets.token_hex(16)
+        ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}")
+        upload = self._uploads[key] = UploadSession(key, repository, ingest, self._clock())
+        return upload
+
+    async def _make_room(self) -> bool:
+        """Give up the upload that has been silent for longest, if that is long."""
+        idle = [one for one in self._uploads.values() if not one.lock.locked()]
+        oldest = min(idle, key=lambda one: one.touched, default=None)
+        if oldest is None or oldest.touched > self._clock() - PATIENCE:
+            return False
+        await self.abort(oldest)
+        return True
+
+    def get(self, repository: str, key: str) -> UploadSession:
+        """The upload by the last part of its location; only its own repository finds it."""
+        upload = self._uploads.get(key)
+        if upload is None or upload.repository != repository:
+            raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": key[:100]})
+        return upload
+
+    async def write(self, upload: UploadSession, data: bytes | bytearray) -> None:
+        """Append ``data``."""
+        self._check_open(upload)
+        await asyncio.to_thread(upload.ingest.write_at, upload.offset, data)
+        upload.offset += len(data)
+        upload.touched = self._clock()
+
+    async def commit(self, upload: UploadSession, digest: Digest, media_type: str) -> None:
+        """Verify the content and give it its name; the upload has ended either way.
+
+        Raises:
+            ApiError: DIGEST_INVALID, it is not what ``digest`` says.
+        """
+        self._check_open(upload)
+        self._forget(upload)
+        expected = Descriptor(media_type, digest, upload.offset)
+        try:
+            await asyncio.to_thread(upload.ingest.commit, expected)
+        except VerificationError as error:
+            detail = {"digest": str(digest)}
+            raise DistributionError("DIGEST_INVALID", detail, message=error.message) from None
+
+    async def abort(self, upload: UploadSession) -> None:
+        """Forget the upload and its bytes."""
+        if not upload.closed:
+            self._forget(upload)
+            await asyncio.to_thread(upload.ingest.abort)
+
+    async def expire(self) -> None:
+        """Give up the uploads that have been silent for too long."""
+        deadline = self._clock() - self.expiry
+        for upload in list(self._uploads.values()):
+            if upload.touched <= deadline and not upload.lock.locked():
+                await self.abort(upload)
+
+    async def close(self) -> None:
+        """Give up all uploads."""
+        for upload in list(self._uploads.values()):
+            await self.abort(upload)
+
+    def _forget(self, upload: UploadSession) -> None:
+        upload.closed = True
+        self._uploads.pop(upload.id, None)
+
+    def _check_open(self, upload: UploadSession) -> None:
+        if upload.closed:
+            raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": upload.id})

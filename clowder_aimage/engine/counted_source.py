@@ -1,0 +1,73 @@
+"""A registry whose bytes are counted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import BinaryIO, cast
+
+from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.store import MultiSource, Source
+from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.registry import Repository
+
+_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
+
+
+class CountedSource:
+    """``came`` hears how many bytes of blobs came from a "registry", and how many from a
+    "mirror" of it; no more of them pass in a second than ``rate`` lets."""
+
+    def __init__(
+        self, source: Source, came: Callable[[str, int], None], rate: Rate | None = None
+    ) -> None:
+        self._source, self._came, self._rate = source, came, rate
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        return self._source.resolve(reference)
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return self._source.exists(content)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        reader = self._source.open(content, offset, length)
+        if content.media_type in _DOCUMENTS:
+            return reader  # of which there may be many, from memory
+
+        def ended(count: int) -> None:
+            source = self._source
+            is_mirrored = isinstance(source, Repository) and source.was_mirrored(content)
+            self._came("mirror" if is_mirrored else "registry", count)
+
+        return cast(BinaryIO, _Reader(reader, ended, self._rate))
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        return isinstance(self._source, MultiSource) and self._source.distrust(content)
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, source: BinaryIO, ended: Callable[[int], None], rate: Rate | None) -> None:
+        self._source, self._ended, self._rate = source, ended, rate
+        self._count = 0
+
+    @property
+    def ignores_range(self) -> bool:
+        return bool(getattr(self._source, "ignores_range", False))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)
+        count = readinto(self._source, view[: self._rate.burst] if self._rate else view)
+        self._count += count
+        if self._rate is not None:
+            self._rate.passed(count)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+            self._ended(self._count)
+        super().close()

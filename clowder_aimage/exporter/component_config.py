@@ -1,0 +1,82 @@
+"""What a component's config.json says of its quantized weights, and has to say when they are files.
+
+Blobs tell themselves how they are quantized, files do not: MLX reads ``quantization`` in
+config.json (MLX-LM, ``load_model``: one entry for all, and one for each module that differs), other
+tools ``quantization_config`` (ModelOpt's has ``quant_method``). Where config.json says the truth
+already it stays as it is, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clowder_aimage.exporter.weight_name import is_modelopt, stem
+from clowder_aimage.tensor import QUANT_TYPES, Quantization
+from clowder_aimage.tensor.quantization_config import KEYS, METHOD, mlx_type, unknown_key
+from clowder_aimage.tensor.weight import Weight
+
+_MLX, _OTHERS = "quantization", "quantization_config"
+_METHODS = ("modelopt", "modelopt_fp4")
+
+
+def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None:
+    """A config.json that says how ``weights`` are quantized; None where ``config`` does."""
+    made = dict(config)
+    mlx = {
+        stem(weight): weight.quantization
+        for weight in weights
+        if weight.quantization is not None and not is_modelopt(weight)
+    }
+    if any(_said(config, name) != quantization for name, quantization in mlx.items()):
+        made[_MLX] = _table(mlx)
+    if any(weight.quantization for weight in weights) and unknown_key(made) == _OTHERS:
+        del made[_OTHERS]  # of how they were before they came here: nobody could read them so
+    if any(map(is_modelopt, weights)) and not _is_modelopt(config):
+        made[_OTHERS] = _modelopt(weights)
+    if made == config:
+        return None
+    return (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
+    """How a module is quantized, as whoever reads the directory finds it. A group size that is left
+    out could be told by the shapes, which is not relied upon here."""
+    said = next((config[key] for key in KEYS if config.get(key) is not None), None)
+    if not isinstance(said, dict):
+        return None
+    own = said.get(module)
+    name, size = mlx_type(own if isinstance(own, dict) else said)
+    if name is None or size not in QUANT_TYPES[name].group_sizes:
+        return None
+    return Quantization.parse(name, size)
+
+
+def _table(mlx: Mapping[str, Quantization]) -> dict[str, Any]:
+    """The entry for all, which most modules have, and those that differ."""
+    count = Counter(mlx.values())
+    usual = max(count, key=lambda kind: (count[kind], kind.type.name, kind.group_size))
+    differing = {name: _entry(kind) for name, kind in sorted(mlx.items()) if kind != usual}
+    return _entry(usual) | differing
+
+
+def _entry(kind: Quantization) -> dict[str, Any]:
+    return {"group_size": kind.group_size, "bits": kind.type.bits, "mode": kind.type.mode}
+
+
+def _is_modelopt(config: Mapping[str, Any]) -> bool:
+    said = config.get(_OTHERS)
+    return isinstance(said, dict) and said.get(METHOD) in _METHODS
+
+
+def _modelopt(weights: Sequence[Weight]) -> dict[str, Any]:
+    """As ModelOpt's "unified checkpoint" has it: the algorithm, and which matrices are left out."""
+    left = [w for w in weights if w.quantization is None and len(w.shape) == 2]
+    return {
+        METHOD: "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "ignore": sorted(stem(weight) for weight in left),
+    }

@@ -1,0 +1,226 @@
+"""What an export writes, decided before the first byte: from the manifest, the headers of the
+tensors' blobs and the configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content import ContentStore
+from clowder_aimage.content.decompress import open_plain
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import FormatError
+from clowder_aimage.exporter.component_config import merged
+from clowder_aimage.exporter.file_name import FileNames
+from clowder_aimage.exporter.layer_kind import is_gathered, is_packed, is_tar
+from clowder_aimage.exporter.layer_store import LayerStore
+from clowder_aimage.exporter.shard import SHARD, STEMS, WeightFile, index, weight_files
+from clowder_aimage.exporter.weight_name import entries, is_modelopt
+from clowder_aimage.importer.sidecar import CARD, card
+from clowder_aimage.importer.stored_weights import read_stored, weights_of
+from clowder_aimage.oci import Descriptor, mediatype, read_json
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
+from clowder_aimage.tensor.weight import Weight
+
+MLX, MODELOPT = "MLX", "ModelOpt"
+_GGUFS = (mediatype.AIMAGE_GGUF, mediatype.AIMAGE_LORA)  # some are adapters
+_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
+_CONFIG, _INDEX = "config.json", "model_index.json"
+_CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """``nbytes`` bytes of a blob from ``start`` on, which go to ``offset`` of the file ``name``."""
+
+    start: int
+    nbytes: int
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """``made`` files begin with what is here and have this size in the end; ``pieces`` are the rest
+    of them, by the blobs that they come from. ``whole`` layers are files as they are, ``packed``
+    ones are unpacked into a file, and ``tars`` into whatever is in them. ``quantized`` says for
+    components in whose form their weights are."""
+
+    names: FileNames
+    made: Mapping[str, tuple[bytes, int]]
+    pieces: Mapping[Descriptor, Sequence[FilePiece]]
+    whole: Sequence[Layer]
+    packed: Sequence[Layer]
+    tars: Sequence[Layer]
+    tensors: int = 0
+    quantized: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The bytes that are read of the store, before they are unpacked."""
+        layers = [*self.whole, *self.packed, *self.tars]
+        return sum(content.size for content in (*self.pieces, *(x.descriptor for x in layers)))
+
+    @property
+    def needed(self) -> int:
+        """The least bytes that the directory takes."""
+        packed = [layer.content or layer.descriptor for layer in (*self.packed, *self.tars)]
+        return (
+            sum(size for _, size in self.made.values())
+            + sum(layer.descriptor.size for layer in self.whole)
+            + sum(content.size for content in packed)
+        )
+
+
+def plan_export(
+    blobs: LayerStore, aimage: AImage, *, shard: int = SHARD, is_ours: bool = True
+) -> ExportPlan:
+    """Decide everything; files of weights have at most ``shard`` bytes of tensors. What is not
+    ``is_ours`` is a neighbour's, to which nothing is added.
+
+    Raises:
+        NotFoundError: a blob is not in the store.
+        FormatError, VerificationError: a blob is not what its layer says, or damaged; two things
+            would have one name.
+        ModelError: a quantized weight has no name in any maker's form.
+    """
+    return _Planner(blobs, aimage, shard, is_ours).plan()
+
+
+class _Planner:
+    def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
+        self._store = blobs.source
+        self._aimage = aimage
+        self._shard = shard
+        self._is_ours = is_ours
+        self._objects: dict[str, dict[str, Any]] = {}
+        self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
+        self._made: dict[str, tuple[bytes, int]] = {}
+        self._pieces: dict[Descriptor, list[FilePiece]] = {}
+        self._blobs: dict[Path, Descriptor] = {}
+        self._quantized: dict[str, str] = {}
+
+    def plan(self) -> ExportPlan:
+        weights = self._read()
+        replaced = set[str]()
+        for component, members in weights.items():
+            self._gather(component, members)
+            if (config := merged(self._object(_inside(component, _CONFIG)), members)) is not None:
+                name = _inside(component, _CONFIG)
+                self._made[name] = (config, len(config))
+                replaced.add(name)
+        gathered = {layer.name for layer in self._tensors} | replaced
+        files = [layer for layer in self._aimage.layers if layer.name not in gathered]
+        tars = [layer for layer in files if is_tar(layer)]
+        packed = [layer for layer in files if is_packed(layer)]
+        whole = [layer for layer in files if not is_tar(layer) and not is_packed(layer)]
+        names = FileNames()
+        for name in (*self._made, *(layer.name for layer in (*whole, *packed))):
+            names.add_file(name)
+        if self._is_ours and not tars and names.is_free(CARD):
+            self._add_card(names, has_weights=bool(weights))
+        count = sum(map(len, weights.values()))
+        return ExportPlan(
+            names, self._made, self._pieces, whole, packed, tars, count, self._quantized
+        )
+
+    def _read(self) -> dict[str, list[Weight]]:
+        """The weights of each component; where they are, too."""
+        for layer in self._tensors:
+            self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
+        gathered = replace(self._aimage, layers=self._tensors)
+        return weights_of(read_stored(self._store, gathered, self._stated))
+
+    def _gather(self, component: str, weights: Sequence[Weight]) -> None:
+        stem = self._stem(component)
+        tensors = [entry for weight in weights for entry in entries(component, weight)]
+        files = weight_files(stem, tensors, self._shard)
+        for file in files:
+            name = _inside(component, file.name)
+            self._made[name] = (file.header, file.size)
+            self._place(name, file)
+        if (found := index(stem, files)) is not None:
+            self._made[_inside(component, found[0])] = (found[1], len(found[1]))
+        if any(weight.quantization for weight in weights):
+            self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX
+
+    def _place(self, name: str, file: WeightFile) -> None:
+        offset = len(file.header)
+        for entry in file.entries:
+            source = entry.source
+            piece = FilePiece(source.offset, source.nbytes, name, offset)
+            self._pieces.setdefault(self._blobs[source.path], []).append(piece)
+            offset += entry.nbytes
+
+    def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
+        """A model card with the licence, where create looks for it, if no other file says it."""
+        said = self._aimage.properties
+        made = card(said.get("license"))
+        is_carded = has_weights or said.get("format") in _CARDED
+        if made is not None and is_carded and not self._is_said_by_gguf(said):
+            self._made[CARD] = (made, len(made))
+            names.add_file(CARD)
+
+    def _is_said_by_gguf(self, said: Mapping[str, Any]) -> bool:
+        """Whether a GGUF file says the licence itself, where create reads it."""
+        if said.get("format") != "gguf":
+            return False
+        found = (x for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
+        return any(_says(self._store, layer.descriptor, said["license"]) for layer in found)
+
+    def _stem(self, component: str) -> str:
+        """What a component's library calls its weights; the library is told by the AImage config,
+        the pipeline's index, or else by the component's own configuration."""
+        if not component:
+            return STEMS["transformers"]
+        known = self._aimage.properties.get("components")
+        entry = known.get(component) if isinstance(known, dict) else None
+        library = entry.get("library") if isinstance(entry, dict) else None
+        if not library:
+            part = self._object(_INDEX).get(component)
+            library = part[0] if isinstance(part, list) and part else None
+        if not library and "_class_name" in self._object(_inside(component, _CONFIG)):
+            library = "diffusers"
+        return STEMS.get(str(library), STEMS["transformers"])
+
+    def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
+        """What the configurations say of how a tensor is quantized whose blob does not."""
+        config = self._object(_inside(component, _CONFIG))
+        return QuantizationConfig(config, self._object(_INDEX)).of(name)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """A JSON file of the AImage; nothing if it has none, or one that is too large."""
+        if name not in self._objects:
+            self._objects[name] = self._parse(name)
+        return self._objects[name]
+
+    def _parse(self, name: str) -> dict[str, Any]:
+        found = [layer for layer in self._aimage.layers if layer.name == name]
+        if not found or found[0].descriptor.size > _LARGEST:
+            return {}
+        (layer,) = found
+        with open_plain(self._store, layer.descriptor, layer.content, limit=_LARGEST) as file:
+            data = bytearray()
+            while part := file.read(_LARGEST):
+                data += part
+        value = read_json(bytes(data), name)
+        if not isinstance(value, dict):
+            raise FormatError(f"{name} is no JSON object")
+        return value
+
+
+def _says(store: ContentStore, content: Descriptor, license_: str) -> bool:
+    from clowder_aimage.formats.gguf_header import read_header
+
+    try:
+        with store.path(content).open("rb") as file:
+            said = read_header(file, content.size).metadata.get("general.license")
+    except (FormatError, OSError):  # no GGUF: whoever reads the file will say so
+        return False
+    return isinstance(said, str) and said.strip() == license_
+
+
+def _inside(component: str, name: str) -> str:
+    return f"{component}/{name}" if component else name

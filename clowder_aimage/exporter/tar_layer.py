@@ -1,0 +1,150 @@
+"""A neighbour's layer that is a tar: what is in it, written below the directory and nowhere else.
+
+Each name is checked before anything is made. The rules are those of Python's
+``tarfile.data_filter``, and stricter where two file systems would differ: no absolute names, no
+``..``, no devices and pipes, no setuid, no links that lead out, nothing twice, and no two names
+that differ in upper and lower case alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.tar import TarReader
+from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.errors import FormatError
+from clowder_aimage.exporter.directory import FILE_MODE
+from clowder_aimage.exporter.file_name import FileNames
+from clowder_aimage.exporter.output_file import make_directories, new_file, write_all
+
+MAX_MEMBERS = 100_000
+_TARGET = 1023  # bytes of what a link says that every system takes
+_PROGRAM = 0o755
+
+
+@dataclass(slots=True)
+class ExtractedTar:
+    """How many files there were, and how many bytes."""
+
+    files: int = 0
+    size: int = 0
+
+
+class TarExtractor:
+    """Members of the tar in ``source``, the layer ``layer``, on their way below ``root``."""
+
+    def __init__(
+        self, source: BinaryIO, layer: str, root: Path, names: FileNames, room: int
+    ) -> None:
+        self._source = source
+        self._tar = TarReader(partial(readinto, source), layer)
+        self._layer = layer
+        self._root = root
+        self._names = names
+        self._room = room
+        self._buffer = new_buffer()
+        self.done = ExtractedTar()
+
+    def run(self) -> ExtractedTar:
+        """Unpack all of it; ``source`` is read to its end.
+
+        Raises:
+            FormatError: it is no tar, breaks off, or has in it what is not unpacked.
+            OSError: it cannot be written.
+        """
+        self._names.fold()
+        for count, member in enumerate(self._tar.members()):
+            if count >= MAX_MEMBERS:
+                raise FormatError(f"{self._layer} has more than {MAX_MEMBERS} members")
+            self._unpack(member)
+        while readinto(self._source, self._buffer):  # so that its digest is seen
+            pass
+        return self.done
+
+    def _unpack(self, member: tarfile.TarInfo) -> None:
+        name = self._name(member.name)
+        if member.isdir():
+            if name:
+                self._names.add_directory(name)
+                make_directories(self._root, name)
+        elif not name:
+            raise self._refuse(member.name, "a file without a name")
+        elif member.issparse():
+            raise self._refuse(name, "a sparse file")
+        elif member.isreg():
+            self._write(member, name)
+        elif member.issym() or member.islnk():
+            self._link(member, name)
+        else:
+            raise self._refuse(name, "a device, a pipe or something else that is no file")
+
+    def _name(self, said: str) -> str:
+        """A name below the directory; none for the directory itself. Raises FormatError."""
+        parts = [part for part in said.split("/") if part not in ("", ".")]
+        if said.startswith("/") or ".." in parts:
+            raise self._refuse(said, "a name that leads out of it")
+        return check_name("/".join(parts)) if parts else ""
+
+    def _place(self, name: str) -> Path:
+        self._names.add_file(name)
+        make_directories(self._root, name.rpartition("/")[0])
+        return self._root / name
+
+    def _write(self, member: tarfile.TarInfo, name: str) -> None:
+        if member.size < 0 or self.done.size + member.size > self._room:
+            raise FormatError(
+                f"{self._layer} has {name[:200]!r} with {member.size} bytes, and there is room for "
+                f"{self._room - self.done.size}"
+            )
+        file = new_file(self._place(name), _PROGRAM if member.mode & 0o100 else FILE_MODE)
+        try:
+            left = member.size
+            while left:
+                view = self._buffer[: min(left, len(self._buffer))]
+                self._tar.read_exactly(view)
+                write_all(file, view)
+                left -= len(view)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self.done.files += 1
+        self.done.size += member.size
+
+    def _link(self, member: tarfile.TarInfo, name: str) -> None:
+        """A symbolic link as it is, if it stays inside; a hard link to a file that came before."""
+        if member.islnk():
+            source = self._name(member.linkname)
+            if not self._names.is_file(source) or (self._root / source).is_symlink():
+                raise self._refuse(name, f"a link to {source[:200]!r}, which is no file in it")
+            os.link(self._root / source, self._place(name))
+        else:
+            target = member.linkname
+            self._check_target(name, target)
+            self._place(name).symlink_to(target)
+        self.done.files += 1
+
+    def _check_target(self, name: str, target: str) -> None:
+        """No link of ours is a directory that another name goes through, so leading ``..`` are
+        what they seem; after another link they would not be."""
+        parts = [part for part in target.split("/") if part not in ("", ".")]
+        climbs = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
+        if (
+            target.startswith("/")
+            or not parts
+            or ".." in parts[climbs:]
+            or climbs > name.count("/")
+            or "\0" in target
+        ):
+            raise self._refuse(name, f"a link to {target[:200]!r}, which leads out of it")
+        if len(os.fsencode(target)) > _TARGET:
+            raise self._refuse(name, f"a link to what has over {_TARGET} bytes")
+
+    def _refuse(self, name: str, what: str) -> FormatError:
+        return FormatError(f"{self._layer} has {name[:200]!r}, {what}: it is not unpacked")

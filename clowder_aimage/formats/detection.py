@@ -1,0 +1,205 @@
+"""Which format a file or a directory is in: by magic numbers and contents, then by endings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.formats import gguf, gguf_header, onnx, savedmodel, torchscript
+from clowder_aimage.formats.format_result import home, is_pickled, reading, start_of, walk
+from clowder_aimage.formats.onnx_graph import is_model
+from clowder_aimage.formats.zip_directory import MAGIC
+from clowder_aimage.importer.inventory import MODEL_INDEX
+from clowder_aimage.importer.model_tree import check_inside, check_not_pointer
+from clowder_aimage.importer.shard_index import read_file
+from clowder_aimage.importer.sidecar import sole
+
+DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
+ADAPTER_CONFIG = "adapter_config.json"
+SAFETENSORS = ".safetensors"
+_CONFIG = "config.json"
+_MAX_CONFIG = 16 * 1024 * 1024
+_LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
+_LORA_TOO = re.compile(r"(^|[._])(alpha|dora_scale|lora_magnitude_vector)($|\.)")
+_KNOWN = (
+    "a directory of diffusers, transformers, peft or TensorFlow (SavedModel), or a file that is "
+    "GGUF, ONNX, TorchScript or a LoRA adapter in safetensors"
+)
+
+
+def detect(path: Path) -> str:
+    """The format of ``path``: the name of its module, or diffusers.
+
+    Raises:
+        UsageError: two formats fit.
+        ModelError: none does, it is pickled, or cannot be read.
+        FormatError: it is a damaged safetensors file.
+    """
+    with reading(path):
+        if path.is_dir():
+            return _detect_directory(path)
+        if path.is_file():
+            return _detect_file(path)
+    missing = f"there is no {path}" if not path.exists() else f"{path} is not a regular file"
+    raise ModelError(missing, hint=f"what can be packed: {_KNOWN}")
+
+
+def _detect_file(path: Path) -> str:
+    start, ending = start_of(path), path.suffix.lower()
+    check_not_pointer(path, start)
+    if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
+        return gguf.FORMAT
+    if start.startswith(MAGIC):
+        return _detect_archive(path, ending)
+    if torchscript.is_pickle(start):
+        raise torchscript.pickled(path)
+    if ending == SAFETENSORS or start[8:9] == b"{":
+        return _detect_safetensors(path)
+    with path.open("rb") as file:
+        if is_model(file, path.stat().st_size):
+            return onnx.FORMAT
+    return _by_ending(path, ending)
+
+
+def _by_ending(path: Path, ending: str) -> str:
+    """The format whose reader says what is wrong with a file."""
+    if ending == gguf.ENDING:
+        return gguf.FORMAT
+    if ending == onnx.ENDING:
+        return onnx.FORMAT
+    if path.name in (savedmodel.BINARY, savedmodel.TEXT):
+        raise ModelError(
+            f"{path} is a part of a SavedModel", hint="name the directory that holds it"
+        )
+    if is_pickled(path):
+        raise torchscript.pickled(path)
+    raise _unknown(path)
+
+
+def _detect_archive(path: Path, ending: str) -> str:
+    with path.open("rb") as file:
+        if torchscript.is_archive(file, path.stat().st_size) or ending in torchscript.ENDINGS:
+            return torchscript.FORMAT
+    if is_pickled(path):
+        raise torchscript.pickled(path)
+    raise _unknown(path)
+
+
+def _detect_safetensors(path: Path) -> str:
+    try:
+        names = list(read_file(path).tensors)
+    except FormatError:
+        if path.suffix.lower() == SAFETENSORS:
+            raise
+        raise _unknown(path) from None
+    if is_lora(names):
+        return LORA
+    raise ModelError(
+        f"{path} holds weights alone, and nothing says of which model",
+        hint="name the directory that holds its config.json too",
+    )
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are an adapter, which is what most of them are then: pairs of
+    small matrices, as peft (``lora_A``, ``lora_B``) and kohya-ss (``lora_down``, ``lora_up``) call
+    them. Some whole models bring adapters along."""
+    names = list(names)
+    halves = sum(1 for name in names if _LORA.search(name))
+    others = sum(1 for name in names if not _LORA.search(name) and not _LORA_TOO.search(name))
+    return halves > others
+
+
+def _detect_directory(root: Path) -> str:
+    paths = {path.name: path for path in sorted(root.iterdir()) if not path.name.startswith(".")}
+    names = set(paths)
+    fits = [
+        kind
+        for kind, does in {
+            DIFFUSERS: MODEL_INDEX in names,
+            LORA: ADAPTER_CONFIG in names,
+            TRANSFORMERS: _is_transformers(root, names),
+            gguf.FORMAT: _has(names, gguf.ENDING),
+            onnx.FORMAT: _has(names, onnx.ENDING),
+            savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),
+        }.items()
+        if does
+    ]
+    if len(fits) > 1:
+        raise UsageError(
+            f"{root} fits several formats: {', '.join(fits)}",
+            hint=f"say which is meant, with --format {fits[0]} or another of them",
+        )
+    if fits:
+        return fits[0]
+    # exporters put the models of a repository into a directory of their own
+    if any(path.suffix.lower() == onnx.ENDING for path in walk(root)):
+        return onnx.FORMAT
+    if (kind := _detect_sole(root)) is not None:
+        return kind
+    raise _nothing(root, paths)
+
+
+def _detect_sole(root: Path) -> str | None:
+    """The format of the only file in a directory, whatever it is called."""
+    path = sole(root)
+    try:
+        return _detect_file(path) if path is not None else None
+    except ModelError:  # what the directory lacks says more
+        return None
+
+
+def _has(names: Iterable[str], ending: str) -> bool:
+    return any(name.lower().endswith(ending) for name in names)
+
+
+def _is_transformers(root: Path, names: set[str]) -> bool:
+    """Whether there are weights, and a config that says what network they are of."""
+    # an adapter often brings the config of its base
+    weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
+    path = root / _CONFIG
+    if not weights or _CONFIG not in names:
+        return False
+    check_inside(home(root), path)
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG:
+        return False
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path} is not JSON: {error}", hint="download the file again, in full"
+        ) from None
+    return isinstance(config, dict) and bool(
+        config.get("model_type") or config.get("architectures")
+    )
+
+
+def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
+    """Why a directory is in no format, as far as its names tell."""
+    if (root / "transformer").is_dir() and (root / "vae").is_dir():
+        return ModelError(
+            f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",
+            hint="download the model again, in full",
+        )
+    for name, path in paths.items():
+        if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
+            return ModelError(
+                f"{root} is in no format that can be packed, though {name} may be TorchScript",
+                hint=f"name the file itself, if it is; {torchscript.CONVERT} if not",
+            )
+    for path in paths.values():
+        if is_pickled(path):
+            return torchscript.pickled(path)
+    if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
+        return ModelError(
+            f"{root} holds {lone[0]}, and no config.json that says of which model",
+            hint="download the model again, in full; of a LoRA adapter, name the file itself",
+        )
+    return _unknown(root)
+
+
+def _unknown(path: Path) -> ModelError:
+    return ModelError(f"{path} is in no format that can be packed", hint=f"can be packed: {_KNOWN}")

@@ -1,0 +1,224 @@
+"""GGUF: one file, the parts of a split one, or a directory with a model and its projector.
+
+Format: ggml-org/ggml, docs/gguf.md; of split models ggml-org/llama.cpp, tools/gguf-split and
+src/llama-model-loader.cpp (``split.no``, ``split.count``, ``split.tensors.count``); of adapters
+src/llama-adapter.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.formats import gguf_type
+from clowder_aimage.formats.format_result import (
+    FormatResult,
+    home,
+    naming,
+    reading,
+    source_file,
+    taken,
+    text,
+)
+from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
+from clowder_aimage.importer.inventory import SourceFile, read_license
+from clowder_aimage.importer.model_tree import list_directory
+from clowder_aimage.oci import mediatype
+
+FORMAT = "gguf"
+ENDING = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
+_SHOWN = 5  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A whole model: its files, and the headers of each, the first one's first."""
+
+    files: tuple[SourceFile, ...]
+    headers: tuple[GgufHeader, ...]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.headers[0].metadata
+
+    @property
+    def tensors(self) -> Iterable[GgufTensor]:
+        return (tensor for header in self.headers for tensor in header.tensors)
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.metadata.get("general.type") == "adapter"
+
+    @property
+    def is_projector(self) -> bool:
+        """Whether it only lets another model see or hear."""
+        said = (self.metadata.get("general.type"), self.metadata.get("general.architecture"))
+        return said[0] == "mmproj" or said[1] == "clip"
+
+
+def take(path: Path) -> FormatResult:
+    """The model in a file, in the parts that the file is one of, or in a directory.
+
+    Raises:
+        FormatError: a file is not what it claims to be, or the parts do not belong together.
+        ModelError: a part is missing, or there is nothing to pack.
+        UsageError: a directory holds several models.
+    """
+    with reading(path):
+        if path.is_dir():
+            return _take_directory(path)
+        return _taken(_read(path), (), None)
+
+
+def _take_directory(root: Path) -> FormatResult:
+    paths = list_directory(home(root), root, ())
+    paths = [path for path in paths if path.name.lower().endswith(ENDING)]
+    if not paths:
+        raise ModelError(f"there is no GGUF file in {root}")
+    models = [_read(path) for path in _firsts(paths)]
+    projectors = [model for model in models if model.is_projector]
+    others = [model for model in models if not model.is_projector] or projectors
+    if len(others) > 1:
+        names = ", ".join(model.files[0].name for model in others[:_SHOWN])
+        raise UsageError(
+            f"{root} holds {len(others)} GGUF models: {names}", hint="name the file of one of them"
+        )
+    beside = [model for model in projectors if model is not others[0]]
+    return _taken(others[0], beside, read_license(root))
+
+
+def _firsts(paths: Sequence[Path]) -> list[Path]:
+    """One file of each model."""
+    firsts: dict[str, Path] = {}
+    for path in paths:
+        match = _PART.fullmatch(path.name)
+        firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
+    return list(firsts.values())
+
+
+def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> FormatResult:
+    metadata = model.metadata
+    tensors = [tensor for one in (model, *projectors) for tensor in one.tensors]
+    architecture = text(metadata.get("general.architecture"))
+    context = metadata.get(f"{architecture}.context_length")
+    facts = {
+        "architecture": architecture,
+        "name": text(metadata.get("general.name")),
+        "parameters": sum(tensor.elements for tensor in tensors) or None,
+        "quantization": _quantization(model),
+        "context": context if type(context) is int and context > 0 else None,
+        "adapter": _adapter(model) if model.is_adapter else None,
+    }
+    files = [file for one in (model, *projectors) for file in one.files]
+    return taken(FORMAT, files, facts, text(metadata.get("general.license")) or licence)
+
+
+def _quantization(model: _Model) -> str | None:
+    """What most of it is quantized to, as the file says, or else as its tensors are."""
+    said = model.metadata.get("general.file_type")
+    if type(said) is int and said != gguf_type.GUESSED:
+        known = gguf_type.FILES.get(said & ~gguf_type.GUESSED)
+        if known:
+            return known
+    count = Counter[str]()
+    for tensor in model.tensors:
+        count[tensor.type] += tensor.elements
+    return max(sorted(count), key=lambda kind: count[kind], default=None)
+
+
+def _adapter(model: _Model) -> dict[str, Any]:
+    metadata = model.metadata
+    path, kind = model.files[0].path, metadata.get("adapter.type")
+    if kind != "lora":
+        raise ModelError(f"{path} is an adapter of a kind that is not known: {kind!r:.60}")
+    alpha = metadata.get("adapter.lora.alpha")
+    if alpha is not None and (type(alpha) not in (int, float) or not math.isfinite(alpha)):
+        raise FormatError(f"{path}: adapter.lora.alpha is no number: {alpha!r:.60}")
+    ranks = {tensor.shape[0] for tensor in model.tensors if _is_up(tensor)}
+    targets = {tensor.name.split(".")[-3] for tensor in model.tensors if _is_up(tensor)}
+    facts = {
+        "type": "lora",
+        "rank": max(ranks) or None if len(ranks) == 1 else None,
+        "alpha": int(alpha) if alpha is not None and alpha == int(alpha) else alpha,
+        "targets": sorted(targets) or None,
+        "base": text(metadata.get("general.base_model.0.name")),
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _is_up(tensor: GgufTensor) -> bool:
+    """Whether it is the second matrix of a pair, ``blk.0.attn_q.weight.lora_b``: its rows are as
+    long as the rank."""
+    return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
+
+
+def _read(path: Path) -> _Model:
+    """The model that a file is, or is a part of."""
+    match = _PART.fullmatch(path.name)
+    paths = _parts(path, match) if match else [path]
+    files, headers = [], []
+    for part in paths:
+        root = None if part == path else path.parent
+        file = source_file(root, part, part.name, mediatype.AIMAGE_GGUF)
+        with naming(part), part.open("rb", buffering=1 << 16) as opened:
+            headers.append(read_header(opened, file.size))
+        files.append(file)
+    _check_parts(paths, headers)
+    if headers[0].metadata.get("general.type") == "adapter":
+        files = [_as_adapter(file) for file in files]
+    return _Model(tuple(files), tuple(headers))
+
+
+def _as_adapter(file: SourceFile) -> SourceFile:
+    return SourceFile(file.name, file.path, file.size, file.modified, mediatype.AIMAGE_LORA)
+
+
+def _parts(path: Path, match: re.Match[str]) -> list[Path]:
+    """All parts of a split model; ``path`` is one of them.
+
+    Raises:
+        FormatError: some are missing.
+        ModelError: the number is not one of the total.
+    """
+    total = int(match["total"])
+    if not 1 <= int(match["number"]) <= total:
+        raise ModelError(f"{path} is called part {int(match['number'])} of {total}")
+    names = [f"{match['stem']}-{number:05}-of-{total:05}{ENDING}" for number in range(1, total + 1)]
+    paths = [path.parent / name for name in names]
+    if missing := [part.name for part in paths if not part.exists()]:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise FormatError(
+            f"{path} is one of {total} parts, of which these are missing: "
+            f"{', '.join(missing[:_SHOWN])}{more}",
+            hint="download the model again, in full",
+        )
+    return paths
+
+
+def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
+    """What the parts say of each other must be what they are."""
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+        if said != (len(paths), number):
+            raise FormatError(
+                f"{path} says that it is part {said[1]!r:.20} (from 0) of {said[0]!r:.20}, and is "
+                f"part {number} of {len(paths)} by its name",
+                hint="give the parts the names that they had when the model was split",
+            )
+    tensors = [tensor.name for header in headers for tensor in header.tensors]
+    for path, header in zip(paths, headers, strict=True):
+        count = header.metadata.get("split.tensors.count", len(tensors))
+        if count != len(tensors):
+            raise FormatError(
+                f"{path} says that the parts hold {count!r:.20} tensors, they hold {len(tensors)}",
+                hint="download the model again, in full",
+            )
+    if len(set(tensors)) < len(tensors):
+        raise FormatError(f"two parts of {paths[0]} hold the same tensor")

@@ -1,0 +1,220 @@
+"""LoRA adapters: a safetensors file, or PEFT's directory of one; what they say of themselves.
+
+Low-rank pairs are called ``x.lora_A.weight`` and ``x.lora_B.weight`` (PEFT, ComfyUI),
+``x.lora_down.weight`` and ``x.lora_up.weight`` (diffusers, kohya) or ``x.lora.down.weight``; the
+rank is the first dimension of the first of them. Rank and targets are read from the tensors, for
+these decide; alpha from ``x.alpha`` where all agree, or from ``adapter_config.json`` (PEFT,
+"Checkpoint format"). Trigger words and the weight to use are in the file's metadata:
+``trigger_word``, ``trigger_words``, ``ss_tag_frequency`` (kohya), ``modelspec.trigger_phrase``
+(Stability's modelspec), ``recommended_weight``, ``default_weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
+from clowder_aimage.importer.inventory import PICKLED, read_license
+from clowder_aimage.importer.model_tree import list_directory
+from clowder_aimage.importer.shard_index import SourceTensor, read_file, tensors_of
+from clowder_aimage.oci import mediatype
+from clowder_aimage.tensor import Header
+
+CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_FILES = (CONFIG, _WEIGHTS)  # of PEFT's directory; licences, cards and pictures are no adapter
+_DOWN = re.compile(r"(.+?)[._]lora(?:_A|_down|\.down|_embedding_A)(?:\.default)?(?:\.weight)?")
+_UP = re.compile(r"(.+?)[._]lora(?:_B|_up|\.up|_embedding_B)(?:\.default)?(?:\.weight)?")
+_ALPHA = ".alpha"
+_PREFIX = re.compile(r"(?:base_model\.model\.|diffusion_model\.|model\.diffusion_model\.)")
+_LARGEST = 16 * 1024 * 1024  # bytes of adapter_config.json
+_WORDS = 200  # that are kept of ss_tag_frequency
+
+
+def take(path: Path) -> FormatResult:
+    """The adapter at ``path``.
+
+    Raises:
+        ModelError: there is none, or it is pickled.
+        FormatError: it is damaged, or pairs do not fit together.
+    """
+    if not path.is_dir():
+        return _take(path, path.name, {}, ())
+    files = list_directory(home(path), path, ())
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    pickled = [file for file in files if file.suffix.lower() in PICKLED]
+    if pickled and not weights:
+        raise ModelError(
+            f"{pickled[0]} is pickled: loading it could run any code, so it is not packed",
+            hint="save the adapter as safetensors (PEFT: safe_serialization=True)",
+        )
+    if len(weights) != 1:
+        raise ModelError(
+            f"{path} should have one safetensors file with an adapter; it has {len(weights)}",
+            hint=f"name the file itself, or keep {_WEIGHTS} alone",
+        )
+    others = tuple(file for file in files if file.name == CONFIG)
+    config = _config(path / CONFIG) if others else {}
+    return _take(weights[0], weights[0].name, config, others)
+
+
+def _take(
+    path: Path, name: str, config: Mapping[str, Any], others: tuple[Path, ...]
+) -> FormatResult:
+    file = source_file(None, path, name, mediatype.AIMAGE_LORA)
+    header = read_file(path)
+    adapter = describe(path, header, config)
+    facts: dict[str, Any] = {
+        "parameters": sum(math.prod(info.shape) for info in header.tensors.values()),
+        "adapter": adapter,
+    }
+    facts["name"] = _text(header.metadata.get("modelspec.title"))
+    files = (file, *(source_file(None, one, one.name) for one in others))
+    return taken("lora", files, facts, read_license(path.parent) if others else None)
+
+
+def describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's facts of the adapter in the file at ``path``. Raises FormatError."""
+    pairs = pairs_of(path, header)
+    ranks = {pair.rank for pair in pairs}
+    said = header.metadata
+    facts: dict[str, Any] = {
+        "type": "lora",
+        "rank": max(ranks),
+        "alpha": _alpha(path, header, config),
+        "targets": sorted({pair.target for pair in pairs}),
+        "triggerWords": _trigger_words(said),
+        "weight": _number(said.get("recommended_weight"), said.get("default_weight")),
+        "base": _text(config.get("base_model_name_or_path"))
+        or _text(said.get("ss_base_model_version")),
+    }
+    return {key: value for key, value in facts.items() if value not in (None, [])}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """What a pair changes: ``rows`` of ``columns`` values, by ``rank`` steps between them."""
+
+    target: str
+    rank: int
+    rows: int
+    columns: int
+
+
+def read_pairs(path: Path) -> list[LoraPair]:
+    """The low-rank pairs in the file at ``path``. Raises FormatError."""
+    return pairs_of(path, read_file(path))
+
+
+def pairs_of(path: Path, header: Header) -> list[LoraPair]:
+    """The low-rank pairs. Raises FormatError where one half is missing or does not fit."""
+    down = {match[1]: name for name in header.tensors if (match := _DOWN.fullmatch(name))}
+    up = {match[1]: name for name in header.tensors if (match := _UP.fullmatch(name))}
+    if not down:
+        raise FormatError(
+            f"{path} holds no LoRA: none of its tensors is called lora_A or lora_down",
+            hint="other kinds of adapters (LoHa, LoKr, DoRA alone) are not known",
+        )
+    if odd := sorted(down.keys() ^ up.keys()):
+        raise FormatError(f"{path}: {odd[0][:200]} has one half of a low-rank pair alone")
+    found = []
+    for stem, name in sorted(down.items()):
+        first, second = header.tensors[name].shape, header.tensors[up[stem]].shape
+        if len(first) < 2 or len(second) < 2 or first[0] != second[1] or not first[0]:
+            raise FormatError(
+                f"{path}: the halves of {stem[:200]} do not fit: {list(first)} and {list(second)}"
+            )
+        rows, columns = second[0], first[1]
+        if "lora_embedding" in name:  # whose matrix is a table: as many rows as words
+            rows, columns = columns, rows
+        found.append(LoraPair(_PREFIX.sub("", stem), first[0], rows, columns))
+    return found
+
+
+def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int | None:
+    stated = config.get("lora_alpha")
+    if isinstance(stated, int | float) and not isinstance(stated, bool):
+        if not math.isfinite(stated):
+            raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha is {stated}")
+        return stated
+    found = {_scalar(tensor) for tensor in tensors_of(path, header) if tensor.name.endswith(_ALPHA)}
+    if len(found) != 1:
+        return None
+    value = found.pop()
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def _scalar(tensor: SourceTensor) -> float | None:
+    """The one number of a tensor; None for another kind of tensor."""
+    if math.prod(tensor.shape) != 1 or tensor.dtype not in ("F32", "F16", "BF16", "F64"):
+        return None
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.nbytes)
+    if tensor.dtype == "BF16":
+        data = b"\0\0" + data
+    code = {4: "<f", 2: "<e", 8: "<d"}[len(data)]
+    return float(struct.unpack(code, data)[0])
+
+
+def _trigger_words(said: Mapping[str, str]) -> list[str]:
+    words = [_text(said.get("trigger_word")), _text(said.get("modelspec.trigger_phrase"))]
+    words += [word.strip() for word in said.get("trigger_words", "").split(",")]
+    if not any(words):
+        words = _tags(said.get("ss_tag_frequency", ""))
+    return list(dict.fromkeys(word for word in words if word))
+
+
+def _tags(text: str) -> list[str | None]:
+    """The tags that every picture of a data set had: kohya counts them by directory."""
+    try:
+        counts = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return []
+    found: list[str | None] = []
+    for tags in counts.values() if isinstance(counts, dict) else ():
+        if isinstance(tags, dict) and tags:
+            numbers = {tag: n for tag, n in tags.items() if isinstance(n, int)}
+            most = max(numbers.values(), default=0)
+            found += [tag.strip() for tag, n in numbers.items() if n == most]
+    return found[:_WORDS]
+
+
+def _number(*texts: str | None) -> float | None:
+    for text in texts:
+        try:
+            value = float(text or "")
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return value
+    return None
+
+
+def _text(value: object) -> str | None:
+    return value.strip() or None if isinstance(value, str) else None
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    if path.stat().st_size > _LARGEST:
+        raise FormatError(f"{path} is too large for a configuration")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} is not a JSON object")
+    kind = value.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelError(f"{path} is of an adapter of another kind: {kind!r:.40}")
+    return value

@@ -1,0 +1,142 @@
+"""ONNX: a model with the files that its tensors lie in, or a directory of such models.
+
+Formats: onnx/onnx, onnx/onnx.proto3 and docs/ExternalData.md. A location is a path beside the
+model, and nothing else: readers that took more of it read any file (CVE-2022-25882, CVE-2024-5187)
+or followed links (CVE-2024-27318).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.format_result import (
+    FormatResult,
+    naming,
+    reading,
+    source_file,
+    taken,
+    text,
+    walk,
+)
+from clowder_aimage.formats.onnx_graph import Need, OnnxModel, read_model
+from clowder_aimage.importer.inventory import SourceFile, read_license
+from clowder_aimage.oci import mediatype
+
+FORMAT = "onnx"
+ENDING = ".onnx"
+_DRIVE = re.compile("[A-Za-z]:")
+# what tokenizers and configs are in beside a model
+_ENDINGS = (".json", ".jinja")
+_NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+
+
+def take(path: Path) -> FormatResult:
+    """The model in a file, with its external data, or the models in a directory, with what
+    belongs to them.
+
+    Raises:
+        FormatError: a file is not what it claims to be, or its external data are missing, too
+            short, or elsewhere.
+        ModelError: there is nothing to pack, or a file cannot be read.
+    """
+    with reading(path):
+        if path.is_dir():
+            return _take_directory(path)
+        files, model = _take_model(path.parent, path, None)
+        return taken(FORMAT, files, _facts([model]))
+
+
+def _take_directory(root: Path) -> FormatResult:
+    paths = walk(root)
+    models: list[OnnxModel] = []
+    files: dict[str, SourceFile] = {}
+    for path in paths:
+        if path.suffix.lower() == ENDING:
+            found, model = _take_model(root, path, root)
+            models.append(model)
+            files |= {file.name: file for file in found}
+    if not models:
+        raise ModelError(f"there is no ONNX file in {root}")
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
+            files[name] = source_file(root, path, name)
+    return taken(FORMAT, files.values(), _facts(models), read_license(root))
+
+
+def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
+    versions = {_version(model) for model in models}
+    return {
+        "name": text(models[0].name) if len(models) == 1 else None,
+        "parameters": sum(model.parameters for model in models) or None,
+        "formatVersion": versions.pop() if len(versions) == 1 else None,
+    }
+
+
+def _version(model: OnnxModel) -> str:
+    return f"ir {model.ir_version}" + (f", opset {model.opset}" if model.opset else "")
+
+
+def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
+    """The files of one model, named from ``root`` on. The model itself may be a link out of it if
+    it was named by hand, and nothing is ``inside``."""
+    main = source_file(inside, path, path.relative_to(root).as_posix(), mediatype.AIMAGE_ONNX)
+    with naming(path):
+        with path.open("rb") as file:
+            model = read_model(file, main.size)
+        files = {main.name: main}
+        for name, needs in _places(model):
+            beside = path.parent / name
+            if not beside.is_file():
+                raise _missing(needs[0].tensor, name, beside)
+            full = beside.relative_to(root).as_posix()
+            files[full] = source_file(inside or root, beside, full, mediatype.AIMAGE_ONNX)
+            _check_length(files[full], needs)
+    return list(files.values()), model
+
+
+def _missing(tensor: str, name: str, path: Path) -> FormatError:
+    what = "which is not there" if not path.exists() else "which is not a regular file"
+    return FormatError(
+        f"tensor {tensor[:200]!r} is in {name}, {what}",
+        hint="download the files that belong to the model, and leave them beside it",
+    )
+
+
+def _places(model: OnnxModel) -> Iterable[tuple[str, list[Need]]]:
+    """The external files by their names beside the model: two locations may be one."""
+    places: dict[str, list[Need]] = {}
+    for location, need in model.external.items():
+        places.setdefault(_name(location, need.tensor), []).append(need)
+    return places.items()
+
+
+def _name(location: str, tensor: str) -> str:
+    """A location as a path below the model's directory.
+
+    Raises:
+        FormatError: it leads elsewhere, or means another path on another system.
+    """
+    path = PurePosixPath(location)
+    try:
+        if path.is_absolute() or _DRIVE.match(location):
+            raise FormatError("absolute")
+        return check_name(path.as_posix())
+    except FormatError:
+        raise FormatError(
+            f"tensor {tensor[:200]!r} is in {location[:200]!r}, which is no path beside the model",
+            hint="do not load this model with anything",
+        ) from None
+
+
+def _check_length(file: SourceFile, needs: Iterable[Need]) -> None:
+    need = max(needs, key=lambda need: need.end)
+    if need.end > file.size:
+        raise FormatError(
+            f"tensor {need.tensor[:200]!r} ends at byte {need.end} of {file.name}, which has "
+            f"{file.size}: truncated, or a lie"
+        )

@@ -1,0 +1,142 @@
+"""The wire format of protocol buffers, walked without loading what is walked over.
+
+Format: protobuf.dev, "Encoding". Only field numbers, wire types and places are read; a value is
+loaded where it is asked for. Refused, beside what is no wire format: groups, which nobody writes,
+and more fields than a file of any use has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from clowder_aimage.errors import FormatError
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MAX_FIELDS = 4_000_000  # of all messages in a file: seconds; large graphs have half a million
+MAX_NUMBER = (1 << 29) - 1
+_WINDOW = 1 << 16
+_LONGEST = 10  # bytes of a varint of 64 bits
+
+
+class WireField(NamedTuple):
+    """A field at ``place``. ``value`` is what a varint is; any other has its bytes from ``start``
+    to ``end``. All places are bytes from the file's start."""
+
+    number: int
+    wire: int
+    value: int
+    place: int
+    start: int
+    end: int
+
+
+class WireReader:
+    """An open file of ``size`` bytes, read through a window."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self.size = size
+        self._base, self._window = 0, b""
+        self._seen = 0
+
+    def fields(self, start: int, end: int) -> Iterator[WireField]:
+        """The fields of the message from ``start`` to ``end``. Raises FormatError."""
+        place = start
+        while place < end:
+            self._seen += 1
+            if self._seen > MAX_FIELDS:
+                raise FormatError(f"at byte {place}, there are over {MAX_FIELDS} fields")
+            tag, position = self._varint(place, end)
+            number, wire = tag >> 3, tag & 7
+            if not 1 <= number <= MAX_NUMBER:
+                raise FormatError(f"at byte {place}, no field has the number {number}")
+            field = self._field(number, wire, place, position, end)
+            yield field
+            place = field.end
+
+    def _field(self, number: int, wire: int, place: int, position: int, end: int) -> WireField:
+        if wire == VARINT:
+            value, after = self._varint(position, end)
+            return WireField(number, wire, value, place, position, after)
+        if wire == BYTES:
+            length, position = self._varint(position, end)
+        elif wire in (FIXED64, FIXED32):
+            length = 8 if wire == FIXED64 else 4
+        else:
+            raise FormatError(f"at byte {place}, a field of the wire type {wire}")
+        if length > end - position:
+            raise FormatError(
+                f"at byte {place}, a field takes {length} bytes, of which {end - position} are "
+                "there: truncated, or a lie"
+            )
+        return WireField(number, wire, 0, place, position, position + length)
+
+    def varints(self, field: WireField, most: int) -> list[int]:
+        """The numbers of a repeated field, packed or not: at most ``most`` of them.
+
+        Raises:
+            FormatError: they are no varints, or more.
+        """
+        if field.wire == VARINT:
+            return [field.value]
+        expect(field, BYTES)
+        numbers: list[int] = []
+        position = field.start
+        while position < field.end:
+            if len(numbers) == most:
+                raise FormatError(f"at byte {field.place}, there are over {most} numbers")
+            number, position = self._varint(position, field.end)
+            numbers.append(number)
+        return numbers
+
+    def text(self, field: WireField, most: int) -> str:
+        """A string of at most ``most`` bytes. Raises FormatError."""
+        expect(field, BYTES)
+        length = field.end - field.start
+        if length > most:
+            raise FormatError(f"at byte {field.place}, a string of {length} bytes is over {most}")
+        try:
+            return self._at(field.start, length).decode()
+        except UnicodeDecodeError:
+            raise FormatError(f"at byte {field.place}, a string is not UTF-8") from None
+
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        index = position - self._base
+        if 0 <= index < len(self._window) and position < end and self._window[index] < 0x80:
+            return self._window[index], position + 1  # most of them, by far
+        value = shift = 0
+        for byte in self._at(position, min(_LONGEST, end - position)):
+            value |= (byte & 0x7F) << shift
+            position += 1
+            if byte < 0x80:
+                if value >> 64:
+                    break
+                return value, position
+            shift += 7
+        raise FormatError(f"before byte {position}, a number does not end, or not within 64 bits")
+
+    def _at(self, position: int, count: int) -> bytes:
+        """``count`` bytes of the file, which must be there."""
+        index = position - self._base
+        if index < 0 or index + count > len(self._window):
+            self._file.seek(position)
+            self._window = self._file.read(max(count, _WINDOW))
+            self._base, index = position, 0
+            if len(self._window) < count:
+                raise FormatError(f"truncated: it breaks off after byte {position}")
+        return self._window[index : index + count]
+
+
+def expect(field: WireField, wire: int) -> None:
+    """Refuse a field that is written in another way than its type is."""
+    if field.wire != wire:
+        raise FormatError(
+            f"at byte {field.place}, field {field.number} has the wire type {field.wire}, "
+            f"not {wire}"
+        )
+
+
+def signed(value: int) -> int:
+    """What a varint of the type int64 is."""
+    return value - (1 << 64) if value >> 63 else value

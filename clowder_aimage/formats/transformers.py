@@ -1,0 +1,137 @@
+"""Transformers directories: config.json, and weights at the top (``save_pretrained`` writes them).
+
+Either each tensor becomes a blob, as of a pipeline's components, or files stay whole. Beside the
+weights go what the library reads: configurations, tokenizers, chat templates, and code that a
+model brings along (which no one here runs).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
+from clowder_aimage.importer.inventory import (
+    PICKLED,
+    Component,
+    Inventory,
+    SourceFile,
+    read_license,
+    read_object,
+)
+from clowder_aimage.importer.model_tree import list_directory
+from clowder_aimage.importer.prequantized import read_quantized
+from clowder_aimage.importer.shard_index import read_weights
+from clowder_aimage.oci import mediatype
+
+_WEIGHTS = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_FILES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
+_TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+_NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
+
+
+def take(directory: Path) -> Inventory:
+    """The model with each tensor by itself.
+
+    Raises:
+        ModelError: it is no whole Transformers directory, or pickled.
+        FormatError: a file is damaged, or quantized in a way that is not known.
+    """
+    config, paths = _read(directory)
+    tensors = read_weights(directory, paths)
+    weights, ignored = read_quantized(directory, tensors, config)
+    files = tuple(_files(directory, paths))
+    known = {"format": "transformers"} | facts(config)
+    component = Component("", "transformers", _class(config), weights, files, config, ignored)
+    return Inventory("", "", (component,), (), read_license(directory), known)
+
+
+def take_whole(directory: Path) -> FormatResult:
+    """The same with files as they are. Raises as ``take`` does."""
+    config, paths = _read(directory)
+    tensors = read_weights(directory, paths)  # checks the shards and their index
+    whole = [
+        source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
+        for path in paths
+        if path.name.endswith((_WEIGHTS, _INDEX))
+    ]
+    count = sum(math.prod(tensor.shape) for tensor in tensors)
+    files = [*whole, *_files(directory, paths)]
+    return taken(
+        "transformers", files, {"parameters": count} | facts(config), read_license(directory)
+    )
+
+
+def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the AImage config says, from ``config.json``."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    context = next(
+        (
+            value
+            for key in _CONTEXT
+            for value in (config.get(key), inner.get(key))
+            if type(value) is int and value > 0
+        ),
+        None,
+    )
+    found = {"architecture": _class(config) or None, "context": context}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _class(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    kind = config.get("model_type")
+    return kind if isinstance(kind, str) else ""
+
+
+def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
+    if not directory.is_dir():
+        raise ModelError(
+            f"{directory} is not a directory", hint="name the directory that holds config.json"
+        )
+    if not (directory / "config.json").exists():
+        raise FormatError(f"there is no config.json in {directory}: not a Transformers directory")
+    top = home(directory)
+    paths = [path for path in list_directory(top, directory, ()) if path.name not in _NOT]
+    if pickled := [path for path in paths if path.suffix.lower() in PICKLED]:
+        raise ModelError(
+            f"{pickled[0]} is pickled: loading it could run any code, so it is not packed",
+            hint="convert the weights to safetensors and remove the pickled file",
+        )
+    if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
+        raise ModelError(
+            f"{weighted[0]} lies in a directory of its own, and would be left out",
+            hint="models of several parts, but those of diffusers, cannot be packed; the parts can",
+        )
+    config = read_object(directory, "config.json")
+    if not _class(config):
+        raise FormatError(f"{directory / 'config.json'} says neither architectures nor model_type")
+    for path in paths:
+        if path.name.endswith(_INDEX):
+            _check_json(path)
+    return config, paths
+
+
+def _check_json(path: Path) -> None:
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+
+
+def _files(directory: Path, paths: list[Path]) -> list[SourceFile]:
+    """What belongs to the model beside its weights."""
+    return [
+        source_file(directory, path, path.name)
+        for path in paths
+        if path.suffix in _FILES and path.name not in _NOT and not path.name.endswith(_INDEX)
+    ]

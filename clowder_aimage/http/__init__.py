@@ -1,0 +1,1 @@
+"""The HTTP server shell (aiohttp) that the registry, the worker and the node share."""

@@ -1,0 +1,150 @@
+"""The bytes of a planned blob, in order, in full buffers: copied, cast or quantized on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.importer.planned_layer import (
+    CastPiece,
+    CopyPiece,
+    FactorPiece,
+    Piece,
+    PlannedLayer,
+    QuantizePiece,
+)
+from clowder_aimage.importer.prequantized import factors
+from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.tensor import nbytes
+
+if TYPE_CHECKING:
+    from clowder_aimage.importer.quantization_guard import QuantizationGuard
+    from clowder_aimage.importer.quantizer import Quantizer
+
+Sink = Callable[[memoryview], None]
+BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole groups
+BLOCKS = 32 * 1024 * 1024  # bytes, of all threads together
+CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at once
+
+
+class BlobEncoder:
+    """What one of ``threads`` makes blobs with. ``buffer`` is lent to each sink, full but for the
+    last time, and written anew when the sink returns."""
+
+    def __init__(
+        self,
+        size: int,
+        stopped: threading.Event,
+        quantizer: Quantizer | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.buffer = new_buffer(size)
+        # casting takes several times what is cast, in every thread
+        self._chunk = min(CHUNK_SIZE, CHUNKS // threads)
+        self._block = min(BLOCK, BLOCKS // threads)
+        self._stopped = stopped
+        self._quantizer = quantizer
+        self._filled = 0
+
+    def pour(self, planned: PlannedLayer, sink: Sink) -> None:
+        """Give all of the blob's bytes to ``sink``; nothing for an empty one.
+
+        Raises:
+            ModelError: a file changed, a value does not fit its type, or values cannot be
+                quantized.
+            StoppedError: the user has left.
+        """
+        self._filled = 0
+        self._add(planned.prefix, sink)
+        for piece in planned.pieces:
+            self._pour(piece, sink)
+        if self._filled:
+            sink(self.buffer[: self._filled])
+
+    def _pour(self, piece: Piece, sink: Sink) -> None:
+        with SpanReader(piece.span, self._stopped) as reader:
+            match piece:
+                case CopyPiece():
+                    self._copy(reader, sink)
+                case QuantizePiece():
+                    self._quantize(piece, reader, sink)
+                case CastPiece():
+                    self._cast(piece, piece.target, reader, sink)
+                case FactorPiece():
+                    self._factor(piece, reader, sink)
+            reader.check_unchanged()
+
+    def _add(self, data: bytes | memoryview, sink: Sink) -> None:
+        view = memoryview(data)
+        while len(view):
+            count = min(len(view), len(self.buffer) - self._filled)
+            self.buffer[self._filled : self._filled + count] = view[:count]
+            view = view[count:]
+            self._advance(count, sink)
+
+    def _advance(self, count: int, sink: Sink) -> None:
+        self._filled += count
+        if self._filled == len(self.buffer):
+            self._filled = 0
+            sink(self.buffer)
+
+    def _copy(self, reader: SpanReader, sink: Sink) -> None:
+        while count := reader.readinto(self.buffer[self._filled :]):
+            self._advance(count, sink)
+
+    def _cast(self, piece: CastPiece, target: str, reader: SpanReader, sink: Sink) -> None:
+        from clowder_aimage.importer import precision
+
+        scratch = memoryview(bytearray(min(self._chunk, piece.span.nbytes)))
+        while count := reader.readinto(scratch):
+            values, lost = precision.cast(scratch[:count], piece.source, target)
+            if lost:
+                raise precision.overflow(piece.name, lost, target)
+            self._add(_bytes(values), sink)
+
+    def _factor(self, piece: FactorPiece, reader: SpanReader, sink: Sink) -> None:
+        data = memoryview(bytearray(piece.span.nbytes))
+        reader.readinto(data)
+        self._add(factors(piece.name, bytes(data), piece.source, inverted=piece.inverted), sink)
+
+    def _quantize(self, piece: QuantizePiece, reader: SpanReader, sink: Sink) -> None:
+        """Codes go on at once; scales and biases, a few per cent of them, wait for the end. A group
+        depends on no other, so blocks are any number of them: a row may be very long."""
+        from clowder_aimage.importer import precision, quantization_guard
+
+        watch = quantization_guard.QuantizationGuard(piece.name, piece.target, piece.quantization)
+        group = nbytes(piece.source, (piece.quantization.group_size,))
+        scratch = memoryview(
+            bytearray(min(piece.span.nbytes, max(1, self._block // group) * group))
+        )
+        parts: list[list[bytes]] = [[], []]
+        while count := reader.readinto(scratch):
+            values, lost = precision.cast(scratch[:count], piece.source, piece.target)
+            if lost:
+                raise precision.overflow(piece.name, lost, piece.target)
+            codes, *others = self._quantized(piece, watch, watch.admit(values))
+            self._add(codes, sink)
+            for part, data in zip(parts, others, strict=False):
+                part.append(data)
+        watch.check()
+        for data in (*parts[0], *parts[1]):
+            self._add(data, sink)
+
+    def _quantized(
+        self, piece: QuantizePiece, watch: QuantizationGuard, values: Any
+    ) -> tuple[bytes, ...]:
+        """Codes, scales and biases of a block, which ``watch`` has seen. Raises ModelError."""
+        assert self._quantizer is not None  # noqa: S101
+        made, restored = self._quantizer.quantize(
+            values.reshape(1, -1), piece.target, piece.quantization, watch.step(values)
+        )
+        watch.look(values, made[0], made[1], made[2] if len(made) > 2 else None)
+        watch.measure(values, restored)
+        return made
+
+
+def _bytes(values: Any) -> memoryview:
+    """A numpy array as it is in memory."""
+    return memoryview(values).cast("B")

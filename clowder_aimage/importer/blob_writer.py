@@ -1,0 +1,227 @@
+"""A plan carried out: every source is read once, and hashed while it is written.
+
+A blob that fits into a thread's buffer is hashed there, and pushed if it is new. A larger one is
+written as it comes, since only its last byte tells whether the store has it already; where the
+store had a blob of that very size before, it is hashed first, for then it is likely to be that one.
+What is quantized is never made twice: it is always written as it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.parallel import in_parallel
+from clowder_aimage.content.verified_reader import verify
+from clowder_aimage.dialect import Layer
+from clowder_aimage.errors import VerificationError
+from clowder_aimage.importer.blob_encoder import BlobEncoder
+from clowder_aimage.importer.compressor import compressor
+from clowder_aimage.importer.create_plan import CreatePlan
+from clowder_aimage.importer.planned_layer import PlannedLayer
+from clowder_aimage.importer.span_reader import changed
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.orphan import remove_partials
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci.digest import new_hasher
+
+JOBS = 8  # threads that read, hash and write
+BUFFER = 4 * 1024 * 1024  # bytes, of each thread
+LEAST = CHUNK_SIZE  # bytes, of each thread however many there are
+BUFFERS = 64 * 1024 * 1024  # bytes, of all threads together
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenLayers:
+    """A layer in the store, and whether it was there before."""
+
+    layer: Layer
+    was_there: bool
+
+
+OnWritten = Callable[[WrittenLayers], None]
+
+
+def write_layers(
+    plan: CreatePlan, store: ContentStore, lease: Lease, *, jobs: int, on_written: OnWritten
+) -> list[WrittenLayers]:
+    """Store the plan's blobs, ``jobs`` at a time, and keep them by ``lease``.
+
+    Raises:
+        ModelError: a file changed while it was read, a value does not fit its type, or values
+            cannot be quantized.
+        VerificationError: a blob of the store that is changed is damaged.
+        StoreError, NoSpaceError: the store cannot keep it.
+    """
+    with ExitStack() as stack:
+        writer = _Writer(plan, store, lease, min(jobs, len(plan.layers)), stack)
+        written: dict[str, WrittenLayers] = {}
+
+        def one(planned: PlannedLayer) -> None:
+            written[planned.name] = writer.write(planned)
+            on_written(written[planned.name])
+
+        # what takes longest first: MLX has one thread, and others write meanwhile
+        order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
+        in_parallel([partial(one, planned) for planned in order], jobs, writer.stopped.set)
+    return [written[planned.name] for planned in plan.layers]
+
+
+class _Writer:
+    """What the threads of one create share."""
+
+    def __init__(
+        self, plan: CreatePlan, store: ContentStore, lease: Lease, jobs: int, stack: ExitStack
+    ) -> None:
+        self.stopped = threading.Event()
+        self._algorithm = plan.algorithm
+        self._store = store
+        self._lease = lease
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._ours: set[Digest] = set()
+        self._jobs = max(1, jobs)
+        self._size = max(LEAST, min(BUFFER, BUFFERS // self._jobs))
+        self._quantizer = None
+        if any(layer.is_quantizing for layer in plan.layers):
+            from clowder_aimage.importer.quantizer import Quantizer
+
+            self._quantizer = stack.enter_context(Quantizer())
+        self._sizes: frozenset[int] = frozenset()
+        if isinstance(store, ImageLayout) and any(one.size > self._size for one in plan.layers):
+            remove_partials(store.root, 0.0, dry_run=False)  # of killed ones: nobody finds them
+            self._sizes = _sizes(store, plan.algorithm)
+
+    def write(self, planned: PlannedLayer) -> WrittenLayers:
+        if planned.kept is not None:
+            return WrittenLayers(planned.kept, True)
+        for origin in planned.origins:
+            with self._store.open(origin) as file:
+                verify(file, origin)
+        if planned.compression:
+            return self._compress(planned)
+        if planned.size <= self._size:
+            return self._push(planned)
+        if planned.size in self._sizes and not planned.is_quantizing:
+            layer = planned.layer(self._digest(planned))
+            if self._is_there(layer):
+                return WrittenLayers(layer, True)
+            return self._ingest(planned, layer)
+        return self._ingest(planned)
+
+    @property
+    def _pourer(self) -> BlobEncoder:
+        """The calling thread's."""
+        if not hasattr(self._own, "pourer"):
+            self._own.pourer = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
+        pourer: BlobEncoder = self._own.pourer
+        return pourer
+
+    def _is_there(self, layer: Layer) -> bool:
+        self._lease.add(layer.descriptor.digest)
+        return self._store.exists(layer.descriptor)
+
+    def _push(self, planned: PlannedLayer) -> WrittenLayers:
+        """A blob that is in memory as a whole."""
+        chunks: list[memoryview] = []
+        self._pourer.pour(planned, chunks.append)
+        data = chunks[0] if chunks else memoryview(b"")
+        layer = planned.layer(Digest.of(data, self._algorithm))
+        was_there = self._is_there(layer)
+        if not was_there:
+            self._store.push(layer.descriptor, bytes_body(bytes(data)))
+        return WrittenLayers(layer, was_there)
+
+    def _digest(self, planned: PlannedLayer) -> Digest:
+        hasher = new_hasher(self._algorithm)
+        self._pourer.pour(planned, hasher.update)
+        return Digest(self._algorithm, hasher.hexdigest())
+
+    def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayers:
+        """A blob that is written while it is read; the digest of one that was read before must be
+        the same again."""
+        ingest = self._store.ingest("create")
+        try:
+            ingest.digest(self._algorithm)
+            offset = 0
+
+            def write(view: memoryview) -> None:
+                nonlocal offset
+                ingest.write_at(offset, view)
+                offset += len(view)
+
+            self._pourer.pour(planned, write)
+            layer = planned.layer(ingest.digest(self._algorithm))
+            if expected is not None and layer != expected:
+                raise changed(planned.path)
+            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
+                ingest.abort()
+                return WrittenLayers(layer, True)
+        except BaseException:
+            ingest.abort()
+            raise
+        try:
+            ingest.commit(layer.descriptor)
+        except VerificationError:
+            raise changed(planned.path) from None
+        return WrittenLayers(layer, False)
+
+    def _compress(self, planned: PlannedLayer) -> WrittenLayers:
+        """A blob that is compressed while it is written."""
+        packer = compressor(planned.compression, planned.size)
+        plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
+        ingest = self._store.ingest("create")
+        size = 0
+
+        def write(data: bytes) -> None:
+            nonlocal size
+            if data:
+                packed.update(data)
+                ingest.write_at(size, memoryview(data))
+                size += len(data)
+
+        def add(view: memoryview) -> None:
+            plain.update(view)
+            write(packer.compress(view))
+
+        try:
+            self._pourer.pour(planned, add)
+            write(packer.flush())
+            content = Digest(self._algorithm, plain.hexdigest())
+            layer = replace(
+                planned.layer(Digest(self._algorithm, packed.hexdigest()), size),
+                content=Descriptor(planned.media_type, content, planned.size),
+            )
+            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
+                ingest.abort()
+                return WrittenLayers(layer, True)
+        except BaseException:
+            ingest.abort()
+            raise
+        ingest.commit(layer.descriptor)
+        return WrittenLayers(layer, False)
+
+    def _is_ours(self, digest: Digest) -> bool:
+        """Whether another thread has the same blob under way; from now on, this one has."""
+        with self._lock:
+            was_ours = digest in self._ours
+            self._ours.add(digest)
+        return was_ours
+
+
+def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
+    """The sizes, in bytes, of the blobs that a layout holds already."""
+    sizes: set[int] = set()
+    for root in store.roots:
+        try:
+            with os.scandir(root / "blobs" / algorithm) as entries:
+                sizes |= {entry.stat(follow_symlinks=False).st_size for entry in entries}
+        except OSError:  # there is none yet, or whoever needs it says so
+            continue
+    return frozenset(sizes)

@@ -1,0 +1,249 @@
+"""What create was pointed at, whatever its format: an inventory, and what goes with it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.formats import lora, transformers
+from clowder_aimage.formats.format_result import FormatResult, home, source_file
+from clowder_aimage.importer.compressor import check_compression
+from clowder_aimage.importer.inventory import (
+    Inventory,
+    SourceFile,
+    read_license,
+    take_inventory,
+)
+from clowder_aimage.importer.model_tree import check_inside
+from clowder_aimage.importer.shard_index import is_safetensors
+from clowder_aimage.importer.sidecar import ADAPTERS, CARD, is_bare, sole
+from clowder_aimage.oci import mediatype
+
+DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"
+WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
+FORMATS = (DIFFUSERS, TRANSFORMERS, *WHOLE)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraFile:
+    """A file that becomes a layer of any media type, whatever it is for."""
+
+    media_type: str
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str) -> ExtraFile:
+        """From ``TYPE=FILE``. Raises UsageError."""
+        media_type, equals, path = text.partition("=")
+        if mediatype.is_ours(media_type):
+            raise UsageError(
+                f"{media_type[:100]} is for what --format and --adapter pack",
+                hint="--layer is for other media types",
+            )
+        if not equals or not path or not _MEDIA_TYPE.fullmatch(media_type):
+            raise UsageError(
+                f"not a layer: {text[:100]!r}",
+                hint="name its media type and its file: application/vnd.example.ep.v1=./ep.bin",
+            )
+        return cls(media_type, Path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """How a source is to be packed. ``format`` is one of FORMATS, or found out; ``whole_files``
+    are for Transformers, ``compression`` for what stays whole files. ``adapters`` are names to
+    paths; ``extras`` other layers."""
+
+    format: str | None = None
+    whole_files: bool = False
+    compression: str = ""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    extras: tuple[ExtraFile, ...] = ()
+
+
+def parse_adapter(text: str) -> tuple[str, Path]:
+    """Name and path from ``[NAME=]PATH``. Raises UsageError."""
+    name, equals, path = text.partition("=")
+    if not equals:
+        name, path = Path(text).name.removesuffix(".safetensors"), text
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"not a name for an adapter: {name[:100]!r}", hint="give one: --adapter style=./file"
+        )
+    return name, Path(path)
+
+
+def take(path: Path, form: ModelForm) -> Inventory:
+    """Everything about a model but its weights.
+
+    Raises:
+        ModelError, FormatError: as the format's ``take``; nothing that we pack is there.
+        UsageError: it may be of two formats, or what is wished for is not for its format.
+    """
+    try:
+        return _take(snapshot(path), form)
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+def _take(path: Path, form: ModelForm) -> Inventory:
+    if form.compression:
+        check_compression(form.compression)
+    kind = form.format or _detect(path)
+    whole = kind in WHOLE or (kind == TRANSFORMERS and form.whole_files)
+    if form.whole_files and not whole:
+        raise UsageError(f"--whole-files is for Transformers directories; {path} is {kind}")
+    if form.compression and not whole:
+        raise UsageError(
+            "tensors are not compressed: it would save next to nothing, and they could not be "
+            "loaded where they lie",
+            hint="with --whole-files, or another format, files can be"
+            if kind != DIFFUSERS
+            else None,
+        )
+    inventory = _inventory(path, kind, whole)
+    adapters = (*form.adapters, *_travelling(path, inventory))
+    return _with_extras(_with_adapters(inventory, adapters), form.extras)
+
+
+def _detect(path: Path) -> str:
+    from clowder_aimage.formats.detection import detect
+
+    return detect(path)
+
+
+def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
+    if kind == DIFFUSERS:
+        return take_inventory(path)
+    if kind == TRANSFORMERS and not whole:
+        return transformers.take(path)
+    if kind == TRANSFORMERS:
+        return _of(transformers.take_whole(path))
+    module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
+    if not path.is_dir():
+        return _of(module.take(path))
+    inventory = _of(module.take(_alone(path, kind)))
+    # a card that says the licence alone is what an export writes; it is no file of the model
+    files = tuple(file for file in inventory.files if file.name != CARD or not is_bare(file.path))
+    return replace(inventory, files=files, license=inventory.license or read_license(path))
+
+
+def _alone(directory: Path, kind: str) -> Path:
+    """The file that a directory stands for, if it holds a single one and its format does not look
+    into directories itself; else the directory."""
+    found = sole(directory)
+    if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
+        return directory
+    return found if kind != "lora" or is_safetensors(found) else directory
+
+
+def _of(taken: FormatResult) -> Inventory:
+    facts = {"format": taken.format} | dict(taken.facts)
+    return Inventory("", "", (), taken.files, taken.license, facts)
+
+
+def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
+    """The model with adapters that travel with it, which its format may have taken for its own."""
+    described: dict[str, Any] = {}
+    files = {file.name: file for file in inventory.files}
+    for name, path in adapters:
+        if name in described:
+            raise UsageError(
+                f"two adapters are called {name}", hint="--adapter NAME=PATH names them"
+            )
+        taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
+        described[name] = taken.facts["adapter"]
+        named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
+        files |= {file.name: file for file in named}
+    if not described:
+        return inventory
+    facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
+    return replace(inventory, files=tuple(files.values()), facts=facts)
+
+
+def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
+    """Names and paths of the adapters in ``root/adapters``, one to a directory, as an export leaves
+    them. What there is of the model itself, which its format has taken, is none.
+
+    Raises:
+        ModelError: something else lies there, and would be left out.
+        FormatError: an adapter is damaged.
+    """
+    directory = root / ADAPTERS
+    if not root.is_dir() or not directory.is_dir():
+        return []
+    check_inside(home(root), directory)
+    model = {file.name for file in inventory.files if file.media_type != mediatype.AIMAGE_FILE}
+    paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    if not paths:
+        raise _no_adapter(directory, "it is empty")
+    found = []
+    for path in paths:
+        own = path.relative_to(root).as_posix()
+        is_taken = any(name == own or name.startswith(f"{own}/") for name in model)
+        try:
+            _check_adapter(root, path)
+            found.append((path.name, path))
+        except (ModelError, FormatError):
+            if not is_taken:
+                raise
+    return found
+
+
+def _check_adapter(root: Path, path: Path) -> None:
+    check_inside(home(root), path)
+    if not path.is_dir():
+        raise _no_adapter(path, "it is a file")
+    if not _NAME.fullmatch(path.name):
+        raise _no_adapter(path, "no adapter can have that name")
+    try:
+        lora.take(_alone(path, "lora"))
+    except ModelError as error:
+        raise _no_adapter(path, error.message) from None
+
+
+def _no_adapter(path: Path, why: str) -> ModelError:
+    return ModelError(
+        f"{path} is no adapter of the model, and would be left out: {why}",
+        hint=f"put each adapter into {ADAPTERS}/NAME/, one LoRA in safetensors with its "
+        "adapter_config.json, or move the rest elsewhere",
+    )
+
+
+def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory:
+    files: list[SourceFile] = list(inventory.files)
+    for extra in extras:
+        if not extra.path.is_file():
+            raise UsageError(f"there is no file {extra.path}")
+        files.append(source_file(None, extra.path, extra.path.name, extra.media_type))
+    return replace(inventory, files=tuple(files))
+
+
+def snapshot(path: Path) -> Path:
+    """The model in a Hugging Face cache directory, ``models--ORG--NAME`` (huggingface_hub,
+    "Understand caching"); any other path as it is.
+
+    Raises:
+        UsageError: it holds several snapshots, and none is the main one.
+    """
+    path = path.absolute() if path.name in ("", "..") else path
+    snapshots = path / "snapshots"
+    if not path.name.startswith("models--") or not snapshots.is_dir():
+        return path
+    main = path / "refs" / "main"
+    if main.is_file():
+        return snapshots / main.read_text("utf-8", "replace").strip()[:100].replace("/", "")
+    found = sorted(one for one in snapshots.iterdir() if one.is_dir())
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"{path} holds {len(found)} snapshots, and refs/main is missing",
+        hint=f"name one of them: {found[0]}" if found else "download the model again",
+    )

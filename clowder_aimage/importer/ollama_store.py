@@ -1,0 +1,135 @@
+"""Models that another program on this machine has already: ollama's store.
+
+``manifests/HOST/NAMESPACE/MODEL/TAG`` are registry manifests, ``blobs/sha256-HEX`` what they name
+(ollama, docs/faq.md and server/modelpath.go). The manifest is taken as it is, so its digest is the
+one that ollama knows it by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.content import ContentStore, bytes_body
+from clowder_aimage.errors import FormatError, NotFoundError, StoreError
+from clowder_aimage.layout.hard_link import adopt as adopt_file
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, Reference
+
+HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedModel:
+    """What was taken over: ``linked`` and ``copied`` blobs, and those that were ``there``."""
+
+    descriptor: Descriptor
+    linked: int
+    copied: int
+    there: int
+    size: int
+
+    @property
+    def blobs(self) -> int:
+        return self.linked + self.copied + self.there
+
+
+def adopt(
+    store: ContentStore,
+    reference: Reference,
+    directory: Path,
+    name: str,
+    *,
+    on_plan: Callable[[int], None] = lambda _: None,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> AdoptedModel:
+    """Name ollama's model ``name`` in ``directory`` (``~/.ollama/models``) ``reference`` here.
+
+    Raises:
+        NotFoundError: there is no such model, or a blob of it is missing.
+        FormatError, VerificationError: its manifest is none, or a blob is damaged.
+        StoreError, NoSpaceError: it cannot be kept; what was taken in full stays.
+    """
+    try:
+        return _adopt(store, reference, directory, name, on_plan, on_done)
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {error.filename or directory}: {error.strerror or error}",
+            hint="ollama's store often belongs to a user of its own",
+        ) from None
+
+
+def _adopt(
+    store: ContentStore,
+    reference: Reference,
+    directory: Path,
+    name: str,
+    on_plan: Callable[[int], None],
+    on_done: Callable[[int], None],
+) -> AdoptedModel:
+    path = find_manifest(directory, name)
+    if path.stat().st_size > MAX_MANIFEST_SIZE:
+        raise FormatError(f"{path} is too large for a manifest")
+    manifest = Manifest.parse(path.read_bytes())
+    blobs = {blob.digest: blob for blob in manifest.children}
+    on_plan(sum(blob.size for blob in blobs.values()))
+    linked = copied = there = 0
+    with store.lease(manifest.digest, *blobs) as _:
+        for blob in blobs.values():
+            if store.exists(blob):
+                there += 1
+            elif adopt_file(store, _blob(directory, blob, name), blob):
+                linked += 1
+            else:
+                copied += 1
+            on_done(blob.size)
+        store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    size = sum(blob.size for blob in blobs.values())
+    return AdoptedModel(manifest.descriptor, linked, copied, there, size)
+
+
+def find_manifest(directory: Path, name: str) -> Path:
+    """The file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``. Raises NotFoundError."""
+    manifests = directory / "manifests"
+    if not manifests.is_dir():
+        raise NotFoundError(
+            f"{directory} is no store of ollama: it has no manifests",
+            hint="it is the directory models in ~/.ollama, or what OLLAMA_MODELS says",
+        )
+    *place, last = name.split("/")
+    model, _, tag = last.partition(":")
+    place = [*[HOST, NAMESPACE][: max(0, 2 - len(place))], *place]
+    parts = [*place, model, tag or TAG]
+    path = manifests.joinpath(*parts)
+    if not all(_PART.fullmatch(part) for part in parts) or not path.is_file():
+        there = sorted(_names(manifests))
+        raise NotFoundError(
+            f"{directory} has no model {name[:200]}",
+            hint=f"it has {', '.join(there[:10])}" if there else "it has none",
+        )
+    return path
+
+
+def _names(manifests: Path) -> list[str]:
+    """The models of a store, as ollama shows them."""
+    names = []
+    for path in manifests.glob("*/*/*/*"):
+        *place, model, tag = path.relative_to(manifests).parts
+        shown = [
+            part for part, usual in zip(place, (HOST, NAMESPACE), strict=True) if part != usual
+        ]
+        names.append("/".join([*shown, f"{model}:{tag}"]))
+    return names
+
+
+def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
+    """Where ollama keeps a blob; older releases wrote a colon. Raises NotFoundError."""
+    for between in "-:":
+        path = directory / "blobs" / f"{blob.digest.algorithm}{between}{blob.digest.encoded}"
+        if path.is_file():
+            return path
+    raise NotFoundError(
+        f"{name} lacks the blob {blob.digest} in {directory}", hint="let ollama pull it again"
+    )

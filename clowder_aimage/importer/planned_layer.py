@@ -1,0 +1,218 @@
+"""Blobs to be: the layers that files and weights become, and the pieces that each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.dialect import Layer
+from clowder_aimage.importer.decision import WeightDecision, entries, values_of
+from clowder_aimage.importer.inventory import SourceFile
+from clowder_aimage.importer.quantization_policy import expert_group
+from clowder_aimage.importer.shard_index import FileSpan
+from clowder_aimage.oci import Descriptor, Digest, mediatype
+from clowder_aimage.tensor import Quantization, encode_header, nbytes
+from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE
+from clowder_aimage.tensor.weight import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPiece:
+    """Bytes as they are."""
+
+    span: FileSpan
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CastPiece:
+    """Values of ``source`` stored as ``target``, both words of safetensors. ``name`` is for errors,
+    and has the component."""
+
+    span: FileSpan
+    name: str
+    source: str
+    target: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePiece:
+    """A matrix of ``source`` values, cast to ``target``, then quantized: its codes, its scales and
+    its biases, if it has any, one after the other."""
+
+    span: FileSpan
+    name: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    quantization: Quantization
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactorPiece:
+    """float32 factors, ``inverted`` where the source has divisors."""
+
+    span: FileSpan
+    name: str
+    source: str
+    inverted: bool
+    nbytes: int
+
+
+Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``. ``origins`` are
+    the blobs that they come from, where that is a store. Nothing is to be made of a ``kept`` one:
+    it is a layer already. With a ``compression`` the blob is that of all the bytes."""
+
+    name: str
+    media_type: str
+    prefix: bytes
+    pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    origins: tuple[Descriptor, ...] = ()
+    kept: Layer | None = None
+    compression: str = ""
+
+    @property
+    def size(self) -> int:
+        """In bytes, before it is compressed."""
+        if self.kept is not None:
+            return self.kept.descriptor.size
+        return len(self.prefix) + sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def path(self) -> Path:
+        """Where it comes from, or its first bytes do."""
+        return self.pieces[0].span.path if self.pieces else Path(self.name)
+
+    @property
+    def is_quantizing(self) -> bool:
+        return any(isinstance(piece, QuantizePiece) for piece in self.pieces)
+
+    def layer(self, digest: Digest, size: int | None = None) -> Layer:
+        """The layer, now that the digest of its blob is known; and its size, where it is that of
+        compressed bytes."""
+        if self.kept is not None:
+            return self.kept
+        media_type = (
+            f"{self.media_type}+{self.compression}" if self.compression else self.media_type
+        )
+        return Layer(
+            Descriptor(media_type, digest, self.size if size is None else size),
+            self.name,
+            self.dtype,
+            self.shape,
+        )
+
+
+def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
+    weight = decision.weight
+    name = layer_name(component, weight.name)
+    if decision.quantization is not None:
+        return [
+            QuantizePiece(
+                weight.tensor.span,
+                name,
+                weight.dtype,
+                values_of(decision),
+                weight.shape,
+                decision.quantization,
+                decision.nbytes,
+            )
+        ]
+    if decision.is_cast:
+        return [CastPiece(weight.tensor.span, name, weight.dtype, decision.dtype, decision.nbytes)]
+    return [
+        CopyPiece(part.tensor.span)
+        if part.reading is WeightReader.AS_IS
+        else FactorPiece(
+            part.tensor.span,
+            part.tensor.name,
+            part.tensor.dtype,
+            part.reading is WeightReader.DIVISOR,
+            nbytes(part.dtype, part.shape),
+        )
+        for part in weight.parts
+    ]
+
+
+def layer_name(component: str, name: str) -> str:
+    """What a layer is called; a model that is a single part has no component."""
+    return f"{component}/{name}" if component else name
+
+
+def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
+    """A file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
+    span = FileSpan(file.path, 0, file.size, file.modified)
+    return PlannedLayer(
+        file.name, file.media_type, b"", (CopyPiece(span),), compression=compression
+    )
+
+
+def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
+    """One layer a tensor; the experts of a layer share one."""
+    groups: dict[str, list[WeightDecision]] = {}
+    layers = []
+    for decision in decisions:
+        group = expert_group(decision.weight.name)
+        if group is None:
+            layers.append(tensor_layer(component, decision))
+        else:
+            groups.setdefault(group, []).append(decision)
+    return layers + [group_layer(component, prefix, group) for prefix, group in groups.items()]
+
+
+def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor) -> PlannedLayer:
+    """A tensor, or the parts of a quantized one."""
+    quantization = decision.result
+    return PlannedLayer(
+        layer_name(component, decision.weight.name),
+        mediatype.AIMAGE_SAFETENSORS,
+        encode_header(entries(decision), quantization.metadata() if quantization else None),
+        tuple(_pieces(component, decision)),
+        decision.stored,
+        decision.weight.shape,
+        origins,
+    )
+
+
+def group_layer(
+    component: str, prefix: str, members: Iterable[WeightDecision], *origins: Descriptor
+) -> PlannedLayer:
+    """Several tensors in one blob, sorted by name, under the name that they share."""
+    members = sorted(members, key=lambda decision: decision.weight.name)
+    return PlannedLayer(
+        layer_name(component, prefix),
+        mediatype.AIMAGE_SAFETENSORS,
+        encode_header(
+            [entry for decision in members for entry in entries(decision)], _metadata(members)
+        ),
+        tuple(piece for decision in members for piece in _pieces(component, decision)),
+        origins=origins,
+    )
+
+
+def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
+    """Type and group size for the blob where there is one kind, else for each tensor."""
+    found = {decision.weight.name: decision.result for decision in members if decision.result}
+    kinds = set(found.values())
+    if len(kinds) == 1:
+        return kinds.pop().metadata()
+    return {
+        f"{name}.{key}": value
+        for name, quantization in found.items()
+        for key, value in zip(
+            (QUANT_TYPE, GROUP_SIZE), quantization.metadata().values(), strict=True
+        )
+    }

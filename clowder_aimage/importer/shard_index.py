@@ -1,0 +1,149 @@
+"""The tensors of a component, from one file or from shards with an index."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.importer.model_tree import check_not_pointer
+from clowder_aimage.tensor import Header, read_header
+
+_WEIGHTS = ".safetensors"
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """``nbytes`` bytes of a file at ``offset``, both in bytes. ``modified`` is when the file was
+    last written, in nanoseconds."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
+    ``modified`` is when the file was last written, in nanoseconds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    nbytes: int
+    modified: int
+
+    @property
+    def span(self) -> FileSpan:
+        return FileSpan(self.path, self.offset, self.nbytes, self.modified)
+
+
+def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:
+    """The tensors of a component, sorted by name.
+
+    Raises:
+        ModelError: there is a shard too many; the index and the shards do not agree.
+        FormatError: a shard is missing, or a file is not what it claims to be.
+    """
+    indexes = [path for path in paths if path.name.endswith(_INDEX)]
+    files = [path for path in paths if path.name.endswith(_WEIGHTS)]
+    if len(indexes) > 1:
+        raise ModelError(f"{directory} has several indexes: {_names(indexes)}")
+    headers = {path: read_file(path) for path in files}
+    if indexes:
+        _check_index(indexes[0], headers)
+    elif len(files) != 1:
+        found = f"{len(files)} ({_names(files)})" if files else "none"
+        raise ModelError(
+            f"{directory} should have one weight file, or shards with an index; it has {found}",
+            hint="download the index of the shards, or keep one of the variants"
+            if files
+            else "download the model again, in full",
+        )
+    tensors = [tensor for path, header in headers.items() for tensor in tensors_of(path, header)]
+    if not tensors:
+        raise ModelError(f"{_names(files)} in {directory} holds no tensors")
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as one; whoever reads it finds out the rest."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def read_file(path: Path) -> Header:
+    """The header of a safetensors file. Raises FormatError."""
+    try:
+        with path.open("rb") as file:
+            check_not_pointer(path, file.peek(64)[:64])
+            return read_header(file, path.stat().st_size)
+    except FormatError as error:
+        raise FormatError(
+            f"{path} is damaged: {error}", hint="download the file again, in full"
+        ) from None
+
+
+def tensors_of(path: Path, header: Header) -> list[SourceTensor]:
+    """The tensors of the file at ``path``, in its header's order."""
+    modified = path.stat().st_mtime_ns
+    return [
+        SourceTensor(
+            name,
+            info.dtype,
+            info.shape,
+            path,
+            header.data_offset + info.start,
+            info.nbytes,
+            modified,
+        )
+        for name, info in header.tensors.items()
+    ]
+
+
+def _check_index(index: Path, headers: dict[Path, Header]) -> None:
+    """The index must name every tensor of every shard, each in the shard that has it."""
+    weight_map = _weight_map(index)
+    here = {path.name for path in headers}
+    wanted = set(weight_map.values())
+    again = "download the model again, in full"
+    if missing := sorted(wanted - here):
+        raise FormatError(
+            f"{index} names shards that are missing: {', '.join(missing)}", hint=again
+        )
+    if extra := sorted(here - wanted):
+        raise ModelError(
+            f"{index} does not know these weight files: {', '.join(extra)}",
+            hint="remove them, or download the index that belongs to them",
+        )
+    there = {name: path.name for path, header in headers.items() for name in header.tensors}
+    total = sum(len(header.tensors) for header in headers.values())
+    if total != len(there):
+        raise ModelError(f"two shards of {index} have the same tensor", hint=again)
+    for name in sorted(weight_map.keys() | there.keys()):
+        if name not in there or weight_map.get(name) != there[name]:
+            said = weight_map.get(name, "no shard")
+            raise ModelError(
+                f"{index} places tensor {name[:200]} in {said}, "
+                f"it is in {there.get(name, 'no shard')}",
+                hint=again,
+            )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        weight_map = None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{index} is not an index of shards: it has no weight_map")
+    return weight_map
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths)

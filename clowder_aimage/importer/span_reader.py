@@ -1,0 +1,77 @@
+"""Spans of source files, read once from the front, and held to what they were when planned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from clowder_aimage.content.parallel import ParallelStoppedError
+from clowder_aimage.errors import ModelError
+from clowder_aimage.importer.shard_index import FileSpan
+
+
+class SpanReader:
+    """The bytes of ``span``, cut short when the user leaves."""
+
+    def __init__(self, span: FileSpan, stopped: threading.Event) -> None:
+        self._span = span
+        self._stopped = stopped
+        self._left = span.nbytes
+        with self._errors():
+            self._file = span.path.open("rb", buffering=0)
+            self._file.seek(span.offset)
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill ``buffer``, as far as the span goes; how many bytes that was, 0 at its end.
+
+        Raises:
+            ModelError: the file cannot be read, or has changed.
+            StoppedError: the user has left.
+        """
+        count = 0
+        while self._left and count < len(buffer):
+            if self._stopped.is_set():
+                raise ParallelStoppedError
+            with self._errors():
+                read = self._file.readinto(buffer[count : count + self._left])
+            if not read:
+                raise changed(self._span.path)
+            count += read
+            self._left -= read
+        return count
+
+    def check_unchanged(self) -> None:
+        """It must be the file whose header was read: another's bytes would fit it as well."""
+        with self._errors():
+            status = os.fstat(self._file.fileno())
+        if status.st_mtime_ns != self._span.modified:
+            raise changed(self._span.path)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(f"cannot read {self._span.path}: {error.strerror}") from error
+
+    def __enter__(self) -> SpanReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def changed(path: Path) -> ModelError:
+    """That a file is not what it was."""
+    return ModelError(
+        f"{path} changed while it was read", hint="wait until it is written, then pack again"
+    )

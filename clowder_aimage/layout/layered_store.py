@@ -1,0 +1,91 @@
+"""Several stores in order: the first is written, all are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout.index import same_name
+from clowder_aimage.layout.ingest import blob_path, is_file
+from clowder_aimage.layout.layout import ImageLayout, index_name
+from clowder_aimage.layout.lease import FileLease
+from clowder_aimage.oci import Descriptor, Digest, Reference
+
+
+class LayeredStore(ImageLayout):
+    """The store in ``roots[0]``, with what the others hold.
+
+    A name that several have means what the first of them says. What another store has is not
+    fetched again, nor copied: the first store then needs that one.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        super().__init__(roots[0])
+        self._others = [ImageLayout(root) for root in roots[1:]]
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        return (self.root, *(other.root for other in self._others))
+
+    def borrowed(self) -> dict[str, Path]:
+        own = {name for name, _ in super().entries()}
+        found: dict[str, Path] = {}
+        for other in self._others:
+            for name, _ in other.tags():
+                if name not in own:
+                    found.setdefault(name, other.root)
+        return found
+
+    def entries(self) -> Iterator[tuple[str, Descriptor]]:
+        seen: set[str] = set()
+        listed = [super().entries(), *(other.entries() for other in self._others)]
+        for name, descriptor in chain.from_iterable(listed):
+            if not name or name not in seen:
+                yield name, descriptor
+            seen.add(name)
+
+    def place(self, content: Descriptor) -> str:
+        own = super().place(content)
+        places = [own, *(blob_path(other.root, content) for other in self._others)]
+        return next((path for path in places if is_file(path)), own)
+
+    def untag(self, reference: Reference, /) -> None:
+        try:
+            super().untag(reference)
+        except NotFoundError:
+            for name, root in self.borrowed().items():
+                if name == index_name(reference) or same_name(name, reference):
+                    raise only_read(reference, root, "rm") from None
+            raise
+
+    def lease(self, *digests: Digest) -> FileLease:
+        return _Leases(self.roots, digests)
+
+
+def only_read(reference: Reference, root: Path, verb: str) -> NotFoundError:
+    """That a name is not in the store that is written."""
+    return NotFoundError(
+        f"{reference} is in the store {root}, which is only read",
+        hint=f"to change that one: aimage --store {root} {verb} {reference}",
+    )
+
+
+class _Leases(FileLease):
+    """A lease in each store; those that we may not write keep nothing."""
+
+    def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
+        first, *others = roots
+        there = [first, *(root for root in others if root.is_dir())]
+        self._leases = [FileLease(root, digests) for root in there]
+
+    def add(self, *digests: Digest) -> None:
+        for lease in self._leases:
+            lease.add(*digests)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for lease in self._leases:
+                stack.callback(lease.close)

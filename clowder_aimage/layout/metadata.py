@@ -1,0 +1,138 @@
+"""Small facts beside the index, each in a file of its own.
+
+Two processes that write different keys never meet, locks or none; one key is replaced whole.
+What is not there is one thing, and what cannot be read another: where nobody knows what is wanted,
+or pinned, nothing may go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    make_directory,
+    open_plain,
+    share,
+    sync_directory,
+)
+from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.oci import read_json
+
+_MAX_SIZE = 1024 * 1024
+
+
+class MetadataFiles:
+    """The files in ``.aimage/<kind>``: JSON objects with the key in ``key``."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        self._root = root
+        self._kind = kind
+        self._directory = os.path.join(root, PRIVATE, kind)
+
+    def names(self) -> set[str]:
+        """The names of the files; ``file_name`` gives that of a key. None where there is no store,
+        or nothing was ever written. Raises StoreError: they cannot be read."""
+        directory = check_own(self._root, self._kind)
+        with store_errors(self._root):
+            try:
+                return {name for name in os.listdir(directory) if "." not in name}
+            except FileNotFoundError:
+                return set()
+
+    def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """All keys and what is known of them, in no order. Raises StoreError as ``names``."""
+        for name in self.names():
+            value = self.read(name)
+            if value is not None:
+                yield value["key"], value
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """What is known of ``key``. Raises StoreError as ``read``."""
+        check_own(self._root, self._kind)
+        value = self.read(file_name(key))
+        return value if value is not None and value["key"] == key else None
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What a file says; None where it is gone, or damaged. Raises StoreError: it cannot be
+        read, and may say anything."""
+        path = os.path.join(self._directory, name)
+        with store_errors(self._root):
+            try:
+                with open(open_plain(path), "rb", buffering=0) as file:
+                    raw = file.read(_MAX_SIZE) or b""
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                error.filename = error.filename or path
+                raise
+        try:
+            value = read_json(raw, name)
+        except FormatError:
+            return None
+        return value if isinstance(value, dict) and isinstance(value.get("key"), str) else None
+
+    def put(self, key: str, value: dict[str, Any], *, durable: bool) -> None:
+        """Write down what is known of ``key``. Raises StoreError or NoSpaceError."""
+        data = json.dumps({"key": key} | value).encode()
+        with store_errors(self._root):
+            make_directory(self._root, PRIVATE, self._kind)
+            write_file(os.path.join(self._directory, file_name(key)), data, durable=durable)
+
+    def restore(self, key: str, value: dict[str, Any] | None) -> None:
+        """Put back what ``get`` gave. Raises StoreError or NoSpaceError."""
+        if value is None:
+            self.remove(key)
+        elif self.get(key) != value:
+            self.put(key, value, durable=True)
+
+    def remove(self, key: str) -> None:
+        """Forget ``key``, durably. Raises StoreError."""
+        check_own(self._root, self._kind)
+        with store_errors(self._root):
+            try:
+                os.unlink(os.path.join(self._directory, file_name(key)))
+            except FileNotFoundError:
+                return
+            sync_directory(self._directory)
+
+
+@functools.lru_cache(maxsize=4096)
+def file_name(key: str) -> str:
+    """The name of the file of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def write_file(path: str, data: bytes, *, durable: bool = True, room: str = "") -> None:
+    """Replace a file so that every reader sees the old or the new one, whole; it is written in
+    the directory ``room``, or else beside the old one. Raises OSError."""
+    directory, name = os.path.split(path)
+    temporary = os.path.join(room or directory, f"{name}.{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            share(fd, directory, 0o664)
+            written = 0
+            while written < len(data):
+                written += os.write(fd, data[written:])
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(directory)

@@ -1,0 +1,103 @@
+"""From a name in a layout to the AImage behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from clowder_aimage.content.buffer import CHUNK_SIZE
+from clowder_aimage.content.decompress import compression_of, open_plain
+from clowder_aimage.content.store import Body, ContentStore, Lease
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect import AImage, Dialect, detect
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+
+MAX_CONFIG_SIZE = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAImage:
+    """An AImage in a store: its manifest as it lies there, and what that means."""
+
+    descriptor: Descriptor
+    manifest: Manifest
+    dialect: Dialect
+    aimage: AImage
+
+
+def read_manifest(store: ContentStore, descriptor: Descriptor) -> Manifest:
+    """The manifest, verified. Raises NotFoundError, ContentError."""
+    return Manifest.parse(read_all(store.open(descriptor), descriptor), descriptor.media_type)
+
+
+def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
+    """What a name means, leased while it means that. A lease that is taken a moment after the name
+    has moved on may come after a collection, and keep what is gone. Raises NotFoundError."""
+    found = store.resolve(reference)
+    while True:
+        lease.add(found.digest)
+        meant = store.resolve(reference)
+        if meant.digest == found.digest:
+            return found
+        found = meant
+
+
+def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
+    """The AImage that ``reference`` names in ``store``.
+
+    Raises:
+        NotFoundError: there is none, or its config is missing.
+        ContentError: it is not an AImage, or not intact.
+    """
+    descriptor = store.resolve(reference)
+    manifest = read_manifest(store, descriptor)
+    dialect = detect(manifest)
+    config = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
+    return StoredAImage(descriptor, manifest, dialect, dialect.read(manifest, config))
+
+
+def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:
+    """The blobs that another tool compressed on the way, and what each of them stands for, where
+    that is not here; nothing of what an AImage that is here in part lacks.
+
+    Raises:
+        FormatError: a compression that we do not read.
+    """
+    packed: dict[Descriptor, Descriptor] = {}  # by what they stand for: two layers may be one blob
+    for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
+        plain = wanted.descriptor
+        if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
+            continue
+        if not compression_of(layer.media_type):
+            raise FormatError(
+                f"layer {layer.digest} ({layer.media_type[:100]}) is compressed in a way we do not "
+                "read",
+                hint="copy the AImage again without compression, or with gzip or zstd",
+            )
+        packed[plain] = layer
+    return [(came, plain) for plain, came in packed.items()]
+
+
+def inflate(store: ContentStore, stored: StoredAImage) -> None:
+    """Bring back the blobs that another tool compressed on the way.
+
+    The result is verified against the diff_id, and can be no larger than the AImage says.
+
+    Raises:
+        FormatError: a compression that we do not read, or not what it claims to be.
+        UsageError: it is zstd, and the package for that is not installed.
+        VerificationError: it does not unpack to what it stands for, or is damaged.
+    """
+    for layer, plain in packed_layers(store, stored):
+        store.push(plain, _plain_body(store, layer, plain))
+
+
+def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
+    def body(offset: int = 0, /) -> BinaryIO:
+        reader = open_plain(store, layer, plain)
+        while offset and (passed := len(reader.read(min(offset, CHUNK_SIZE)))):
+            offset -= passed
+        return reader
+
+    return body

@@ -1,0 +1,118 @@
+"""Reading a model's JSON configuration: typed, bounded, and with errors that name the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from clowder_aimage.errors import ModelError
+
+MAX_LAYERS = 1024
+MAX_SIZE = 1 << 24
+
+
+def parse_object(name: str, data: bytes) -> dict[str, Any]:
+    """Parse the JSON object of the file ``name``.
+
+    Raises:
+        ModelError: when it is not UTF-8, not JSON or not an object.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} must hold a JSON object")
+    return value
+
+
+class ConfigFields:
+    """The fields of one JSON object; every getter raises ModelError with file and field name.
+
+    A getter without a default makes the field required. An explicit ``null`` counts as absent.
+    """
+
+    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+        self.name = name
+        self.values = values
+        self._read: set[str] = set()
+
+    def refuse(self, key: str, why: str) -> ModelError:
+        """The error for a value that cannot be used."""
+        return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {why}")
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """The value as it is, or the default when it is absent or null."""
+        self._read.add(key)
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw(key, default)
+        if value is None:
+            raise ModelError(f"{self.name}: the field {key} is missing")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
+        """A whole number from 1 to ``maximum``."""
+        value = self._value(key, default)
+        if type(value) is not int or not 1 <= value <= maximum:
+            raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.refuse(key, "must be a number")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.refuse(key, "must be above 0")
+        return value
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(key, "must be true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.refuse(key, "must be a string")
+        return value
+
+    def integers(self, key: str, default: Iterable[int] | None = None) -> tuple[int, ...]:
+        """A list of whole numbers above zero."""
+        value = self._value(key, None if default is None else list(default))
+        if not isinstance(value, list) or not all(
+            type(item) is int and 1 <= item <= MAX_SIZE for item in value
+        ):
+            raise self.refuse(key, "must be a list of whole numbers above 0")
+        return tuple(value)
+
+    def only(self, key: str, allowed: Any) -> None:
+        """Refuse any value but ``allowed``; absent is fine."""
+        if self.raw(key, allowed) != allowed:
+            raise self.refuse(key, f"not supported, only {allowed!r} is")
+
+    def finish(self, *ignored: str) -> None:
+        """Refuse fields that were neither read nor named here, unless null or ``_private``."""
+        unknown = sorted(
+            key
+            for key, value in self.values.items()
+            if key not in self._read | set(ignored) and value is not None and key[:1] != "_"
+        )
+        if unknown:
+            raise ModelError(
+                f"{self.name}: unknown fields {', '.join(unknown[:8])}",
+                hint="they may change what the model computes, so they are not ignored",
+            )

@@ -1,0 +1,39 @@
+"""From an AImage to a pipeline, by what its ``model_index.json`` says it is."""
+
+from __future__ import annotations
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError
+from clowder_aimage.model.backend import compute_dtype
+from clowder_aimage.model.component_file import read_object
+from clowder_aimage.model.pipeline import Pipeline
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+
+
+def load_pipeline(
+    store: ContentStore,
+    aimage: AImage,
+    *,
+    dtype: str | None = None,
+    keep_quantized: bool | None = None,
+) -> Pipeline:
+    """Load the model on the calling thread, which must be the one that uses it.
+
+    dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
+    keep_quantized: whether quantized weights stay so; None for yes on a GPU and no on a CPU.
+
+    Raises:
+        UsageError: for another dtype; float16 overflows in these models.
+        ModelError: for a kind of model that is not supported, or one that does not fit together.
+        FormatError: for blobs that are not what they claim to be.
+        AccessError: when a blob is not in the store.
+    """
+    chosen = compute_dtype(dtype)
+    name = read_object(store, aimage, "model_index.json").get("_class_name")
+    if name != "ZImagePipeline":
+        raise ModelError(
+            f"model_index.json asks for {name!r:.80}, which is not supported",
+            hint="ZImagePipeline is",
+        )
+    return ZImagePipeline.load(store, aimage, chosen, keep_quantized=keep_quantized)

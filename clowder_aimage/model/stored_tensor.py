@@ -1,0 +1,125 @@
+"""Where each tensor of an AImage lies: blobs' headers, held next to their layers. No MLX in here.
+
+Only headers are read; each file is closed again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, cast
+
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.dialect.aimage import Layer
+from clowder_aimage.errors import FormatError, StoreError
+from clowder_aimage.oci import Descriptor
+from clowder_aimage.tensor import BlobTensor, Header, Quantization, parse_header, read_header
+
+_FIRST = 4096  # bytes: the header of nearly every blob, in one read
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """One array: ``key`` in the header of the file ``path``, ``nbytes`` bytes from ``start`` on."""
+
+    path: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor by its ``name`` without the component. ``dtype`` is safetensors' word or the name
+    of the quantization, ``shape`` that of the tensor itself. ``values`` are its values or codes,
+    ``parts`` what belongs to codes: SCALE, BIAS, GLOBAL_SCALE."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: TensorSpan
+    quantization: Quantization | None = None
+    parts: Mapping[str, TensorSpan] = field(default_factory=dict)
+
+    @property
+    def spans(self) -> tuple[TensorSpan, ...]:
+        return (self.values, *self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """As stored."""
+        return sum(span.nbytes for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBlob:
+    """A layer's file and the header in it."""
+
+    layer: Layer
+    path: str
+    header: Header
+
+    @classmethod
+    def read(cls, store: ContentStore, layer: Layer) -> WeightBlob:
+        """Read and check the header.
+
+        Raises:
+            FormatError: the blob is not the safetensors file that its descriptor promises.
+            AccessError: it is not in the store, or cannot be read.
+        """
+        path = os.fspath(store.path(layer.descriptor))
+        try:
+            return cls(layer, path, _header(path, layer.descriptor))
+        except FormatError as error:
+            raise blame(layer, error) from None
+        except OSError as error:
+            raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
+
+    def span(self, key: str) -> TensorSpan:
+        """Where the array called ``key`` is."""
+        info = self.header.tensors[key]
+        start = self.header.data_offset + info.start
+        return TensorSpan(self.path, key, info.dtype, info.shape, start, info.nbytes)
+
+    def tensor(self, name: str, found: BlobTensor) -> StoredTensor:
+        """``found`` in this blob, under the name it has outside."""
+        parts = {part: self.span(key) for part, key in found.parts.items()}
+        value = self.span(found.key)
+        return StoredTensor(name, found.dtype, found.shape, value, found.quantization, parts)
+
+
+def blame(layer: Layer, error: FormatError) -> FormatError:
+    """The error, with the layer that it is about, named once."""
+    text = str(error)
+    for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
+        text = text.removeprefix(f"{name}: ")
+    return FormatError(f"{layer.name}: {text}", hint=error.hint)
+
+
+def _header(path: str, content: Descriptor) -> Header:
+    """The strict header of the file, with one read where it is short, as most are."""
+    handle = os.open(path, _FLAGS)
+    try:
+        size = os.fstat(handle).st_size
+        if size != content.size:
+            raise FormatError(f"the file has {size} bytes, its layer promises {content.size}")
+        first = os.read(handle, _FIRST)
+        end = 8 + int.from_bytes(first[:8], "little")
+        if end <= min(len(first), size):  # what read_header asks, without a file around it
+            return parse_header(first[8:end], size - end)
+        os.lseek(handle, 0, os.SEEK_SET)
+        with io.FileIO(handle, closefd=False) as file:
+            return read_header(cast(BinaryIO, file), size)
+    finally:
+        os.close(handle)
+
+
+def some(names: list[str], limit: int = 8) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(name[:120] for name in names[:limit]) + more

@@ -1,0 +1,198 @@
+"""A model that a node is to keep, as files and the API tell it (schemas/desired.schema.json)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from clowder_aimage import schema
+from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.engine.engine import ALWAYS, FOR_EVER, IF_MISSING, NEVER
+from clowder_aimage.engine.settings import duration
+from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci.position import Path
+from clowder_aimage.oci.reference import DEFAULT_TAG
+
+REFRESH = 300.0  # seconds
+API = "api"  # the origin of what no file says
+HINT = "what an entry may say is in schemas/desired.schema.json"
+POLICIES = {"Never": NEVER, "IfNotPresent": IF_MISSING, "Always": ALWAYS}
+_WORDS = POLICIES | {word: word for word in POLICIES.values()}
+_SHORTEST = 1.0  # seconds: more often nobody asks a registry about a tag
+_LONGEST = 100 * 365 * 86400.0
+_LISTED = 20  # violations, of which the first in the text is told
+
+Found = tuple["ModelSpec", Callable[[], str]]
+"""A want, and where it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model that is to be on this node. Two are equal where they ask the same, wherever they
+    come from.
+
+    ``reference`` has the ``digest`` in it where there is one. ``policy`` is one of the engine's,
+    and Kubernetes' default where none is given. ``priority``: the larger one first.
+    ``components`` are sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never.
+    ``origin`` is the name of a file, or API.
+
+    Raises:
+        FormatError: the reference has no registry, or another digest than ``digest``.
+    """
+
+    reference: Reference
+    digest: Digest | None = None
+    policy: str = ""
+    priority: int = 0
+    pin: bool = False
+    components: tuple[str, ...] = ()
+    refresh: float = REFRESH
+    origin: str = field(default=API, compare=False)
+
+    def __post_init__(self) -> None:
+        reference, digest = self.reference, self.digest or self.reference.digest
+        if reference.registry is None:
+            raise FormatError(f"{reference} names no registry to fetch it from")
+        if reference.digest not in (None, digest):
+            raise FormatError(f"{reference} has another digest in it than {digest}")
+        object.__setattr__(self, "digest", digest)
+        object.__setattr__(self, "reference", replace(reference, digest=digest))
+        object.__setattr__(self, "policy", self.policy or default_policy(self.reference))
+        object.__setattr__(self, "components", tuple(sorted(set(self.components))))
+
+    @property
+    def name(self) -> str:
+        """What it is asked for by: with the tag and the digest, where there are both."""
+        return str(self.reference)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of a file that says the same."""
+        words = {word: name for name, word in POLICIES.items()}
+        return {
+            "ref": self.name,
+            **({"digest": str(self.digest)} if self.digest else {}),
+            "pullPolicy": words[self.policy],
+            "priority": self.priority,
+            "pin": self.pin,
+            "components": list(self.components),
+            "refresh": 0 if self.refresh == FOR_EVER else self.refresh,
+        }
+
+
+def default_policy(reference: Reference) -> str:
+    """What holds where nothing is said (Kubernetes, "Images", "Default image pull policy")."""
+    is_moving = reference.digest is None and reference.tag in (None, DEFAULT_TAG)
+    return ALWAYS if is_moving else IF_MISSING
+
+
+def wants_of(document: object, origin: str = API) -> tuple[ModelSpec, ...]:
+    """The wants in a document (schemas/desired.schema.json), each once; None is an empty one.
+
+    Raises:
+        FormatError: it is no such list, or wants a model differently at two places.
+    """
+    return once(entries(document, origin, origin, lambda path: 0))
+
+
+def entries(
+    document: object, origin: str, file: str, line: Callable[[Path], int]
+) -> Iterator[Found]:
+    """The wants in a document. ``line`` says where a value stands, 0 for nowhere; ``file`` is what
+    people know the document by. Raises FormatError."""
+    items = [] if document is None else document
+    found = [
+        (line(one.path) or line(one.path[:1]), one.path, one.message)
+        for one in islice(schema.violations("desired", items), _LISTED)
+    ]
+    if found or not isinstance(items, list):
+        at, path, message = min(found, key=lambda one: one[0])
+        raise FormatError(f"{position(file, at)}: {_subject(path)}{message}", hint=HINT)
+    for number, entry in enumerate(items):
+        try:
+            want = _want(entry, origin)
+        except AImageError as error:
+            raise FormatError(
+                f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
+                hint=error.hint or HINT,
+            ) from None
+        yield want, partial(_place, origin, line, number)
+
+
+def once(found: Iterable[Found]) -> tuple[ModelSpec, ...]:
+    """Each want once. What has one name in a store (``index_name``) cannot be two things.
+
+    Raises:
+        FormatError: two are about the same model and differ; it names both places.
+    """
+    wants: dict[str, Found] = {}
+    for want, place in found:
+        name = index_name(want.reference)
+        other, elsewhere = wants.setdefault(name, (want, place))
+        if other != want:
+            raise FormatError(
+                f"{name} is wanted in {elsewhere()} and, differently, in {place()}: "
+                + _difference(other, want),
+                hint="let one of them go, or say the same in both",
+            )
+    return tuple(want for want, _ in wants.values())
+
+
+def position(file: str, line: int) -> str:
+    """A line of a file, where it is known."""
+    return f"{file}, line {line}" if line else file
+
+
+def _place(origin: str, line: Callable[[Path], int], number: int) -> str:
+    return position(origin, line((number,)))
+
+
+def _subject(path: Path) -> str:
+    """Which entry, and what of it."""
+    if not path:
+        return ""
+    inner = "/".join(str(part + 1 if isinstance(part, int) else part) for part in path[1:])[:100]
+    shown = f", {inner if inner.isprintable() else ascii(inner)}" if inner else ""
+    return f"entry {int(path[0]) + 1}{shown}: "
+
+
+def _want(entry: dict[str, Any], origin: str) -> ModelSpec:
+    """An entry that the schema takes. Raises FormatError or UsageError."""
+    text, digest = entry["ref"], entry.get("digest")
+    if digest is not None and "@" not in text:
+        text = f"{text}@{digest}"  # so that without a tag none is made up
+    return ModelSpec(
+        reference=Reference.parse(text),
+        digest=None if digest is None else Digest.parse(digest),
+        policy=_WORDS.get(entry.get("pullPolicy", ""), ""),
+        priority=entry.get("priority", 0),
+        pin=entry.get("pin", False),
+        components=tuple(map(check_name, entry.get("components", ()))),
+        refresh=_refresh(entry.get("refresh", REFRESH)),
+        origin=origin,
+    )
+
+
+def _refresh(value: object) -> float:
+    """Seconds. Raises FormatError."""
+    try:
+        seconds = duration(value)
+    except (ValueError, OverflowError) as error:
+        raise FormatError(f"refresh: {error}") from None
+    if seconds == 0 or seconds > _LONGEST:
+        return FOR_EVER
+    if seconds < _SHORTEST:
+        raise FormatError(f"refresh: {value!r} is less than a second; 0 is never")
+    return seconds
+
+
+def _difference(one: ModelSpec, other: ModelSpec) -> str:
+    """The first fact in which they differ."""
+    first, second = ({"digest": None} | each.to_json() | {"ref": ""} for each in (one, other))
+    key = next(key for key in first if first[key] != second[key])
+    return f"{key} is {json.dumps(first[key])} there, and {json.dumps(second[key])} here"

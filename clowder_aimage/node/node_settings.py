@@ -1,0 +1,67 @@
+"""How a node is set up: options, AIMAGE_NODE_..., "node" in the configuration, in this order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from clowder_aimage.engine.settings import Listening, Words, duration
+from clowder_aimage.node.disk_usage import AGE, Watermarks
+from clowder_aimage.node.node import NodeOptions
+
+DEFAULT_ADDRESS = "127.0.0.1:8050"
+PREFIX = "AIMAGE_NODE_"
+OFTEN = 1.0  # seconds: more often nothing is collected
+
+
+def _upper(value: float) -> float:
+    if not 0 < value <= 100:
+        raise ValueError("more than 0 per cent of the disk, and at most 100")
+    return value
+
+
+def _lower(value: float) -> float:
+    if not 0 <= value <= 100:
+        raise ValueError("between 0 and 100 per cent of the disk")
+    return value
+
+
+def _period(value: float) -> float:
+    if value < OFTEN:
+        raise ValueError("at least 1 second")
+    return value
+
+
+class NodeSettings(Listening):
+    """What a node can be told. ``high`` and ``low`` are per cent of the disk, ``min_age`` and
+    ``collect`` are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
+    SECTION = "node"
+    ADDRESS = DEFAULT_ADDRESS
+
+    desired: Path | None = None
+    prune: bool = False
+    high: Annotated[float, AfterValidator(_upper)] = 85.0
+    low: Annotated[float, AfterValidator(_lower)] = 80.0
+    min_age: Annotated[float, BeforeValidator(duration)] = AGE
+    collect: Annotated[float, BeforeValidator(duration), AfterValidator(_period)] = 600.0
+    neighbours: Words = ()
+
+    @model_validator(mode="after")
+    def _check_marks(self) -> NodeSettings:
+        if self.low > self.high:
+            raise ValueError("low must not be above high")
+        if self.desired is not None and os.path.isfile(self.desired):  # noqa: PTH113 - never raises
+            raise ValueError(f"desired must be a directory, and {self.desired} is a file")
+        return self
+
+    @property
+    def options(self) -> NodeOptions:
+        """For the node itself."""
+        marks = Watermarks(self.high / 100, self.low / 100, self.min_age)
+        return NodeOptions(self.desired, self.prune, marks, self.collect)

@@ -1,0 +1,220 @@
+"""How to reach a registry: what the command line says, and the HTTP session that makes of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import requests.adapters
+import urllib3
+import urllib3.exceptions
+import urllib3.util.ssl_
+
+from clowder_aimage.errors import StoreError
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry.host_settings import HostSettings, certificates
+from clowder_aimage.registry.transport import POOLS
+
+_BLOCK_SIZE = 1024 * 1024
+DEFAULT_JOBS = 8
+MOST_JOBS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Options of a connection, and the places that outside state comes from.
+
+    ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file of the
+    same form that is asked before it, ``container_auth`` are ones asked after it.
+    ``auths`` is what the caller gave, as such a file's object of that name: it is asked before all.
+    ``trusted_realms`` are hosts that may be given a registry's credentials although they are not
+    that registry. ``ca_bundle`` is what the environment trusts instead of the usual authorities,
+    ``cert_dirs`` are directories of ``certs.d``. ``registries`` says more about single hosts.
+    ``told_jobs`` is how many layers to move at once, 0 where each registry's own number counts.
+    """
+
+    plain_http: bool = False
+    insecure: bool = False
+    ca_file: Path | None = None
+    docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
+    trusted_realms: frozenset[str] = frozenset()
+    told_jobs: int = 0
+    user_agent: str = "aimage"
+    auth_file: Path | None = None
+    auths: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    container_auth: tuple[Path, ...] = ()
+    ca_bundle: Path | None = None
+    cert_dirs: tuple[Path, ...] = ()
+    registries: Mapping[str, HostSettings] = field(default_factory=dict, hash=False)
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], object] | None = None
+
+    @property
+    def auth_files(self) -> tuple[Path, ...]:
+        """Where credentials may be, the first to be asked first.
+
+        Another user's files, which a changed user may still be pointed at, are left out.
+        """
+        docker = self.docker_config / "config.json"
+        first = () if self.auth_file is None else (self.auth_file,)
+        readable = (path for path in self.container_auth if os.access(path, os.R_OK))
+        return (*first, docker, *readable)
+
+    def to(self, host: str) -> ClientOptions:
+        """The same for one host: what the command line says wins over the config file."""
+        known = self.registries.get(host)
+        if known is None or self.plain_http or self.insecure or self.ca_file is not None:
+            return self
+        return replace(
+            self, plain_http=known.plain_http, insecure=known.insecure, ca_file=known.ca_file
+        )
+
+    def jobs(self, *hosts: str | None) -> int:
+        """How many layers may move at once to or from all of ``hosts``."""
+        if self.told_jobs:
+            return self.told_jobs
+        known = (self.registries.get(host or "") for host in hosts)
+        return min((one.jobs for one in known if one and one.jobs), default=DEFAULT_JOBS)
+
+    def limit(self, host: str | None) -> int:
+        """How many bytes a second a pull from ``host`` may take; 0 for any number."""
+        known = self.registries.get(host or "")
+        return known.limit if known else 0
+
+    def to_mirror(self, host: str) -> ClientOptions:
+        """The same for a mirror: the command line speaks of the registry, not of its mirrors."""
+        return replace(self, plain_http=False, insecure=False, ca_file=None).to(host)
+
+    @property
+    def login_file(self) -> Path:
+        """The file that ``login`` writes."""
+        return self.auth_files[0]
+
+
+class _Requests(requests.Session):
+    """requests, without its habits that surprise: netrc and redirects hand credentials around,
+    ``REQUESTS_CA_BUNDLE`` beats what the command line says, and loopback goes through a proxy.
+    """
+
+    ca_bundle: str | None = None
+
+    def merge_environment_settings(
+        self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
+    ) -> Any:
+        """The environment's proxies and CA file, below what this session was told."""
+        if _is_loopback(str(url)):
+            return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
+        settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
+        if self.verify is not True:
+            return settings | {"verify": self.verify}
+        if settings["verify"] is True and self.ca_bundle is not None:
+            return settings | {"verify": self.ca_bundle}
+        return settings
+
+
+def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """An ``auth`` that adds nothing: its presence keeps netrc out."""
+    return request
+
+
+class _Adapter(requests.adapters.HTTPAdapter):
+    """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
+
+    def __init__(self, size: int, context: ssl.SSLContext | None = None) -> None:
+        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE}
+        if context is not None:
+            self._more["ssl_context"] = context
+        super().__init__(pool_connections=4, pool_maxsize=size)
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **(self._more | kwargs))
+        self.poolmanager.pool_classes_by_scheme = POOLS
+
+    def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
+        found = super().proxy_manager_for(proxy, **self._more, **kwargs)
+        if isinstance(found, urllib3.ProxyManager):  # SOCKS has connections of its own
+            found.pool_classes_by_scheme = POOLS
+        return found
+
+    def close(self) -> None:
+        """Close the connections now; urllib3 leaves that to the garbage collector."""
+        for manager in (self.poolmanager, *self.proxy_manager.values()):
+            for key in manager.pools.keys():  # noqa: SIM118 - it is no mapping
+                manager.pools[key].close()
+        super().close()
+
+
+def _is_loopback(url: str) -> bool:
+    return Reference(urlsplit(url).netloc, "x").is_loopback
+
+
+def open_session(connection: ClientOptions, host: str) -> requests.Session:
+    """The HTTP session that ``connection`` describes, for a registry at ``host``.
+
+    What ``certs.d`` has for the host is shown to that origin alone: no redirect and no upload
+    elsewhere gets to see a client certificate.
+
+    Raises:
+        StoreError: a certificate or key there cannot be read.
+    """
+    session = _Requests()
+    session.auth = _unchanged
+    session.headers["User-Agent"] = connection.user_agent
+    session.verify = not connection.insecure
+    if connection.insecure:  # said by whoever chose it; urllib3 would say it with our paths
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    elif connection.ca_file is not None:
+        session.verify = str(connection.ca_file)
+    elif connection.ca_bundle is not None:
+        session.ca_bundle = str(connection.ca_bundle)
+    for prefix in ("https://", "http://"):
+        session.mount(prefix, _Adapter(MOST_JOBS))
+    context = _context(connection, host)
+    if context is not None:
+        session.mount(f"https://{host}/", _Adapter(MOST_JOBS, context))
+    for name in ("urllib3.connectionpool", "urllib3.util.retry"):
+        logging.getLogger(name).addFilter(_hide_queries)
+    return session
+
+
+def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
+    """TLS with the certificates for this host, where there are any."""
+    found = certificates(connection.cert_dirs, host)
+    if not found.authorities and not found.pairs:
+        return None
+    context = urllib3.util.ssl_.create_urllib3_context()
+    if connection.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    path = Path()
+    try:
+        is_told = connection.insecure or connection.ca_file is not None
+        for path in () if is_told else found.authorities:
+            context.load_verify_locations(path)
+        for path, key in found.pairs:
+            context.load_cert_chain(path, key, password="")  # it never asks for one
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"cannot use the certificate {path}: {error}",
+            hint="a client certificate x.cert needs its key in x.key, without a password",
+        ) from None
+    return context
+
+
+def _hide_queries(record: logging.LogRecord) -> bool:
+    """Keep queries out of urllib3's log: those of content networks and uploads hold secrets."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            re.sub(r"\?[^\s\"]*", "?...", part) if isinstance(part, str) else part
+            for part in record.args
+        )
+    return True

@@ -1,0 +1,97 @@
+"""Lists in pages (distribution-spec, "Listing Tags", end-8a and end-8b).
+
+A registry sends as much at once as it likes and says in a ``Link`` header (RFC 8288) where the
+rest is. We follow it only within the registry's own origin, and not for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urljoin, urlsplit
+
+import requests
+
+from clowder_aimage.errors import FormatError, RegistryError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, read_json
+from clowder_aimage.registry.response_error import failure, read_capped
+from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.transport import origin
+
+MAX_PAGES = 1000
+MAX_LIST_SIZE = 64 * 1024 * 1024
+
+
+def tags(session: Session, name: str) -> list[str]:
+    """The tags of the repository ``name``, in the registry's order.
+
+    Raises:
+        NotFoundError: the registry has no such repository.
+        RegistryError, NetworkError, UnauthorizedError: it cannot be told.
+        FormatError: the answer is no list of tags.
+    """
+    found: dict[str, None] = {}
+    for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
+        found |= dict.fromkeys(_tags(raw, name))
+    return list(found)
+
+
+def _tags(raw: bytes, name: str) -> list[str]:
+    """The tags in one page; ``null`` is how some registries write an empty list."""
+    try:
+        listed = read_json(raw, "the answer")["tags"] or []
+    except (FormatError, KeyError, TypeError):
+        raise FormatError(f"the answer about the tags of {name} is no list of tags") from None
+    if not isinstance(listed, list) or not all(
+        isinstance(tag, str) and tag.isprintable() for tag in listed
+    ):
+        raise FormatError(f"among the tags of {name} is something that is no tag")
+    return listed
+
+
+def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
+    """The pages of a list below ``/v2/<repository>/``: each its body and its media type.
+
+    Raises:
+        RegistryError: the pages lead elsewhere, in a circle, or to no end.
+    """
+    url: str | None = session.url(path)
+    seen: set[str] = set()
+    size = 0
+    while url is not None:
+        if url in seen:
+            raise RegistryError(f"the pages about {what} go in a circle")
+        seen.add(url)
+        raw, media_type, link, base = _page(session, url, what, accept)
+        size += len(raw)
+        yield raw, media_type
+        url = _following(session, link, base, what) if link else None
+        if url is not None and (len(seen) == MAX_PAGES or size > MAX_LIST_SIZE):
+            raise RegistryError(f"the list about {what} does not end")
+
+
+def _page(session: Session, url: str, what: str, accept: str) -> tuple[bytes, str, str, str]:
+    """A page, its media type, the link to the next, and the URL that this is relative to."""
+
+    def get() -> tuple[bytes, requests.Response]:
+        response = session.request("GET", url, headers={"Accept": accept})
+        if response.status_code != 200:
+            raise failure(response, what)
+        return read_capped(response, MAX_MANIFEST_SIZE), response
+
+    raw, response = retrying(get)
+    link = response.links.get("next", {}).get("url", "")
+    return raw, response.headers.get("Content-Type", ""), link, response.url
+
+
+def _following(session: Session, link: str, base: str, what: str) -> str:
+    """The URL of the next page, where it is the same registry's."""
+    try:
+        url = urljoin(base, link)
+        if urlsplit(url).hostname == urlsplit(session.base).hostname:
+            url = session.join(link, base)
+            if origin(url) == origin(session.base):
+                return url
+    except ValueError:
+        pass  # no URL at all
+    raise RegistryError(f"the next page about {what} is said to be elsewhere: {link[:200]}")

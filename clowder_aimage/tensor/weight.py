@@ -1,0 +1,73 @@
+"""Weights: the logical tensors of a model, however many tensors of a file each is spread over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from clowder_aimage.importer.shard_index import SourceTensor
+from clowder_aimage.tensor import Quantization
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
+
+
+class WeightReader(Enum):
+    """How the bytes of a part become those of the blob."""
+
+    AS_IS = "as they are"
+    FACTOR = "as a float32 factor"
+    DIVISOR = "as the float32 reciprocal of the divisor that they are"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Some of a weight: what stands behind its name in the blob ("", ".scale", ...), the dtype and
+    shape that it has there, and where it comes from."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: SourceTensor
+    reading: WeightReader = WeightReader.AS_IS
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor as a network knows it. ``dtype`` is a word of safetensors or the name of a
+    quantization, ``shape`` that of the tensor itself."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+    quantization: Quantization | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def tensor(self) -> SourceTensor:
+        """Where it comes from, or where its codes do."""
+        return self.parts[0].tensor
+
+    @property
+    def nbytes(self) -> int:
+        """In the source."""
+        return sum(part.tensor.nbytes for part in self.parts)
+
+
+def plain(tensor: SourceTensor) -> Weight:
+    """A tensor that is a weight by itself."""
+    return Weight(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        (TensorPart("", tensor.dtype, tensor.shape, tensor),),
+    )
+
+
+def by_name(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    return tuple(sorted(weights, key=lambda weight: weight.name))

@@ -1,0 +1,151 @@
+"""A real server in a child process, and what the tests say to it over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+REPOSITORY_ROOT = Path(__file__).parents[2]
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from clowder_aimage.layout import ImageLayout, Stores
+from clowder_aimage.distribution import body, idle, serve
+flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
+if "impatient" in flags:
+    body.STALL = serve.GRACE = 0.2
+    idle.PATIENCE = idle.EVERY = 0.1
+upstream = None
+if "upstream" in flags:
+    from clowder_aimage.registry import Connection
+    from clowder_aimage.distribution import upstream as upstream_module
+    upstream_module.REST = 0.0
+    from clowder_aimage.registry.host_settings import HostSettings
+    mirrors = tuple(filter(None, [flags.get("mirror")]))
+    connection = Connection(
+        docker_config=Path(flags.get("docker", "/nonexistent")),
+        registries={flags["upstream"]: HostSettings(mirrors=mirrors)},
+    )
+    upstream = upstream_module.Upstream.parse(flags["upstream"], connection)
+roots = [Path(sys.argv[1]), *map(Path, filter(None, [flags.get("other")]))]
+serve.serve(
+    Stores(roots) if len(roots) > 1 else ImageLayout(*roots),
+    sys.argv[2],
+    readonly="readonly" in flags,
+    allow_remote="remote" in flags,
+    token=flags.get("token"),
+    upstream=upstream,
+    on_ready=lambda url: print(url, flush=True),
+)
+"""
+
+
+def digest_of(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def descriptor_of(data: bytes, media_type: str = "application/x-test") -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": digest_of(data), "size": len(data)}
+
+
+def manifest_of(*layers: bytes, **fields: Any) -> bytes:
+    document = {
+        "schemaVersion": 2,
+        "mediaType": OCI_MANIFEST,
+        "config": descriptor_of(b"{}", "application/vnd.oci.empty.v1+json"),
+        "layers": [descriptor_of(layer) for layer in layers],
+    }
+    return json.dumps(document | fields).encode()
+
+
+@dataclass
+class Server:
+    """A server of the layout ``root``, and one client of it."""
+
+    root: Path
+    process: subprocess.Popen[str]
+    url: str
+    http: requests.Session
+
+    def ask(self, method: str, path: str, **options: Any) -> requests.Response:
+        return self.http.request(method, self.url + path, timeout=20, **options)
+
+    def push_blob(self, data: bytes, name: str = "a/b") -> requests.Response:
+        path = f"/v2/{name}/blobs/uploads/?digest={digest_of(data)}"
+        answer = self.ask("POST", path, data=data)
+        assert answer.status_code == 201, answer.text
+        return answer
+
+    def put_manifest(
+        self, raw: bytes, reference: str, name: str = "a/b", media_type: str = OCI_MANIFEST
+    ) -> requests.Response:
+        headers = {"Content-Type": media_type}
+        return self.ask("PUT", f"/v2/{name}/manifests/{reference}", data=raw, headers=headers)
+
+    def push(self, tag: str, *layers: bytes, name: str = "a/b") -> bytes:
+        """Push a whole artifact; its manifest."""
+        for data in (*layers, b"{}"):
+            self.push_blob(data, name)
+        raw = manifest_of(*layers)
+        answer = self.put_manifest(raw, tag, name)
+        assert answer.status_code == 201, answer.text
+        return raw
+
+    def begin(self, name: str = "a/b") -> str:
+        """The location of a new upload."""
+        answer = self.ask("POST", f"/v2/{name}/blobs/uploads/")
+        assert answer.status_code == 202
+        return answer.headers["Location"]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        return host, int(port)
+
+    def blobs(self) -> set[str]:
+        return {path.name for path in (self.root / "blobs").rglob("*") if path.is_file()}
+
+    def ingests(self) -> list[Path]:
+        return list((self.root / ".aimage" / "ingest").glob("*"))
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, errors
+
+
+def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(root), address, *flags],
+        cwd=REPOSITORY_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()  # ends with the process, if it fails
+    if not url:
+        raise AssertionError(f"no server: {process.communicate()[1]}")
+    return Server(root, process, url, requests.Session())
+
+
+def error_of(answer: requests.Response) -> tuple[int, str]:
+    """The status and the first error code; fails where the body is not the specification's."""
+    assert answer.headers["Content-Type"].startswith("application/json"), answer.text
+    entry = answer.json()["errors"][0]
+    assert set(entry) <= {"code", "message", "detail"}
+    assert entry["message"]
+    return answer.status_code, entry["code"]

@@ -1,0 +1,510 @@
+"""A server as the cache of another registry."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import requests
+from conformance import MANIFEST, Client
+from served import REPOSITORY_ROOT, Server, descriptor_of, digest_of, error_of, manifest_of
+
+from clowder_aimage.distribution.upstream import UpstreamRegistry
+from clowder_aimage.errors import UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.oci import Descriptor
+from clowder_aimage.registry import ClientOptions
+from tests.real_registry import PASSWORD, USER, RealRegistry, find_registry, free_port
+from tests.scripted import Answer, ScriptedRegistry, Seen
+
+MIB = 1024 * 1024
+Serve = Callable[..., Server]
+LAYERS = (os.urandom(3 * MIB), b"a small one")
+
+
+def upload(host: str, name: str, tag: str, *layers: bytes) -> bytes:
+    """Push an artifact to a registry; its manifest."""
+    client = Client(f"http://{host}", name)
+    for data in (*layers, b"{}"):
+        client.post_put(digest_of(data), data)
+    raw = manifest_of(*layers)
+    client.put(tag, raw, digest=digest_of(raw))
+    client.http.close()
+    return raw
+
+
+def names(server: Server) -> list[str]:
+    return [name for name, _ in ImageLayout(server.root).tags()]
+
+
+@pytest.fixture
+def name(repository: str) -> str:
+    return repository.partition("/")[2]
+
+
+@pytest.fixture
+def cache(registry: RealRegistry, tmp_path: Path, serve_layout: Serve) -> Server:
+    return serve_layout(tmp_path / "cache", f"upstream={registry.host}")
+
+
+def test_what_is_asked_for_comes_once_and_stays(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    raw = upload(registry.host, name, "v1", *LAYERS)
+    mark = registry.mark()
+    for _ in range(2):
+        for method, body in (("HEAD", b""), ("GET", raw)):
+            answer = cache.ask(method, f"/v2/{name}/manifests/v1")
+            assert (answer.status_code, answer.content) == (200, body)
+            assert answer.headers["Docker-Content-Digest"] == digest_of(raw)
+            assert answer.headers["Content-Type"] == MANIFEST
+        for data in (*LAYERS, b"{}"):
+            path = f"/v2/{name}/blobs/{digest_of(data)}"
+            head = cache.ask("HEAD", path)
+            assert (head.status_code, head.headers["Content-Length"]) == (200, str(len(data)))
+            assert cache.ask("GET", path).content == data
+        assert cache.ask("GET", f"/v2/{name}/manifests/{digest_of(raw)}").content == raw
+    counted = registry.count(mark, repository)
+    assert counted["GET blob"] == 3
+    assert counted["GET manifest"] == 4  # by tag, each time; never by digest
+    assert names(cache) == [f"{repository}:v1"]
+
+
+def test_name_waits_for_the_last_blob(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    raw = upload(registry.host, name, "v1", *LAYERS)
+    for target in ("v1", digest_of(raw)):
+        assert cache.ask("GET", f"/v2/{name}/manifests/{target}").content == raw
+    for data in (*LAYERS, b"{}"):
+        assert names(cache) == []
+        cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
+    assert names(cache) == [f"{repository}:v1"]
+
+
+def test_collection_takes_nothing_that_waits_for_its_name(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    raw = upload(registry.host, name, "v1", *LAYERS)
+    cache.ask("GET", f"/v2/{name}/manifests/v1")
+    for data in (*LAYERS, b"{}"):
+        cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
+        Collector(ImageLayout(cache.root), grace=0).run()
+    assert names(cache) == [f"{repository}:v1"]
+    assert {digest_of(each).partition(":")[2] for each in (raw, *LAYERS, b"{}")} == cache.blobs()
+
+
+def test_by_digest_alone(cache: Server, registry: RealRegistry, repository: str, name: str) -> None:
+    raw = upload(registry.host, name, "v1", b"x")
+    digest = digest_of(raw)
+    assert cache.ask("GET", f"/v2/{name}/manifests/{digest}").content == raw
+    for data in (b"x", b"{}"):
+        cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
+    assert names(cache) == [f"{repository}@{digest}"]
+
+
+def test_index_is_named_with_the_first_of_its_manifests(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    """A client takes one of an index: the others may never come."""
+    kind = "application/vnd.oci.image.index.v1+json"
+    children = [upload(registry.host, name, tag, tag.encode()) for tag in ("one", "two")]
+    described = [descriptor_of(child, MANIFEST) for child in children]
+    document = {"schemaVersion": 2, "mediaType": kind, "manifests": described}
+    raw = json.dumps(document).encode()
+    client = Client(f"http://{registry.host}", name)
+    client.put("all", raw, digest=digest_of(raw))
+    client.http.close()
+    assert cache.ask("GET", f"/v2/{name}/manifests/all").content == raw
+    cache.ask("GET", f"/v2/{name}/manifests/{digest_of(children[1])}")
+    for data in (b"two", b"{}"):
+        assert names(cache) == []
+        cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
+    assert names(cache) == [f"{repository}:all"]
+
+
+def test_upstream_that_is_down(tmp_path: Path, serve_layout: Serve) -> None:
+    with find_registry(tmp_path) as registry:
+        cache = serve_layout(tmp_path / "cache", f"upstream={registry.host}")
+        raw = upload(registry.host, "a/b", "v1", *LAYERS)
+        upload(registry.host, "a/b", "half", b"never asked for")
+        cache.ask("GET", "/v2/a/b/manifests/v1")
+        for data in (*LAYERS, b"{}"):
+            cache.ask("GET", f"/v2/a/b/blobs/{digest_of(data)}")
+    for target in ("v1", digest_of(raw)):
+        answer = cache.ask("GET", f"/v2/a/b/manifests/{target}")
+        assert (answer.status_code, answer.content) == (200, raw)
+    assert cache.ask("GET", f"/v2/a/b/blobs/{digest_of(LAYERS[0])}").content == LAYERS[0]
+    assert cache.ask("GET", "/v2/a/b/tags/list").json()["tags"] == ["v1"]
+    assert error_of(cache.ask("GET", "/v2/a/b/manifests/half")) == (502, "UNKNOWN")
+    path = f"/v2/a/b/blobs/{digest_of(b'never asked for')}"
+    assert error_of(cache.ask("GET", path)) == (502, "UNKNOWN")
+    assert cache.ask("HEAD", path).status_code == 502
+    _, log = cache.stop()
+    assert f"serving the stored {registry.host}/a/b:v1" in log
+
+
+def test_tag_that_moves_and_tag_that_goes(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    for layer in (b"old", b"new"):
+        raw = upload(registry.host, name, "v1", layer)
+        assert cache.ask("GET", f"/v2/{name}/manifests/v1").content == raw
+        for data in (layer, b"{}"):
+            cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
+    assert names(cache) == [f"{repository}:v1"]
+    requests.delete(
+        f"http://{registry.host}/v2/{name}/manifests/{digest_of(raw)}", timeout=20
+    ).raise_for_status()
+    answer = cache.ask("GET", f"/v2/{name}/manifests/v1")
+    assert error_of(answer) == (404, "MANIFEST_UNKNOWN")
+
+
+def test_what_is_not_there(cache: Server, registry: RealRegistry, name: str) -> None:
+    upload(registry.host, name, "v1", b"x")
+    absent = digest_of(b"not there")
+    for target in ("v2", absent):
+        answer = cache.ask("GET", f"/v2/{name}/manifests/{target}")
+        assert error_of(answer) == (404, "MANIFEST_UNKNOWN")
+    assert error_of(cache.ask("GET", f"/v2/{name}/blobs/{absent}")) == (404, "BLOB_UNKNOWN")
+    assert error_of(cache.ask("GET", "/v2/no/such/tags/list")) == (404, "NAME_UNKNOWN")
+    assert cache.ask("HEAD", f"/v2/{name}/blobs/{absent}").status_code == 404
+
+
+def test_lists_are_those_of_the_upstream(cache: Server, registry: RealRegistry, name: str) -> None:
+    upload(registry.host, name, "v1", b"x")
+    upload(registry.host, name, "v2", b"y")
+    assert cache.ask("GET", f"/v2/{name}/tags/list").json()["tags"] == ["v1", "v2"]
+    paged = cache.ask("GET", f"/v2/{name}/tags/list?n=1")
+    assert (paged.json()["tags"], "next" in paged.links) == (["v1"], True)
+
+
+def test_pushes_are_refused(cache: Server, registry: RealRegistry) -> None:
+    for method, path in (
+        ("POST", "/v2/a/b/blobs/uploads/"),
+        ("PUT", "/v2/a/b/manifests/t"),
+        ("DELETE", "/v2/a/b/manifests/t"),
+    ):
+        answer = cache.ask(method, path)
+        assert error_of(answer) == (405, "UNSUPPORTED")
+        message = answer.json()["errors"][0]["message"]
+        assert message == f"this is a cache of {registry.host}: push there"
+
+
+def test_many_clients_are_one_download(
+    cache: Server, registry: RealRegistry, repository: str, name: str
+) -> None:
+    large = os.urandom(40 * MIB)
+    raw = upload(registry.host, name, "v1", large)
+    mark = registry.mark()
+    barrier = threading.Barrier(8)
+
+    def client(_: int) -> None:
+        barrier.wait(20)
+        with requests.Session() as http:
+            url = f"{cache.url}/v2/{name}"
+            assert http.get(f"{url}/manifests/v1", timeout=60).content == raw
+            assert http.get(f"{url}/blobs/{digest_of(large)}", timeout=60).content == large
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(client, range(8)))
+    counted = registry.count(mark, repository)
+    assert counted["GET blob"] == 1
+
+
+def test_prefix_of_the_upstream(
+    registry: RealRegistry, repository: str, name: str, tmp_path: Path, serve_layout: Serve
+) -> None:
+    raw = upload(registry.host, name, "v1", b"x")
+    cache = serve_layout(tmp_path / "cache", f"upstream={registry.host}/tests/")
+    short = name.removeprefix("tests/")
+    assert cache.ask("GET", f"/v2/{short}/manifests/v1").content == raw
+    for data in (b"x", b"{}"):
+        cache.ask("GET", f"/v2/{short}/blobs/{digest_of(data)}")
+    assert names(cache) == [f"{repository}:v1"]
+    assert cache.ask("GET", "/v2/_catalog").json()["repositories"] == [short]
+
+
+def test_private_upstream(
+    private_registry: RealRegistry, tmp_path: Path, serve_layout: Serve
+) -> None:
+    client = Client(f"http://{private_registry.host}", "private/one")
+    client.http.auth = (USER, PASSWORD)
+    for data in (b"x", b"{}"):
+        client.post_put(digest_of(data), data)
+    raw = manifest_of(b"x")
+    client.put("v1", raw, digest=digest_of(raw))
+    client.http.close()
+    known = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    (tmp_path / "docker").mkdir()
+    config = {"auths": {private_registry.host: {"auth": known}}}
+    (tmp_path / "docker/config.json").write_text(json.dumps(config))
+    path = "/v2/private/one/manifests/v1"
+    flag = f"upstream={private_registry.host}"
+    stranger = serve_layout(tmp_path / "stranger", flag)
+    assert error_of(stranger.ask("GET", path)) == (403, "DENIED")
+    cache = serve_layout(tmp_path / "cache", flag, f"docker={tmp_path}/docker")
+    assert cache.ask("GET", path).content == raw
+    blob = f"/v2/private/one/blobs/{digest_of(b'x')}"
+    assert cache.ask("GET", blob).content == b"x"
+
+
+@pytest.mark.parametrize("size", [1, 5, 200_000, 3 * MIB])
+@pytest.mark.parametrize("fault", ["other bytes", "too short"])
+def test_wrong_bytes_are_never_sent_complete(
+    tmp_path: Path, serve_layout: Serve, size: int, fault: str
+) -> None:
+    true = os.urandom(size)
+    sent = bytes([true[0] ^ 1]) + true[1:] if fault == "other bytes" else true[:-1]
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == "HEAD":
+            return Answer(headers={"Content-Length": str(size)})
+        return Answer(body=sent)
+
+    with ScriptedRegistry(script).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
+        got = b""
+        with pytest.raises(requests.RequestException):
+            path = f"{cache.url}/v2/a/b/blobs/{digest_of(true)}"
+            with requests.get(path, stream=True, timeout=30) as answer:
+                answer.raise_for_status()
+                for piece in answer.iter_content(1000):
+                    got += piece
+        assert len(got) < size
+        assert cache.blobs() == set()
+        assert cache.ingests() == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        manifest_of() + b" ",
+        b"",
+        b"<html>",
+        b"[" * 100_000,
+        manifest_of(config={"mediaType": "x/y", "digest": "sha256:../../x", "size": 2}),
+        manifest_of(config={"mediaType": "x/y", "digest": digest_of(b""), "size": 1 << 60}),
+        manifest_of(manifests=[]),
+        b" " * (4 * MIB + 1),
+    ],
+)
+def test_wrong_manifest_is_not_served(tmp_path: Path, serve_layout: Serve, sent: bytes) -> None:
+    """By digest what is something else, by tag what no manifest is."""
+    answer = Answer(headers={"Content-Type": MANIFEST}, body=sent)
+    with ScriptedRegistry(lambda _: answer).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
+        target = digest_of(manifest_of()) if sent.endswith(b"} ") else "v1"
+        got = cache.ask("GET", f"/v2/a/b/manifests/{target}")
+        assert error_of(got) == (502, "UNKNOWN")
+        assert cache.blobs() == set()
+
+
+def test_ranges_of_what_is_on_its_way(tmp_path: Path, serve_layout: Serve) -> None:
+    """What is here is sent as a range; what is not comes with the whole, in order."""
+    data = os.urandom(MIB)
+    half = len(data) // 2
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == "HEAD":
+            return Answer(headers={"Content-Length": str(len(data))})
+        if "Range" in seen.headers:
+            return Answer(body=data)  # goes on, and knows no ranges
+        upstream.released.clear()
+        return Answer(headers={"Content-Length": str(len(data))}, body=data, cut=half, hang=True)
+
+    with ScriptedRegistry(script).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
+        url = f"{cache.url}/v2/a/b/blobs/{digest_of(data)}"
+        with requests.get(url, stream=True, timeout=30) as whole:
+            first = whole.raw.read(half)  # so much is here
+            assert first == data[:half]
+            here = requests.get(url, headers={"Range": "bytes=10-19"}, timeout=30)
+            assert (here.status_code, here.content) == (206, data[10:20])
+            ahead = {"Range": f"bytes={half + 10}-"}
+            with requests.get(url, headers=ahead, stream=True, timeout=30) as other:
+                assert other.status_code == 200
+                upstream.released.set()
+                assert other.content == data
+            assert first + whole.raw.read() == data
+        later = requests.get(url, headers=ahead, timeout=30)
+        assert (later.status_code, later.content) == (206, data[half + 10 :])
+
+
+def test_broken_fetch_is_gone_on_with(tmp_path: Path, serve_layout: Serve) -> None:
+    """What came of a large blob is kept: the next client waits for the rest alone."""
+    data = os.urandom(24 * MIB)
+    there = 18 * MIB
+    up = threading.Event()
+    starts: list[int] = []
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == "HEAD":
+            return Answer(headers={"Content-Length": str(len(data))})
+        start = int(seen.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        starts.append(start)
+        if start and not up.is_set():
+            return Answer(404)
+        headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+        headers["Content-Length"] = str(len(data) - start)
+        cut = None if up.is_set() else there
+        return Answer(206, headers, data[start:], cut=cut)
+
+    with ScriptedRegistry(script).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
+        url = f"{cache.url}/v2/a/b/blobs/{digest_of(data)}"
+        with pytest.raises(requests.RequestException):
+            requests.get(url, timeout=30)
+        up.set()
+        for left in reversed(range(20)):  # the next client may still join the fetch that breaks
+            try:
+                content = requests.get(url, timeout=30).content
+                break
+            except requests.RequestException:
+                if not left:
+                    raise
+        assert content == data
+    assert starts[0] == 0
+    assert starts[-1] == there
+    assert cache.blobs() == {digest_of(data).partition(":")[2]}
+
+
+def test_blob_that_another_process_is_fetching(
+    cache: Server, registry: RealRegistry, name: str
+) -> None:
+    """Its download tells us nothing of how far it is: the client does not wait for it."""
+    upload(registry.host, name, "v1", *LAYERS)
+    content = Descriptor.of("application/octet-stream", LAYERS[0])
+    ingest = ImageLayout(cache.root).ingest(content.digest.encoded, content)
+    try:
+        answer = cache.ask("GET", f"/v2/{name}/blobs/{content.digest}")
+        assert answer.content == LAYERS[0]
+    finally:
+        ingest.abort()
+    assert cache.blobs() == {content.digest.encoded}
+    assert cache.ingests() == []
+
+
+def test_blob_that_cannot_fit(tmp_path: Path, serve_layout: Serve) -> None:
+    """A size that no disk has is told before a byte is asked for."""
+    huge = {"Content-Length": str(1 << 50)}
+    with ScriptedRegistry(lambda seen: Answer(headers=huge)).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
+        answer = cache.ask("GET", f"/v2/a/b/blobs/{digest_of(b'x')}")
+        assert error_of(answer) == (507, "UNKNOWN")
+        assert upstream.asked("GET") == []
+
+
+def test_server_ends_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) -> None:
+    data = os.urandom(MIB)
+    headers = {"Content-Length": str(len(data))}
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == "HEAD":
+            return Answer(headers=headers)
+        return Answer(headers=headers, body=data, cut=MIB // 2, hang=True)
+
+    with ScriptedRegistry(script).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}", "impatient")
+        url = f"{cache.url}/v2/a/b/blobs/{digest_of(data)}"
+        with requests.get(url, stream=True, timeout=30) as answer:
+            assert answer.raw.read(MIB // 2) == data[: MIB // 2]
+            began = time.monotonic()
+            code, _ = cache.stop()
+            assert code == 0
+            assert time.monotonic() - began < 10
+
+
+def test_server_ends_while_its_upstream_keeps_silent(tmp_path: Path, serve_layout: Serve) -> None:
+    silent = Answer(headers={"Content-Length": "9"}, cut=0, hang=True)
+    with ScriptedRegistry(lambda _: silent).running() as upstream:
+        cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}", "impatient")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(cache.ask, "GET", "/v2/a/b/manifests/v1")
+            while not upstream.seen:
+                time.sleep(0.01)
+            began = time.monotonic()
+            code, _ = cache.stop()
+            assert (code, time.monotonic() - began < 10) == (0, True)
+            with pytest.raises(requests.RequestException):
+                asked.result(20)
+
+
+def test_caches_that_fetch_from_each_other(
+    registry: RealRegistry, repository: str, name: str, tmp_path: Path, serve_layout: Serve
+) -> None:
+    """Each asks the other before the upstream; neither waits for what waits for itself."""
+    raw = upload(registry.host, name, "v1", *LAYERS)
+    mark = registry.mark()
+    ports = free_port(), free_port()
+    nodes = [
+        serve_layout(
+            tmp_path / f"node{i}",
+            f"upstream={registry.host}",
+            f"mirror=127.0.0.1:{ports[1 - i]}",
+            address=f"127.0.0.1:{ports[i]}",
+        )
+        for i in range(2)
+    ]
+    for node in nodes:
+        for target in ("v1", digest_of(raw)):
+            assert node.ask("GET", f"/v2/{name}/manifests/{target}").content == raw
+        for data in (*LAYERS, b"{}"):
+            assert node.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}").content == data
+        assert names(node) == [f"{repository}:v1"]
+    assert registry.count(mark, repository)["GET blob"] == 3
+
+
+def test_our_own_client_pulls_through(
+    cache: Server, registry: RealRegistry, repository: str, name: str, tmp_path: Path
+) -> None:
+    raw = upload(registry.host, name, "v1", os.urandom(70 * MIB), *LAYERS)
+    host = cache.url.removeprefix("http://")
+    program = "from clowder_aimage.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "pull", f"{host}/{name}:v1", "--quiet"]
+    for store in ("cold", "warm"):
+        subprocess.run(
+            [*command, "--store", str(tmp_path / store)],
+            cwd=REPOSITORY_ROOT,
+            check=True,
+            timeout=120,
+        )
+    assert names(cache) == [f"{repository}:v1"]
+    assert cache.ask("GET", f"/v2/{name}/manifests/v1").content == raw
+
+
+def test_skopeo_copies_through(
+    cache: Server, registry: RealRegistry, name: str, skopeo: str, tmp_path: Path
+) -> None:
+    raw = upload(registry.host, name, "v1", *LAYERS)
+    source = f"docker://{cache.url.removeprefix('http://')}/{name}:v1"
+    target = f"oci:{tmp_path}/layout:v1"
+    command = [skopeo, "--insecure-policy", "copy", "--src-tls-verify=false", source, target]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    index = json.loads((tmp_path / "layout/index.json").read_text())
+    assert index["manifests"][0]["digest"] == digest_of(raw)
+
+
+@pytest.mark.parametrize("text", ["", "name", "a/b", "https://host.example", "host.example/A", "/"])
+def test_what_is_no_upstream(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a registry"):
+        UpstreamRegistry.parse(text, ClientOptions())
+
+
+def test_names_of_upstreams() -> None:
+    for text, name in (
+        ("localhost", "localhost"),
+        ("host.example:5000/", "host.example:5000"),
+        ("host.example/a/b", "host.example/a/b"),
+    ):
+        assert UpstreamRegistry.parse(text, ClientOptions()).name == name

@@ -1,0 +1,259 @@
+"""Who is let in, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from aiohttp import web
+from served import Server, digest_of, error_of, start
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.distribution.catalog import Catalog
+from clowder_aimage.distribution.registry_app import build_app
+from clowder_aimage.distribution.registry_server import read_token
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http import idle_timeout as idle_module
+from clowder_aimage.http.idle_timeout import IdleTimeout
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
+
+TOKEN = "correct-horse-battery-staple"
+Serve = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, serve_layout: Serve) -> Server:
+    server = serve_layout(tmp_path_factory.mktemp("guarded") / "store", f"token={TOKEN}")
+    server.http.headers["Authorization"] = f"Bearer {TOKEN}"
+    server.push("t", b"x")
+    return server
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"Token {TOKEN}",
+        TOKEN,
+        basic("anyone", ""),
+        basic(TOKEN, ""),
+        basic("anyone", TOKEN + "x"),
+        "Basic " + base64.b64encode(TOKEN.encode()).decode(),
+        "Basic %%%",
+        "Basic //79",
+        "Bearer ünïcode",
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v2/"),
+        ("GET", "/v2/_catalog"),
+        ("GET", "/v2/a/b/tags/list"),
+        ("GET", "/v2/a/b/manifests/t"),
+        ("DELETE", "/v2/a/b/manifests/t"),
+        ("GET", f"/v2/a/b/blobs/{digest_of(b'x')}"),
+        ("POST", "/v2/a/b/blobs/uploads/"),
+        ("GET", f"/v2/a/b/referrers/{digest_of(b'x')}"),
+        ("GET", "/nowhere"),
+    ],
+)
+def test_nobody_passes_without_the_token(
+    guarded: Server, method: str, path: str, authorization: str
+) -> None:
+    headers = {"Authorization": authorization.encode("latin-1")} if authorization else {}
+    answer = requests.request(method, guarded.url + path, headers=headers, timeout=20)
+    assert error_of(answer) == (401, "UNAUTHORIZED")
+    assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+
+
+@pytest.mark.parametrize("authorization", [f"bearer {TOKEN}", basic("me", TOKEN), basic("", TOKEN)])
+def test_the_token_lets_in(guarded: Server, authorization: str) -> None:
+    headers = {"Authorization": authorization}
+    path = f"{guarded.url}/v2/a/b/manifests/t"
+    assert requests.get(path, headers=headers, timeout=20).status_code == 200
+
+
+def test_skopeo_logs_in(guarded: Server, skopeo: str, tmp_path: Path) -> None:
+    source = f"docker://{guarded.url.removeprefix('http://')}/a/b:t"
+    command = [skopeo, "inspect", "--raw", "--tls-verify=false", source]
+    refused = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert refused.returncode != 0
+    known = subprocess.run([*command, f"--creds=me:{TOKEN}"], capture_output=True, timeout=60)
+    assert known.returncode == 0, known.stderr
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n", "short", "fifteen-letters", "ä" * 20, "with\x07bell" * 3]
+)
+def test_what_is_no_token(tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(UsageError, match="is no token") as caught:
+        read_token(tmp_path / "token")
+    assert "16" in str(caught.value.hint)
+
+
+def test_token_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"  {TOKEN} \n# its owner\n")
+    assert read_token(tmp_path / "token") == TOKEN
+    with pytest.raises(UsageError, match="cannot read"):
+        read_token(tmp_path / "absent")
+
+
+def wait_closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    connection.settimeout(20)
+    got = b""
+    try:
+        while piece := connection.recv(1000):
+            got += piece
+    except ConnectionResetError:
+        pass
+    return got
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v2/ HTTP/1.1\r\nHost: local", b"GET"])
+def test_connection_without_a_request_is_closed(
+    tmp_path: Path, serve_layout: Serve, sent: bytes
+) -> None:
+    server = serve_layout(tmp_path, "impatient")
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(sent)
+        assert wait_closed(connection) == b""
+    with socket.create_connection(server.address) as connection:  # kept alive, and then silent
+        connection.sendall(b"GET /v2/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert wait_closed(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["/v2/a/b/manifests/t", "/v2/a/b/blobs/uploads/?digest="])
+def test_body_that_does_not_come(tmp_path: Path, serve_layout: Serve, path: str) -> None:
+    server = serve_layout(tmp_path, "impatient")
+    method = "PUT" if "manifests" in path else "POST"
+    path += digest_of(b"x" * 9) if "digest" in path else ""
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    with socket.create_connection(server.address) as connection:
+        kind = "Content-Type: application/vnd.oci.image.manifest.v1+json\r\n\r\n"
+        connection.sendall((head + kind).encode() + b"x")
+        assert wait_closed(connection).startswith(b"HTTP/1.1 408")
+    assert server.ingests() == []
+
+
+class Connection:
+    """What of aiohttp's connections is looked at."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    @property
+    def transport(self) -> Connection:
+        return self
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_crowd_of_idle_connections_is_hurried() -> None:
+    now = [0.0]
+    idle = IdleTimeout(lambda: now[0])
+    crowd: Any = [Connection() for _ in range(idle_module.CROWD + 1)]
+    few = crowd[:3]
+    idle.look(few)
+    now[0] = idle_module.HURRY + 1
+    idle.look(few)
+    assert not any(each.aborted for each in few)
+    idle.look(crowd)
+    assert [each.aborted for each in crowd] == [True] * 3 + [False] * (len(crowd) - 3)
+
+
+def test_blobs_are_sent_by_the_kernel(tmp_path: Path) -> None:
+    data = os.urandom(9_000_000)
+    layout = ImageLayout(tmp_path)
+    content = Descriptor.of("application/octet-stream", data)
+    layout.push(content, bytes_body(data))
+    by_kernel: list[int] = []
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        sock_sendfile = loop.sock_sendfile
+
+        async def counted(*arguments: Any, **options: Any) -> int:
+            assert options["fallback"] is False  # sendfile, or an error
+            by_kernel.append(await sock_sendfile(*arguments, **options))
+            return by_kernel[-1]
+
+        loop.sock_sendfile = counted  # type: ignore[method-assign]
+        runner = web.AppRunner(build_app(layout))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        reader, writer = await asyncio.open_connection(host, port)
+        head = f"GET /v2/a/blobs/{content.digest} HTTP/1.1\r\nHost: localhost\r\n"
+        writer.write(f"{head}Connection: close\r\n\r\n".encode())
+        answer = await reader.read(-1)
+        writer.close()
+        await writer.wait_closed()
+        await runner.cleanup()
+        return answer
+
+    answer = asyncio.run(run())
+    assert answer.partition(b"\r\n\r\n")[2] == data
+    assert sum(by_kernel) == len(data)
+
+
+def test_manifests_are_read_once_for_their_referrers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ImageLayout(tmp_path)
+    subject = Descriptor.of(mediatype.OCI_MANIFEST, b"elsewhere")
+    layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
+    for i in range(3):
+        config = Descriptor.of("x/y", b"{}").to_json()
+        document = {"schemaVersion": 2, "config": config, "layers": [], "n": i}
+        if i:
+            document["subject"] = subject.to_json()
+        manifest = parse_document(json.dumps(document).encode())
+        layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(f"a/b:t{i}"))
+    catalog = Catalog(layout)
+    read: list[Descriptor] = []
+    original = Catalog.read
+
+    def counted(self: Catalog, descriptor: Descriptor) -> bytes:
+        read.append(descriptor)
+        return original(self, descriptor)
+
+    monkeypatch.setattr(Catalog, "read", counted)
+    catalog = Catalog(layout)
+    for _ in range(3):
+        found = [each for each in catalog.summaries("a/b") if each.subject == subject.digest]
+        assert len(found) == 2
+    assert len(read) == 3
+
+
+def test_remote_with_a_token_needs_no_other_word(tmp_path: Path) -> None:
+    server = start(tmp_path, f"token={TOKEN}", address="0.0.0.0:0")
+    try:
+        url = f"http://127.0.0.1:{server.address[1]}/v2/"
+        assert requests.get(url, timeout=20).status_code == 401
+        headers = {"Authorization": f"Bearer {TOKEN}", "Host": "registry.example"}
+        assert requests.get(url, headers=headers, timeout=20).status_code == 200
+    finally:
+        server.http.close()
+        server.stop()

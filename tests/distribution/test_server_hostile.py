@@ -1,0 +1,199 @@
+"""Names that climb, pages that rebind, and what a server must not be talked into."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from served import Server, digest_of, error_of, manifest_of
+
+from clowder_aimage.distribution.distribution_error import api_error
+from clowder_aimage.errors import (
+    AImageError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    VerificationError,
+)
+
+HEX = "0123456789abcdef" * 4
+BAD_DIGESTS = [
+    "sha256:../../x",
+    "sha256:" + "../" * 21 + "x",
+    "sha256:/etc/passwd",
+    "sha256:" + HEX.upper(),
+    "sha256:" + HEX[:-1],
+    "sha256:" + HEX + "0",
+    "sha256:" + HEX[:-1] + "\0",
+    "sha256:" + HEX + "\0",
+    "sha256:" + HEX + "\n",
+    "sha256:" + "g" * 64,
+    "sha256:" + "０" * 64,
+    "sha256:",
+    "SHA256:" + HEX,
+    "md5:" + HEX[:32],
+    "../blobs:" + HEX,
+    "sha512:" + HEX,
+    "sha256-" + HEX + ":x",
+]
+
+
+def raw_ask(server: Server, method: str, path: str, **headers: str) -> tuple[int, bytes]:
+    """Ask for a path exactly as written, which requests would tidy up."""
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    try:
+        connection.putrequest(method, path, skip_host="Host" in headers)
+        for key, value in {"Content-Length": "0", **headers}.items():
+            connection.putheader(key.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def code_of(body: bytes) -> str:
+    return str(json.loads(body)["errors"][0]["code"])
+
+
+@pytest.mark.parametrize("digest", BAD_DIGESTS)
+def test_bad_digest_is_refused_everywhere(server: Server, digest: str) -> None:
+    before = server.blobs()
+    encoded = quote(digest, safe="")
+    upload = server.begin()
+    targets = [
+        ("GET", f"/v2/a/b/blobs/{encoded}"),
+        ("DELETE", f"/v2/a/b/blobs/{encoded}"),
+        ("GET", f"/v2/a/b/manifests/{encoded}"),
+        ("DELETE", f"/v2/a/b/manifests/{encoded}"),
+        ("GET", f"/v2/a/b/referrers/{encoded}"),
+        ("POST", f"/v2/a/b/blobs/uploads/?digest={encoded}"),
+        ("POST", f"/v2/a/b/blobs/uploads/?mount={encoded}&from=a/b"),
+        ("PUT", f"{upload}?digest={encoded}"),
+    ]
+    for method, path in targets:
+        status, body = raw_ask(server, method, path)
+        assert (status, code_of(body)) == (400, "DIGEST_INVALID"), (method, path)
+    raw = manifest_of(config={"mediaType": "x/y", "digest": digest, "size": 2})
+    assert error_of(server.put_manifest(raw, "t")) == (400, "MANIFEST_INVALID")
+    assert server.ask("DELETE", upload).status_code == 204
+    assert server.blobs() == before
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/a/b/blobs/sha256:../../../secret",
+        "/v2/a/b/blobs/..%2f..%2f..%2fsecret",
+        "/v2/../../secret/blobs/sha256:" + HEX,
+        "/v2/a/../../secret",
+        "/../secret",
+        "//secret",
+        "/v2/a/b/manifests/..%2f..%2f..%2fsecret",
+        "/v2/a/b/blobs/uploads/..%2f..%2fsecret",
+        "/v2/%2e%2e/%2e%2e/blobs/sha256:" + HEX,
+        "/v2/a%0ab/blobs/sha256:" + HEX,
+        "/v2/a%00b/blobs/sha256:" + HEX,
+        "/v2/%ff%fe/tags/list",
+    ],
+)
+def test_nothing_outside_the_layout_is_read(server: Server, path: str) -> None:
+    (server.root.parent / "secret").write_bytes(b"keep out")
+    for method in ("GET", "PUT", "DELETE", "PATCH"):
+        status, body = raw_ask(server, method, path)
+        assert 400 <= status < 500, (method, status, body)
+        assert b"keep out" not in body
+    assert (server.root.parent / "secret").read_bytes() == b"keep out"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["A", "a//b", "a/", "a/-b", "a..b", "a b", "ä", "a:b", "a@b", "_catalog/x", "a" * 256],
+)
+def test_bad_repository_name(server: Server, name: str) -> None:
+    for rest in ("tags/list", "manifests/t", f"blobs/{digest_of(b'')}"):
+        status, body = raw_ask(server, "GET", f"/v2/{quote(name)}/{rest}")
+        assert (status, code_of(body)) == (400, "NAME_INVALID")
+    status, body = raw_ask(server, "POST", f"/v2/{quote(name)}/blobs/uploads/")
+    assert (status, code_of(body)) == (400, "NAME_INVALID")
+
+
+@pytest.mark.parametrize("tag", ["-a", ".a", "a" * 129, "a b", "a@b", "ä", "a\n"])
+def test_bad_tag(server: Server, tag: str) -> None:
+    server.push_blob(b"{}")
+    answer = server.put_manifest(manifest_of(), quote(tag))
+    assert error_of(answer)[1] == "MANIFEST_UNKNOWN"
+    assert error_of(server.ask("GET", f"/v2/a/b/manifests/{quote(tag)}"))[0] == 404
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil", "", "[::2]"])
+def test_other_hosts_are_refused(server: Server, host: str) -> None:
+    for method, path in (("GET", "/v2/"), ("POST", "/v2/a/b/blobs/uploads/"), ("GET", "/nope")):
+        status, body = raw_ask(server, method, path, Host=host)
+        assert (status, code_of(body)) == (403, "DENIED")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:5000", "[::1]:5000"])
+def test_names_of_this_machine_are_served(server: Server, host: str) -> None:
+    assert raw_ask(server, "GET", "/v2/", Host=host)[0] == 200
+
+
+def test_requests_of_other_sites_are_refused(server: Server) -> None:
+    for origin in ("https://evil.example", "null", "http://localhost:1"):
+        answer = server.ask("POST", "/v2/a/b/blobs/uploads/", headers={"Origin": origin})
+        assert error_of(answer) == (403, "DENIED")
+    own = server.ask("POST", "/v2/a/b/blobs/uploads/", headers={"Origin": server.url})
+    assert own.status_code == 202
+
+
+def test_readonly(tmp_path: Path, server: Server, serve_layout: Callable[..., Server]) -> None:
+    raw = server.push("t", b"x", name="read/only")
+    reader = serve_layout(server.root, "readonly")
+    assert reader.ask("GET", "/v2/read/only/manifests/t").content == raw
+    assert reader.ask("HEAD", f"/v2/read/only/blobs/{digest_of(b'x')}").status_code == 200
+    for method, path in (
+        ("POST", "/v2/read/only/blobs/uploads/"),
+        ("PUT", "/v2/read/only/manifests/t2"),
+        ("DELETE", "/v2/read/only/manifests/t"),
+        ("PATCH", "/v2/read/only/blobs/uploads/x"),
+    ):
+        answer = reader.ask(method, path)
+        assert error_of(answer) == (405, "UNSUPPORTED")
+        assert answer.headers["Allow"] == "GET, HEAD"
+    assert reader.ask("GET", "/v2/read/only/tags/list").json()["tags"] == ["t"]
+
+
+def test_damaged_manifest_is_not_served(server: Server) -> None:
+    raw = server.push("t", b"x", name="a/damaged")
+    path = server.root / "blobs" / "sha256" / digest_of(raw).partition(":")[2]
+    path.chmod(0o644)
+    path.write_bytes(raw.replace(b"layers", b"slayer"))
+    assert error_of(server.ask("GET", "/v2/a/damaged/manifests/t")) == (500, "UNKNOWN")
+    path.unlink()
+    assert error_of(server.ask("GET", "/v2/a/damaged/manifests/t")) == (404, "MANIFEST_UNKNOWN")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (NoSpaceError("/secret/path is full"), 507, "no space left"),
+        (StoreError("cannot use /secret/path"), 500, "unknown error"),
+        (VerificationError("sha256:... in /secret/path"), 500, "what is stored here is damaged"),
+        (NotFoundError("gone from /secret/path"), 500, "unknown error"),
+    ],
+)
+def test_errors_of_the_store(error: AImageError, status: int, message: str) -> None:
+    answer = api_error(error)
+    assert (answer.status, answer.message) == (status, message)
+
+
+def test_layer_cannot_be_taken_for_a_manifest(server: Server) -> None:
+    """A blob that parses as a manifest is not one in a repository that never had it named so."""
+    raw = manifest_of()
+    server.push_blob(raw)
+    answer = server.ask("GET", f"/v2/a/b/manifests/{digest_of(raw)}")
+    assert error_of(answer) == (404, "MANIFEST_UNKNOWN")

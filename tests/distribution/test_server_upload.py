@@ -1,0 +1,406 @@
+"""Uploads in every way the specification knows ("Pushing blobs")."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from served import Server, digest_of, error_of
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.distribution import served_lease as kept_module
+from clowder_aimage.distribution import upload_session as upload_module
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.served_lease import ServedLeases
+from clowder_aimage.distribution.upload_session import UploadSessions
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.layout.lease import leased
+from clowder_aimage.oci import Descriptor, Digest
+
+BLOB = bytes(range(256)) * 40
+
+
+def test_post_then_put(server: Server) -> None:
+    location = server.begin()
+    answer = server.ask("PUT", location, params={"digest": digest_of(BLOB)}, data=BLOB)
+    assert answer.status_code == 201
+    assert answer.headers["Docker-Content-Digest"] == digest_of(BLOB)
+    assert server.ask("GET", answer.headers["Location"]).content == BLOB
+    assert error_of(server.ask("GET", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
+
+
+def test_chunks_in_order(server: Server) -> None:
+    location = server.begin()
+    for start in range(0, 9000, 3000):
+        headers = {"Content-Range": f"{start}-{start + 2999}"}
+        answer = server.ask("PATCH", location, data=BLOB[start : start + 3000], headers=headers)
+        assert (answer.status_code, answer.headers["Range"]) == (202, f"0-{start + 2999}")
+        location = answer.headers["Location"]
+        status = server.ask("GET", location)
+        assert (status.status_code, status.headers["Range"]) == (204, f"0-{start + 2999}")
+    rest = {"Content-Range": f"9000-{len(BLOB) - 1}"}
+    query = {"digest": digest_of(BLOB)}
+    done = server.ask("PUT", location, params=query, data=BLOB[9000:], headers=rest)
+    assert done.status_code == 201
+    assert server.ask("GET", done.headers["Location"]).content == BLOB
+
+
+def test_stream_without_length(server: Server) -> None:
+    location = server.begin()
+    pieces = (BLOB[i : i + 100] for i in range(0, len(BLOB), 100))
+    assert server.ask("PATCH", location, data=pieces).headers["Range"] == f"0-{len(BLOB) - 1}"
+    done = server.ask("PUT", location, params={"digest": digest_of(BLOB)})
+    assert done.status_code == 201
+
+
+def test_sha512(server: Server) -> None:
+    digest = "sha512:" + hashlib.sha512(BLOB).hexdigest()
+    done = server.ask("PUT", server.begin(), params={"digest": digest}, data=BLOB)
+    assert (done.status_code, done.headers["Docker-Content-Digest"]) == (201, digest)
+    assert server.ask("GET", f"/v2/a/b/blobs/{digest}").content == BLOB
+
+
+@pytest.mark.parametrize("content_range", ["0-9", "5-14", "11-20"])
+def test_chunk_out_of_order(server: Server, content_range: str) -> None:
+    location = server.begin()
+    server.ask("PATCH", location, data=BLOB[:10], headers={"Content-Range": "0-9"})
+    headers = {"Content-Range": content_range}
+    answer = server.ask("PATCH", location, data=BLOB[:10], headers=headers)
+    assert error_of(answer) == (416, "BLOB_UPLOAD_INVALID")
+    assert answer.headers["Range"] == "0-9"
+    headers = {"Content-Range": "10-19"}
+    goes_on = server.ask("PATCH", location, data=BLOB[10:20], headers=headers)
+    assert (goes_on.status_code, goes_on.headers["Range"]) == (202, "0-19")
+
+
+@pytest.mark.parametrize("content_range", ["bytes 0-9/10", "0-", "9", "-1-8", "a-b"])
+def test_content_range_that_does_not_parse(server: Server, content_range: str) -> None:
+    headers = {"Content-Range": content_range}
+    answer = server.ask("PATCH", server.begin(), data=BLOB[:10], headers=headers)
+    assert error_of(answer) == (400, "BLOB_UPLOAD_INVALID")
+
+
+@pytest.mark.parametrize("end", [3, 30])
+def test_chunk_of_another_length_than_it_says(server: Server, end: int) -> None:
+    headers = {"Content-Range": f"0-{end}"}
+    location = server.begin()
+    with_length = server.ask("PATCH", location, data=BLOB[:10], headers=headers)
+    assert error_of(with_length) == (400, "SIZE_INVALID")
+    streamed = server.ask("PATCH", location, data=iter([BLOB[:10]]), headers=headers)
+    assert error_of(streamed) == (400, "SIZE_INVALID")
+    kept = 0 if end == 3 else 10  # what is too long is not kept, what is too short may go on
+    headers = {"Content-Range": f"{kept}-{kept + 4}"}
+    goes_on = server.ask("PATCH", location, data=BLOB[kept : kept + 5], headers=headers)
+    assert (goes_on.status_code, goes_on.headers["Range"]) == (202, f"0-{kept + 4}")
+
+
+@pytest.mark.parametrize("way", ["single", "put", "patch"])
+def test_wrong_digest_leaves_nothing(server: Server, way: str) -> None:
+    lie = digest_of(f"not what is sent {way}".encode())
+    if way == "single":
+        answer = server.ask("POST", f"/v2/a/b/blobs/uploads/?digest={lie}", data=BLOB)
+    else:
+        location = server.begin()
+        if way == "patch":
+            server.ask("PATCH", location, data=BLOB)
+        body = b"" if way == "patch" else BLOB
+        answer = server.ask("PUT", location, params={"digest": lie}, data=body)
+        assert error_of(server.ask("GET", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
+    assert error_of(answer) == (400, "DIGEST_INVALID")
+    assert server.ask("HEAD", f"/v2/a/b/blobs/{lie}").status_code == 404
+    assert lie.partition(":")[2] not in server.blobs()
+
+
+def test_put_without_digest_leaves_the_upload(server: Server) -> None:
+    location = server.begin()
+    server.ask("PATCH", location, data=BLOB)
+    assert error_of(server.ask("PUT", location)) == (400, "DIGEST_INVALID")
+    assert server.ask("PUT", location, params={"digest": digest_of(BLOB)}).status_code == 201
+
+
+def test_cancel(server: Server) -> None:
+    before = set(server.ingests())
+    location = server.begin()
+    server.ask("PATCH", location, data=BLOB)
+    assert len(set(server.ingests()) - before) == 1
+    assert server.ask("DELETE", location).status_code == 204
+    assert error_of(server.ask("DELETE", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
+    assert set(server.ingests()) == before
+
+
+def test_upload_belongs_to_its_repository(server: Server) -> None:
+    location = server.begin("one/repo")
+    for method in ("GET", "PATCH", "PUT", "DELETE"):
+        answer = server.ask(method, location.replace("one/repo", "two/repo"))
+        assert error_of(answer) == (404, "BLOB_UPLOAD_UNKNOWN")
+
+
+def test_mount(server: Server) -> None:
+    server.push_blob(BLOB, "from/here")
+    query = {"mount": digest_of(BLOB), "from": "from/here"}
+    mounted = server.ask("POST", "/v2/to/there/blobs/uploads/", params=query)
+    assert mounted.status_code == 201
+    assert mounted.headers["Location"] == f"/v2/to/there/blobs/{digest_of(BLOB)}"
+    query["mount"] = digest_of(b"absent")
+    begun = server.ask("POST", "/v2/to/there/blobs/uploads/", params=query)
+    assert begun.status_code == 202
+    done = server.ask(
+        "PUT", begun.headers["Location"], params={"digest": digest_of(b"absent2")}, data=b"absent2"
+    )
+    assert done.status_code == 201
+
+
+def test_content_coding_is_not_undone(server: Server) -> None:
+    """A layer that is gzip stays gzip, and a small body cannot become a large one."""
+    packed = gzip.compress(b"0" * 10_000_000)
+    headers = {"Content-Encoding": "gzip"}
+    path = f"/v2/a/b/blobs/uploads/?digest={digest_of(packed)}"
+    answer = server.ask("POST", path, data=packed, headers=headers)
+    assert answer.status_code == 201, answer.text
+    assert server.ask("GET", answer.headers["Location"]).content == packed
+
+
+def send_half(server: Server, location: str, total: int, half: bytes) -> socket.socket:
+    """Send the head of a PATCH and the first part of a body of ``total`` bytes."""
+    connection = socket.create_connection(server.address)
+    head = f"PATCH {location} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {total}\r\n\r\n"
+    connection.sendall(head.encode() + half)
+    return connection
+
+
+def wait_for_range(server: Server, location: str, wanted: str) -> None:
+    for _ in range(10_000):  # each round asks the server, so this ends without a clock
+        if server.ask("GET", location).headers["Range"] == wanted:
+            return
+    raise AssertionError(f"the upload never came to {wanted}")
+
+
+def test_broken_connection_keeps_what_arrived(server: Server) -> None:
+    location = server.begin()
+    with send_half(server, location, len(BLOB), BLOB[:5000]):
+        pass
+    wait_for_range(server, location, "0-4999")
+    headers = {"Content-Range": f"5000-{len(BLOB) - 1}"}
+    query = {"digest": digest_of(BLOB)}
+    done = server.ask("PUT", location, params=query, data=BLOB[5000:], headers=headers)
+    assert done.status_code == 201
+
+
+def test_broken_single_post_leaves_nothing(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path)
+    with socket.create_connection(server.address) as connection:
+        path = f"/v2/a/b/blobs/uploads/?digest={digest_of(BLOB)}"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BLOB)}\r\n\r\n"
+        connection.sendall(head.encode() + BLOB[:5000])
+        for _ in range(10_000):
+            if server.ingests():
+                break
+            server.ask("GET", "/v2/")
+        assert len(server.ingests()) == 1
+    for _ in range(10_000):
+        if not server.ingests():
+            break
+        server.ask("GET", "/v2/")
+    assert server.ingests() == []
+
+
+def test_chunks_of_one_upload_do_not_mix(server: Server) -> None:
+    """A second request for an upload whose first is still being received waits for its turn."""
+    location = server.begin()
+    first, second = bytes(2 * 1024 * 1024), b"second"
+    with send_half(server, location, 2 * len(first), first) as one:
+        for _ in range(10_000):
+            if server.ask("GET", location).headers["Range"] != "0-0":
+                break
+        with send_half(server, location, len(second), second) as two:
+            for _ in range(20):
+                server.ask("GET", location)
+            one.sendall(first)
+            for connection in (one, two):
+                assert connection.recv(1000).startswith(b"HTTP/1.1 202")
+    query = {"digest": digest_of(first + first + second)}
+    assert server.ask("PUT", location, params=query).status_code == 201
+
+
+@pytest.mark.parametrize("rest", [b"", b"not the size of a chunk\r\n"])
+def test_body_that_does_not_go_on(
+    tmp_path: Path, serve_layout: Callable[..., Server], rest: bytes
+) -> None:
+    """A client that stalls, or loses its way inside a body, is told so; what arrived is kept."""
+    server = serve_layout(tmp_path, "impatient")
+    location = server.begin()
+    head = f"PATCH {location} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode() + b"200000\r\n" + bytes(0x200000) + b"\r\n")
+        for _ in range(10_000):
+            if server.ask("GET", location).headers["Range"] != "0-0":
+                break
+        connection.sendall(rest)
+        answer = b""
+        while not answer.endswith(b"]}"):
+            received = connection.recv(1000)
+            assert received, answer
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 408"), answer
+    assert b"BLOB_UPLOAD_INVALID" in answer
+    assert server.ask("GET", location).headers["Range"] == "0-2097151"
+
+
+def test_kill_in_the_middle(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    root = tmp_path / "store"
+    server = serve_layout(root)
+    location = server.begin()
+    half = bytes(2 * 1024 * 1024)
+    with send_half(server, location, 2 * len(half), half):
+        for _ in range(10_000):
+            sizes = [path.stat().st_size for path in server.ingests()]
+            if sizes and sizes[0] >= 1024 * 1024:
+                break
+            server.ask("GET", "/v2/")
+        assert sizes[0] >= 1024 * 1024
+        server.stop(signal.SIGKILL)
+    assert server.blobs() == set()
+
+    again = serve_layout(root)
+    assert error_of(again.ask("GET", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
+    raw = again.push("t", BLOB)
+    assert again.ask("GET", "/v2/a/b/manifests/t").content == raw
+
+
+def test_stop_gives_up_uploads(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    server = serve_layout(tmp_path / "store")
+    server.ask("PATCH", server.begin(), data=BLOB)
+    assert len(server.ingests()) == 1
+    assert server.stop() == (0, "")
+    assert server.ingests() == []
+
+
+def test_stop_does_not_wait_for_clients_that_stand_still(
+    tmp_path: Path, serve_layout: Callable[..., Server]
+) -> None:
+    server = serve_layout(tmp_path / "store", "impatient")
+    large = bytes(32 * 1024 * 1024)  # more than the sockets' buffers hold
+    server.push_blob(large)
+    get = f"GET /v2/a/b/blobs/{digest_of(large)} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    location = server.begin()
+    with (
+        send_half(server, location, 2 * len(BLOB), BLOB),
+        socket.create_connection(server.address) as reader,
+    ):
+        reader.sendall(get.encode())
+        assert reader.recv(10) == b"HTTP/1.1 2"
+        assert server.stop() == (0, "")
+    assert server.ingests() == []
+
+
+def test_expiry(tmp_path: Path) -> None:
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=100)
+        silent, lively = await uploads.begin("a"), await uploads.begin("a")
+        now[0] = 60
+        await uploads.write(lively, b"x")
+        await uploads.expire()
+        assert len(uploads) == 2
+        now[0] = 120
+        await uploads.expire()
+        with pytest.raises(DistributionError, match="unknown"):
+            uploads.get("a", silent.id)
+        with pytest.raises(DistributionError, match="unknown"):
+            await uploads.write(silent, b"y")
+        assert uploads.get("a", lively.id) is lively
+        now[0] = 160
+        async with lively.lock:  # a request is being served
+            await uploads.expire()
+        assert len(uploads) == 1
+        await uploads.close()
+
+    asyncio.run(run())
+    assert list((tmp_path / ".aimage" / "ingest").iterdir()) == []
+
+
+def test_too_many_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: 0.0, expiry=100)
+        first = await uploads.begin("a")
+        await uploads.begin("a")
+        with pytest.raises(DistributionError) as caught:
+            await uploads.begin("a")
+        assert (caught.value.code, caught.value.status) == ("TOOMANYREQUESTS", 429)
+        await uploads.abort(first)
+        await uploads.begin("a")
+        await uploads.close()
+
+    asyncio.run(run())
+
+
+def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that begins uploads and leaves does not keep others out for an hour."""
+    monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=3600)
+        silent, lively = await uploads.begin("a"), await uploads.begin("a")
+        now[0] = upload_module.PATIENCE + 1
+        await uploads.write(lively, b"x")
+        await uploads.begin("a")
+        assert uploads.get("a", lively.id) is lively
+        with pytest.raises(DistributionError, match="unknown"):
+            uploads.get("a", silent.id)
+        await uploads.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["pushed", "asked for", "mounted"])
+def test_no_collection_takes_what_a_client_relies_on(
+    tmp_path: Path, serve_layout: Callable[..., Server], way: str
+) -> None:
+    """Between a blob and the manifest that names it, however long that takes."""
+    server = serve_layout(tmp_path)
+    data = b"not named yet"
+    server.push_blob(data)
+    if way != "pushed":  # by an earlier server, whose leases have ended with it
+        server.stop()
+        server = serve_layout(tmp_path)
+    if way == "asked for":
+        assert server.ask("HEAD", f"/v2/a/b/blobs/{digest_of(data)}").status_code == 200
+    if way == "mounted":
+        path = f"/v2/c/d/blobs/uploads/?mount={digest_of(data)}"
+        assert server.ask("POST", path).status_code == 201
+    Collector(ImageLayout(tmp_path), grace=0).run()
+    assert server.ask("GET", f"/v2/a/b/blobs/{digest_of(data)}").content == data
+    server.stop()
+    Collector(ImageLayout(tmp_path), grace=0).run()
+    assert server.blobs() == set()
+
+
+def test_leases_end(tmp_path: Path) -> None:
+    layout = ImageLayout(tmp_path)
+    digests = [Digest.of(data) for data in (b"a", b"b")]
+    for data in (b"a", b"b"):
+        layout.push(Descriptor.of("x/y", data), bytes_body(data))
+    now = [0.0]
+    kept = ServedLeases(layout, lambda: now[0])
+    kept.add(digests[0])
+    now[0] = kept_module.PERIOD + 1
+    kept.add(digests[1])
+    assert leased(tmp_path, remove=False) == set(digests)
+    now[0] = 2 * kept_module.PERIOD + 2
+    kept.turn()
+    assert leased(tmp_path, remove=False) == {digests[1]}
+    kept.close()
+    assert leased(tmp_path, remove=False) == set()

@@ -1,0 +1,56 @@
+"""A file system that is soon full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.nodes import MIB
+
+
+class Disk:
+    """``root`` is where it is mounted. ``ballast`` takes room until ``drop``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._ballast = root / "ballast"
+
+    @property
+    def free(self) -> int:
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def fill(self, leave: int = 0) -> None:
+        """Write until no more than ``leave`` bytes are free."""
+        with self._ballast.open("ab", buffering=0) as file:
+            while self.free > leave:
+                try:
+                    file.write(bytes(min(MIB, self.free - leave)))
+                except OSError:
+                    break
+
+    def drop(self) -> None:
+        """Let the ballast go."""
+        self._ballast.unlink()
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: int) -> Iterator[Disk]:
+    """A tmpfs of ``size`` bytes; the test is skipped where none can be mounted."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, timeout=20)
+    except OSError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode().strip()}")
+    try:
+        yield Disk(place)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)

@@ -1,0 +1,69 @@
+"""When a model that could not be had is tried again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from clowder_aimage.engine.backoff import CHANGE, LONGEST, SPACE, TIME, again
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    NoSpaceError,
+    NotFoundError,
+    RegistryError,
+    StoreError,
+    UnauthorizedError,
+    UsageError,
+    VerificationError,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "after"),
+    [
+        (NoSpaceError("x"), "no_space", SPACE),
+        (UnauthorizedError("x"), "unauthorized", CHANGE),
+        (NotFoundError("x"), "not_found", CHANGE),
+        (VerificationError("x"), "verification_failed", CHANGE),
+        (FormatError("x"), "invalid", CHANGE),
+        (UsageError("x"), "invalid", CHANGE),
+        (NetworkError("x"), "unreachable", TIME),
+        (RegistryError("x", status=503), "registry_failed", TIME),
+        (StoreError("x"), "store_failed", TIME),
+        (AImageError("x"), "failed", TIME),
+    ],
+)
+def test_every_error_has_a_word_and_something_that_it_waits_for(error, code, after):
+    found = again(error, 1, 0.5, 300.0)
+    assert (found.code, found.after) == (code, after)
+
+
+def test_backing_off_doubles_and_has_an_end():
+    longest = [again(NetworkError("x"), attempts, 1.0, 300.0).delay for attempts in range(1, 40)]
+    assert longest[:4] == [2.0, 4.0, 8.0, 16.0]
+    assert longest[-1] == LONGEST and longest == sorted(longest)
+
+
+def test_backing_off_is_spread_over_the_whole_interval():
+    assert again(NetworkError("x"), 5, 0.25, 300.0).delay == 8.0
+    assert again(NetworkError("x"), 5, 0.0, 300.0).delay == 0.1  # never at once
+
+
+def test_what_a_registry_asked_for_counts_where_it_is_longer():
+    error = RegistryError("x", status=429, retry_after=120.0)
+    assert again(error, 1, 0.5, 300.0).delay == 120.0
+    assert again(error, 20, 1.0, 300.0).delay == LONGEST
+
+
+@pytest.mark.parametrize("kind", [UnauthorizedError, NotFoundError, VerificationError])
+def test_what_time_alone_does_not_mend_waits_for_the_next_look_at_the_tag(kind):
+    for attempts in (1, 50):
+        assert again(kind("x"), attempts, 0.0, 300.0).delay == 300.0
+    assert again(kind("x"), 1, 0.0, math.inf).delay == math.inf
+
+
+def test_a_full_disk_waits_for_space_and_not_for_time():
+    assert again(NoSpaceError("x"), 1, 0.0, 300.0).delay == math.inf

@@ -1,0 +1,666 @@
+"""The files of a node's desired state: what they mean, what is refused, when they changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("yaml", reason="pyyaml is not installed")
+pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clowder_aimage import schema
+from clowder_aimage.engine.engine import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.node import plain_yaml, spec_files
+from clowder_aimage.node.model_spec import API, ModelSpec, default_policy, wants_of
+from clowder_aimage.node.plain_yaml import NotYAMLError, read_yaml
+from clowder_aimage.node.spec_files import SpecFiles, SpecWatcher, read_directory
+from clowder_aimage.oci import Digest, Reference
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples" / "desired"
+DIGEST = "sha256:" + "ab" * 32
+OTHER = "sha256:" + "cd" * 32
+LOADERS = [yaml.SafeLoader, *filter(None, [getattr(yaml, "CSafeLoader", None)])]
+
+
+@pytest.fixture(params=LOADERS, ids=lambda loader: loader.__name__)
+def loader(request, monkeypatch):
+    """Each parser that PyYAML may have."""
+    monkeypatch.setattr(plain_yaml, "_LOADER", request.param)
+
+
+def want(**said):
+    """The only want in a document."""
+    (found,) = wants_of([{"ref": "example.com/a:v1"} | said])
+    return found
+
+
+def names(directory):
+    return [each.name for each in read_directory(directory).wants]
+
+
+def refused(directory):
+    """The sentence with which a directory is refused."""
+    with pytest.raises(FormatError) as caught:
+        read_directory(directory)
+    assert caught.value.message.isprintable()
+    return caught.value.message
+
+
+def refused_text(tmp_path, text, name="a.yaml"):
+    (tmp_path / name).write_text(text, "utf-8")
+    return refused(tmp_path).removeprefix(f"{tmp_path}/")
+
+
+# -- what an entry means
+
+
+def test_an_entry_says_everything(tmp_path):
+    (tmp_path / "a.yml").write_text(
+        f"""\
+# a comment
+- ref: example.com/team/a:v1
+  digest: {DIGEST}
+  pullPolicy: Never
+  priority: -7
+  pin: true
+  components: [vae, adapters/style, vae]
+  refresh: 1h30m
+"""
+    )
+    (found,) = read_directory(tmp_path).wants
+    assert found == ModelSpec(
+        reference=Reference("example.com", "team/a", "v1", Digest.parse(DIGEST)),
+        digest=Digest.parse(DIGEST),
+        policy=NEVER,
+        priority=-7,
+        pin=True,
+        components=("adapters/style", "vae"),
+        refresh=5400.0,
+    )
+    assert (found.name, found.origin) == (f"example.com/team/a:v1@{DIGEST}", "a.yml")
+
+
+def test_only_the_name_must_be_said():
+    found = want()
+    assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
+    assert (found.components, found.refresh, found.origin) == ((), 300.0, API)
+    assert (found.name, found.digest) == ("example.com/a:v1", None)
+
+
+@pytest.mark.parametrize(
+    ("ref", "policy"),
+    [
+        *(("h.io/a", ALWAYS), ("h.io/a:latest", ALWAYS), ("h.io/a:v1", IF_MISSING)),
+        *((f"h.io/a@{DIGEST}", IF_MISSING), (f"h.io/a:latest@{DIGEST}", IF_MISSING)),
+    ],
+)
+def test_the_default_policy_is_kubernetes(ref, policy):
+    assert default_policy(Reference.parse(ref)) == policy
+    assert want(ref=ref).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("word", "policy"),
+    [
+        *(("Never", NEVER), ("IfNotPresent", IF_MISSING), ("Always", ALWAYS)),
+        *(("never", NEVER), ("if-missing", IF_MISSING), ("always", ALWAYS)),
+    ],
+)
+def test_policies_have_two_spellings(word, policy):
+    assert want(pullPolicy=word).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"ref": f"h.io/a@{DIGEST}"}, f"h.io/a@{DIGEST}"),
+        ({"ref": f"h.io/a:v1@{DIGEST}"}, f"h.io/a:v1@{DIGEST}"),
+        ({"ref": f"h.io/a:v1@{DIGEST}", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
+        ({"ref": "h.io/a:v1", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
+        # no tag was said, and none is made up beside a digest
+        ({"ref": "h.io/a", "digest": DIGEST}, f"h.io/a@{DIGEST}"),
+    ],
+)
+def test_a_digest_is_said_in_the_name_or_beside_it(said, name):
+    found = want(**said)
+    assert (found.name, str(found.digest)) == (name, DIGEST)
+    assert found.reference.digest == found.digest
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        *((1, 1.0), (90, 90.0), (1.5, 1.5), ("5m", 300.0), ("1h30m", 5400.0), ("1s", 1.0)),
+        *((0, math.inf), ("0", math.inf), ("0s", math.inf), (-1, math.inf), ("-5m", math.inf)),
+        *((10**30, math.inf), ("9" * 40, math.inf), (10**400, math.inf), ("9" * 41, None)),
+        *((0.5, None), ("500ms", None), ("5 m", None), ("soon", None), (True, None)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_refresh_is_a_duration_of_a_second_or_more(said, seconds):
+    if seconds is None:
+        with pytest.raises(FormatError, match="refresh"):
+            want(refresh=said)
+    else:
+        assert want(refresh=said).refresh == seconds
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"ref": "h.io/a"},
+        {"ref": "h.io/a", "digest": DIGEST, "refresh": 0, "pullPolicy": "always"},
+        {"priority": 3, "pin": True, "components": ["b", "a"], "refresh": "90s"},
+    ],
+    ids=str,
+)
+def test_what_a_want_writes_means_the_same(said):
+    found = want(**said)
+    text = json.dumps(found.to_json())
+    assert wants_of([json.loads(text)]) == (found,)
+    assert list(schema.violations("desired", [found.to_json()])) == []
+
+
+def test_wants_are_equal_wherever_they_come_from():
+    one, other = (wants_of([{"ref": "h.io/a"}], origin)[0] for origin in ("a.yaml", "b.yaml"))
+    assert one == other
+    assert one.origin != other.origin
+    assert one != want(ref="h.io/a", priority=1)
+
+
+def test_a_want_without_a_registry_cannot_be_made():
+    with pytest.raises(FormatError, match="no registry"):
+        ModelSpec(Reference.parse("a:v1"))
+    with pytest.raises(FormatError, match="another digest"):
+        ModelSpec(Reference.parse(f"h.io/a@{DIGEST}"), Digest.parse(OTHER))
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        *(("text", "entry 1: "), ([], "entry 1: "), (None, "entry 1: "), ({}, "'ref' is missing")),
+        *(({"ref": 5}, "entry 1, ref: "), ({"ref": None}, "entry 1, ref: ")),
+        *(({"ref": "a:v1"}, "its registry"), ({"ref": "team/a:v1"}, "its registry")),
+        *(({"ref": "h.io/A"}, "names are lower case"), ({"ref": "h.io/../a"}, "h.io/../a")),
+        ({"ref": "h.io/a b"}, "h.io/a b"),
+        ({"ref": "h.io/" + "a" * 1024}, "too long"),
+        ({"ref": "h.io/a", "digest": "sha256:ab"}, "entry 1, digest: "),
+        ({"ref": "h.io/a", "digest": None}, "entry 1, digest: "),
+        ({"ref": f"h.io/a@{OTHER}", "digest": DIGEST}, "another digest"),
+        ({"ref": "h.io/a", "pullPolicy": "Sometimes"}, "Never, IfNotPresent, Always"),
+        ({"ref": "h.io/a", "pulPolicy": "Never"}, "entry 1, pulPolicy: "),
+        ({"ref": "h.io/a", "pin\x1b[2J": True}, "entry 1, "),
+        ({"ref": "h.io/a", "priority": 1.0}, "entry 1, priority: "),
+        ({"ref": "h.io/a", "priority": True}, "entry 1, priority: "),
+        ({"ref": "h.io/a", "priority": 2**31}, "entry 1, priority: "),
+        ({"ref": "h.io/a", "pin": "yes"}, "entry 1, pin: "),
+        ({"ref": "h.io/a", "components": "vae"}, "entry 1, components: "),
+        ({"ref": "h.io/a", "components": ["vae", "../x"]}, "entry 1, components/2: "),
+        ({"ref": "h.io/a", "components": ["\ud800"]}, "layer name"),
+        ({"ref": "h.io/\ud800"}, "entry 1"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_an_entry_cannot_be(entry, where):
+    with pytest.raises(FormatError) as caught:
+        wants_of([entry])
+    assert where in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.message.isprintable()
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("document", [{}, "a", 7, True, {"models": []}], ids=str)
+def test_a_document_is_a_list(document):
+    with pytest.raises(FormatError, match="must be a list"):
+        wants_of(document)
+
+
+def test_nothing_is_an_empty_list():
+    assert wants_of(None) == wants_of([]) == ()
+
+
+@pytest.mark.parametrize(
+    "ref", ["a", "a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"]
+)
+def test_schema_and_reader_agree_on_what_names_a_registry(ref):
+    is_valid = not list(schema.violations("desired", [{"ref": ref}]))
+    assert is_valid == (Reference.parse(ref).registry is not None)
+
+
+# -- one model, twice
+
+
+def test_what_is_said_twice_is_one(tmp_path):
+    (tmp_path / "a.yaml").write_text("- ref: h.io/a\n- ref: h.io/b\n")
+    (tmp_path / "b.yaml").write_text("- ref: h.io/a:latest\n  pullPolicy: always\n")
+    found = read_directory(tmp_path).wants
+    assert [(each.name, each.origin) for each in found] == [
+        ("h.io/a:latest", "a.yaml"),
+        ("h.io/b:latest", "a.yaml"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "difference"),
+    [
+        ("priority: 3", "priority is 0 there, and 3 here"),
+        ("pin: true", "pin is false there, and true here"),
+        ("refresh: 0", "refresh is 300.0 there, and 0 here"),
+        ("components: [vae]", 'components is [] there, and ["vae"] here'),
+        ("pullPolicy: Never", 'pullPolicy is "IfNotPresent" there, and "Never" here'),
+        (f"digest: {DIGEST}", f'digest is null there, and "{DIGEST}" here'),
+    ],
+)
+def test_what_two_files_say_differently_is_refused_with_both_places(tmp_path, said, difference):
+    (tmp_path / "a.yaml").write_text("- ref: h.io/b\n\n- ref: h.io/a:v1\n")
+    (tmp_path / "b.yaml").write_text(f"- ref: h.io/a:v1\n  {said}\n")
+    assert refused(tmp_path) == (
+        f"h.io/a:v1 is wanted in a.yaml, line 3 and, differently, in b.yaml, line 1: {difference}"
+    )
+
+
+def test_two_digests_of_one_repository_are_two_models():
+    found = wants_of([{"ref": f"h.io/a@{DIGEST}"}, {"ref": f"h.io/a@{OTHER}"}, {"ref": "h.io/a"}])
+    assert len(found) == 3
+
+
+# -- files
+
+
+def test_files_are_read_by_name_and_hidden_ones_are_not(tmp_path):
+    (tmp_path / "b.json").write_text('[{"ref": "h.io/b"}]')
+    (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
+    (tmp_path / "c.yml").write_bytes(b"\xef\xbb\xbf- ref: h.io/c\r\n")
+    for name in (".a.yaml", "..data.yaml", "a.yaml~", "a.txt", "README.md", "a.yaml.swp"):
+        (tmp_path / name).write_text("{{{")
+    found = read_directory(tmp_path)
+    assert found.files == ("a.yaml", "b.json", "c.yml")
+    assert [each.origin for each in found.wants] == ["a.yaml", "b.json", "c.yml"]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "[]", "~", "--- []\n...\n"])
+def test_an_empty_file_wants_nothing(tmp_path, text, loader):
+    (tmp_path / "a.yaml").write_text(text)
+    found = read_directory(tmp_path)
+    assert (found.wants, found.files) == ((), ("a.yaml",))
+
+
+@pytest.mark.parametrize("text", ["", " \n", "[]", "null"])
+def test_an_empty_json_file_wants_nothing(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert read_directory(tmp_path).wants == ()
+
+
+def test_an_empty_directory_wants_nothing(tmp_path):
+    found = read_directory(tmp_path)
+    assert (found.wants, found.files) == ((), ())
+    assert found.fingerprint != SpecFiles().fingerprint
+
+
+def test_a_directory_that_is_not_there_is_said_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("none", "file"):
+        with pytest.raises(NotFoundError, match="there is no directory") as caught:
+            read_directory(tmp_path / name)
+        assert "--desired" in caught.value.hint
+
+
+def test_the_fingerprint_is_of_the_bytes(tmp_path):
+    (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
+    first = read_directory(tmp_path).fingerprint
+    os.utime(tmp_path / "a.yaml", (1, 1))
+    assert read_directory(tmp_path).fingerprint == first
+    (tmp_path / "a.yaml").write_text("- ref: h.io/a\n#\n")
+    second = read_directory(tmp_path).fingerprint
+    (tmp_path / "a.yaml").rename(tmp_path / "b.yaml")
+    assert len({first, second, read_directory(tmp_path).fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- [", "a.yaml, line "),
+        ("- ref: h.io/a\n- ref: h.io/b\n  pin: yes\n", "line 3: entry 2, pin: must be true"),
+        ("- ref: h.io/a\n\n-\n  pin: true\n", "line 4: entry 2: 'ref' is missing"),
+        ("- ref: h.io/a\n- ref: h.io/B\n", "line 2: entry 2: 'h.io/B' is not a reference"),
+        ("- ref: h.io/a\n  ref: h.io/b\n", "line 2: the key 'ref' stands twice"),
+        ("- ref: h.io/a\n---\n- ref: h.io/b\n", "line 2: a second document"),
+        ("- &a ref: h.io/a\n- *a\n", "line 2: "),
+        ("- &a [ref]\n- *a\n", "line 2: aliases"),
+        ("- &a [*a]\n", "line 1: aliases"),
+        ("- !!python/object/apply:os.system [id]\n", "line 1: the tag"),
+        ("- ref: !!str h.io/a\n", "line 1: the tag"),
+        ("- ref: ! h.io/a\n", "line 1: the tag"),
+        ("- ref: !!binary aC5pby9h\n", "line 1: the tag"),
+        ("- {1: 2}\n", "line 1: a key is one text"),
+        ("- ? [a]\n  : b\n", "line 1: a key is one text"),
+        ("- ref: h.io/a\n  <<: {pin: true}\n", "line 2: entry 1, <<: "),
+        ("- ref: 2026-01-31\n", 'ref: "2026-01-31" is not what it must be'),
+        ("- ref: 12:30:45\n", 'ref: "12:30:45" is not what it must be'),
+        ("- ref: h.io/a\n  priority: 0x10\n", 'not "0x10"'),
+        ("- ref: h.io/a\n  priority: 1_000\n", 'not "1_000"'),
+        ("- ref: h.io/a\n  priority: " + "9" * 5000 + "\n", "line 2: entry 1, priority: "),
+        ("- ref: h.io/a\n  refresh: .nan\n", "line 2: entry 1, refresh: "),
+        ("- ref: h.io/a\n\x00", "line 2: a character that YAML forbids"),
+        ("\x00" * 4096, "line 1: a character that YAML forbids"),
+        ("- ref: h.io/a\n\tpin: true\n", "a.yaml, line 2: "),
+        ("[" * 100_000, "line 1: nested more than 20 deep"),
+        ("{a: " * 100_000, "line 1: nested more than 20 deep"),
+        ("%YAML 3.0\n---\n- a\n", "line 1: "),
+        ("kind: ConfigMap\n", "line 1: must be a list"),
+    ],
+    ids=lambda text: repr(text)[:40],
+)
+def test_odd_yaml_is_refused_with_its_line(tmp_path, text, said, loader):
+    assert said in refused_text(tmp_path, text)
+
+
+def test_an_alias_bomb_is_refused_before_it_goes_off(tmp_path, loader):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    assert "line 2: aliases" in refused_text(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "a.json is not JSON: "),
+        ("- ref: h.io/a", "a.json is not JSON: "),
+        ('[{"ref": "h.io/a", "pin": true, "pin": true}]', "the key 'pin' twice"),
+        ('[{"ref": "h.io/a", "refresh": NaN}]', "NaN is no number"),
+        ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/b",\n"pin": 1}\n]', "a.json, line 4: entry 2, pin"),
+        ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/B"}]', "a.json, line 3: entry 2: "),
+        ("[" * 100_000, "nested"),
+        ("{}", "a.json, line 1: must be a list"),
+    ],
+    ids=lambda text: repr(text)[:40],
+)
+def test_odd_json_is_refused_with_its_place(tmp_path, text, said):
+    assert said in refused_text(tmp_path, text, "a.json")
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_what_is_not_utf_8_is_refused_with_its_line(tmp_path, name):
+    (tmp_path / name).write_bytes(b"[\n# gr\xfc\xdfe\n]")
+    assert refused(tmp_path) == f"{tmp_path / name}, line 2: not UTF-8"
+    (tmp_path / name).write_bytes("- ref: h.io/a\n".encode("utf-16"))
+    assert "not UTF-8" in refused(tmp_path)
+
+
+def test_a_large_file_is_refused(tmp_path):
+    text = "- ref: h.io/a\n"
+    (tmp_path / "a.yaml").write_text(text + "#" * (spec_files.MAX_SIZE - len(text)))
+    assert names(tmp_path) == ["h.io/a:latest"]
+    (tmp_path / "a.yaml").write_text(text + "#" * (spec_files.MAX_SIZE - len(text) + 1))
+    assert "is larger than 1048576 bytes" in refused(tmp_path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.yaml")
+    assert "a.yaml is no file" in refused(tmp_path)
+
+
+def test_a_directory_called_like_a_file_is_refused(tmp_path):
+    (tmp_path / "a.yaml").mkdir()
+    assert "a.yaml is no file" in refused(tmp_path)
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "a.yaml").symlink_to("gone/a.yaml")
+    assert refused(tmp_path).endswith("a.yaml: it is a link to nothing")
+    (tmp_path / "a.yaml").unlink()
+    (tmp_path / "a.yaml").symlink_to("a.yaml")
+    assert "cannot read" in refused(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
+@pytest.mark.parametrize("name", [b"\xff.yaml", b"a\n\x1b[2Jb.yaml"])
+def test_a_file_with_an_odd_name_is_shown_without_it(tmp_path, name):
+    path = tmp_path / os.fsdecode(name)
+    path.write_text("- 5\n")
+    assert ".yaml" in refused(tmp_path)
+    path.write_text("- ref: h.io/a\n")
+    found = read_directory(tmp_path)
+    assert all(each.isprintable() for each in (*found.files, found.wants[0].origin))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
+)
+def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path_factory, raw):
+    directory = tmp_path_factory.mktemp("any")
+    for name in ("a.yaml", "a.json"):
+        path = directory / name
+        path.write_bytes(raw)
+        try:
+            assert isinstance(read_directory(directory), SpecFiles)
+        except FormatError as error:
+            assert error.message.isprintable()
+        path.unlink()
+
+
+PIECES = st.sampled_from(
+    [
+        *("- ", "? ", ": ", "ref", "h.io/a", "true", "5m", "é", "\n", "  ", "\t", "\x85", "\u2028"),
+        *("[", "]", "{", "}", ",", '"', "'", "&a ", "*a", "!!str ", "| \n", "> \n", "---\n"),
+        *("...\n", "%", "#", "\0"),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=30).map("".join))
+def test_both_parsers_take_or_refuse_any_pieces_of_yaml(text):
+    for each in LOADERS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plain_yaml, "_LOADER", each)
+            try:
+                value = read_yaml(text).value
+            except NotYAMLError as error:
+                assert error.line >= 0
+                assert error.message.isprintable()
+            else:
+                json.dumps(value)
+
+
+class Plain(yaml.SafeDumper):
+    """Writes everything out."""
+
+    def ignore_aliases(self, data):
+        return True
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**17), 10**17)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text("abyn~ 1é", max_size=4), inner)
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES, st.booleans())
+def test_what_another_writes_is_read_as_it_was_meant(value, is_flow):
+    text = yaml.dump(value, Dumper=Plain, default_flow_style=is_flow)
+    for each in LOADERS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plain_yaml, "_LOADER", each)
+            assert read_yaml(text).value == value
+
+
+# -- changes
+
+
+def config_map(directory, version, **files):
+    """A ConfigMap as kubelet mounts it, and replaces it: links through ``..data``."""
+    (directory / version).mkdir(parents=True)
+    for name, text in files.items():
+        (directory / version / f"{name}.yaml").write_text(text)
+    (directory / "..data_tmp").symlink_to(version)
+    (directory / "..data_tmp").rename(directory / "..data")
+    for name in files:
+        if not (directory / f"{name}.yaml").is_symlink():
+            (directory / f"{name}.yaml").symlink_to(f"..data/{name}.yaml")
+
+
+def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
+    config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
+    watcher = SpecWatcher(tmp_path)
+    assert watcher.changed()
+    assert not watcher.changed()
+    assert read_directory(tmp_path).files == ("a.yaml", "b.yaml")
+    assert names(tmp_path) == ["h.io/a:v1", "h.io/b:v1"]
+    config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v2\n", b="- ref: h.io/b:v2\n")
+    assert watcher.changed()
+    assert names(tmp_path) == ["h.io/a:v2", "h.io/b:v2"]
+    assert not watcher.changed()
+
+
+def test_a_key_that_leaves_a_config_map_is_refused_until_its_link_is_gone(tmp_path):
+    config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
+    watcher = SpecWatcher(tmp_path)
+    watcher.changed()
+    config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v1\n")
+    assert watcher.changed()
+    assert "b.yaml: it is a link to nothing" in refused(tmp_path)
+    (tmp_path / "b.yaml").unlink()
+    assert watcher.changed()
+    assert names(tmp_path) == ["h.io/a:v1"]
+
+
+def test_what_is_replaced_during_the_reading_is_read_again(tmp_path, monkeypatch):
+    config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
+    read, done = spec_files._content, []
+
+    def content(path):
+        raw = read(path)
+        if not done:
+            done.append(path)
+            config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v2\n", b="- ref: h.io/b:v2\n")
+        return raw
+
+    monkeypatch.setattr(spec_files, "_content", content)
+    assert names(tmp_path) == ["h.io/a:v2", "h.io/b:v2"]
+
+
+def test_a_file_that_vanishes_during_the_reading_is_not_missed(tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
+    (tmp_path / "b.yaml").write_text("- ref: h.io/b\n")
+    read = spec_files._content
+
+    def content(path):
+        (tmp_path / "b.yaml").unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(spec_files, "_content", content)
+    assert names(tmp_path) == ["h.io/a:latest"]
+
+
+def test_files_that_never_rest_are_refused(tmp_path, monkeypatch):
+    read, count = spec_files._content, iter(range(1000))
+
+    def content(path):
+        path.write_text(f"- ref: h.io/a:v{next(count)}\n" + "#" * next(count))
+        return read(path)
+
+    (tmp_path / "a.yaml").write_text("")
+    monkeypatch.setattr(spec_files, "_content", content)
+    assert "change while they are read" in refused(tmp_path)
+    assert next(count) < 20
+
+
+def test_a_half_written_file_is_noticed_again_when_it_is_whole(tmp_path):
+    text = "- ref: h.io/a:v1\n  pin: true\n- ref: h.io/b:v1\n  pin: false\n"
+    path, watcher = tmp_path / "a.yaml", SpecWatcher(tmp_path)
+    for end in range(len(text) + 1):
+        path.write_text(text[:end])
+        assert watcher.changed()
+        try:
+            found = read_directory(tmp_path).wants
+        except FormatError:
+            continue
+        assert all(re.fullmatch(r"h\.io/[ab]?(:.*)?", each.name) for each in found)
+    assert names(tmp_path) == ["h.io/a:v1", "h.io/b:v1"]
+    assert not watcher.changed()
+
+
+def test_a_file_that_is_replaced_whole_is_noticed_at_the_same_size_and_time(tmp_path):
+    path, beside = tmp_path / "a.yaml", tmp_path / ".a.yaml.new"
+    path.write_text("- ref: h.io/a:v1\n")
+    os.utime(path, (1, 1))
+    watcher = SpecWatcher(tmp_path)
+    watcher.changed()
+    beside.write_text("- ref: h.io/a:v2\n")
+    os.utime(beside, (1, 1))
+    assert not watcher.changed()  # what is beside it does not count
+    beside.replace(path)
+    assert watcher.changed()
+    assert names(tmp_path) == ["h.io/a:v2"]
+
+
+def test_new_removed_and_renamed_files_are_noticed(tmp_path):
+    watcher = SpecWatcher(tmp_path)
+    assert watcher.changed()
+    assert not watcher.changed()
+    (tmp_path / "a.yaml").write_text("")
+    assert watcher.changed()
+    (tmp_path / "a.yaml").rename(tmp_path / "b.yaml")
+    assert watcher.changed()
+    (tmp_path / "b.yaml").unlink()
+    assert watcher.changed()
+    (tmp_path / "README.md").write_text("")
+    assert not watcher.changed()
+
+
+def test_a_directory_that_goes_and_comes_back_is_noticed(tmp_path):
+    directory = tmp_path / "desired.d"
+    watcher = SpecWatcher(directory)
+    assert watcher.changed()  # the first call, of what is not there
+    assert not watcher.changed()
+    directory.mkdir()
+    assert watcher.changed()
+    directory.rmdir()
+    assert watcher.changed()
+    assert not watcher.changed()
+
+
+# -- the example
+
+
+def test_the_example_is_what_the_schema_says_and_shows_everything():
+    documents = [yaml.safe_load(path.read_bytes()) for path in sorted(EXAMPLES.glob("*.yaml"))]
+    assert documents
+    for document in documents:
+        assert list(schema.violations("desired", document)) == []
+    keys = {key for document in documents for entry in document for key in entry}
+    assert keys == set(schema.load("desired")["$defs"]["want"]["properties"])
+
+
+def test_the_example_is_read():
+    found = read_directory(EXAMPLES).wants
+    assert [(each.policy, each.pin, bool(each.digest)) for each in found] == [
+        (IF_MISSING, True, False),
+        (ALWAYS, False, False),
+        (IF_MISSING, False, True),
+        (IF_MISSING, False, False),
+    ]
+    assert found[-1].components == ("adapters/style", "transformer")

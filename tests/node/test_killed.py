@@ -1,0 +1,131 @@
+"""Nodes that are processes, and one of them killed in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.oci import Reference
+from tests.node.nodes import MIB, noise, push_model
+from tests.proxy import Proxy
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from clowder_aimage.oci import Reference
+from tests.node.nodes import Node
+node = Node(Path(sys.argv[1])).start()
+print(json.dumps(node.address), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if isinstance(asked, list):
+        node.addresses[:] = asked
+        node.knows(*(each for each in asked if each != node.address))
+        said = sorted(asked)
+    else:
+        root, came = node.pull(Reference.parse(asked))
+        said = {"root": str(root.digest), **came}
+    print(json.dumps(said), flush=True)
+node.stop()
+"""
+
+
+class Child:
+    """A node in a process of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+        self.address = self.heard()
+
+    def say(self, value):
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def heard(self):
+        line = self.process.stdout.readline()
+        assert line, "the node has ended"
+        return json.loads(line)
+
+    def end(self, number=signal.SIGKILL):
+        self.process.send_signal(number)
+        self.process.wait(20)
+        self.process.stdout.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def check(self):
+        """All it has is right, and nothing is left over."""
+        for path in self.root.glob("blobs/sha256/*"):
+            with path.open("rb") as file:
+                assert hashlib.file_digest(file, "sha256").hexdigest() == path.name
+        assert not list(self.root.glob(".aimage/ingest/*"))
+
+
+@pytest.fixture
+def children(tmp_path):
+    found = [Child(tmp_path / f"node-{number}") for number in range(3)]
+    yield found
+    for child in found:
+        child.end()
+
+
+def acquaint(children):
+    for child in children:
+        child.say([each.address for each in children])
+    for child in children:
+        child.heard()
+
+
+def test_processes_share_one_download(tmp_path, registry, repository, children):
+    pushed = push_model(tmp_path, repository, noise(70 * MIB), noise(9 * MIB, "b"), b"small")
+    with Proxy(registry.host).running() as proxy:
+        reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        acquaint(children)
+        for child in children:
+            child.say(str(reference))
+        assert len({child.heard()["root"] for child in children}) == 1
+        assert proxy.sent() <= 1.05 * (79 * MIB)
+    for child in children:
+        child.check()
+
+
+def test_one_killed_in_the_middle_changes_nothing_but_time(
+    tmp_path, registry, repository, children
+):
+    pushed = push_model(tmp_path, repository, noise(120 * MIB), noise(30 * MIB, "b"))
+    with Proxy(registry.host, hold=40 * MIB).running() as proxy:
+        reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        acquaint(children)
+        for child in children:
+            child.say(str(reference))
+        proxy.wait_until(lambda: proxy.held > 0)
+        victim = children.pop()
+        victim.end(signal.SIGKILL)
+        proxy.release()
+        roots = {child.heard()["root"] for child in children}
+        assert len(roots) == 1
+        children.append(Child(victim.root))
+        acquaint(children)
+        before = proxy.sent()
+        children[-1].say(str(reference))
+        assert {children[-1].heard()["root"]} == roots
+        assert proxy.sent() - before < 1 * MIB, "its neighbours have it all"
+    for child in children:
+        child.check()
+        assert len(list(child.root.glob(".aimage/range/*"))) == 1, "what it had is gone"

@@ -1,0 +1,484 @@
+"""When a node does what: clocks that jump, registries that ask for patience, changes midway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from clowder_aimage.api.storage import encode
+from clowder_aimage.engine.backoff import again
+from clowder_aimage.engine.engine import NEVER
+from clowder_aimage.errors import RegistryError
+from clowder_aimage.http.server import make_service
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.node.model_spec import ModelSpec
+from clowder_aimage.node.node import Node, NodeOptions
+from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import ClientOptions
+from tests.node.conftest import until
+from tests.node.nodes import noise
+from tests.node.shop import events
+from tests.node.test_node_live import asked
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+
+FOLLOWED = {"refresh": 1, "pullPolicy": "Always"}
+HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
+
+
+class Bench:
+    """A node without a server, on a clock of the test's own, to be turned by hand."""
+
+    def __init__(self, home, *wants, **options):
+        self.now = 1000.0
+        self.home, self.store = home, ImageLayout(home / "bench")
+        self.start(**options)
+        self.node.wanted.replace_api(wants)
+
+    def start(self, **options):
+        """Another process, with the same store."""
+        service = make_service(NodeSettings(), self.store, ClientOptions(docker_config=self.home))
+        self.news = service.news
+        self.node = Node(
+            service,
+            NodeOptions(**options),
+            clock=lambda: self.now,
+            chance=lambda: 0.999,
+            identity="x",
+        )
+
+    async def turn(self, seconds=0.0):
+        """Let time pass, look at everything, and wait until it is done."""
+        self.now += seconds
+        await self.node.turn()
+        while self.node._tasks:
+            await asyncio.wait(list(self.node._tasks.values()))
+            await asyncio.sleep(0)
+        if self.node._cleaning is not None:
+            await self.node._cleaning
+
+    def model(self):
+        (found,) = self.node.models()
+        return found
+
+
+def want(ref, **facts):
+    return ModelSpec(Reference.parse(ref), **facts)
+
+
+# -- clocks
+
+
+def test_a_wall_clock_that_jumps_makes_no_request_and_delays_none(tmp_path, shop, monkeypatch):
+    ref = shop.publish("a")
+    real, jump = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
+
+    async def play():
+        bench = Bench(tmp_path, want(ref, refresh=300.0))
+        await bench.turn()
+        assert bench.model()["state"] == "present"
+        for at, jumped in enumerate((DECADE, -DECADE, HOUR, -HOUR, 0.0)):
+            before = len(shop.proxy.seen)
+            jump[0] = jumped
+            await bench.turn(299.0 if at else 150.0)
+            assert len(shop.proxy.seen) == before, f"asked early after a jump of {jumped} s"
+            await bench.turn(1.5 if at else 151.0)
+            seen = shop.proxy.seen[before:]
+            assert [(each.method, each.status) for each in seen] == [("GET", 304)]
+            assert bench.model()["state"] == "present" and not bench.node.missing()
+        assert ImageLayout(tmp_path / "bench").resolve(Reference.parse(ref))
+
+    asyncio.run(play())
+
+
+def test_a_jump_of_the_wall_clock_removes_nothing_that_is_wanted(tmp_path, shop, monkeypatch):
+    ref = shop.publish("a")
+    real = time.time
+
+    async def play():
+        bench = Bench(tmp_path, want(ref, refresh=300.0), collect=600.0, may_prune=True)
+        await bench.turn()
+        monkeypatch.setattr(time, "time", lambda: real() + DECADE)
+        await bench.turn(601.0)
+        await bench.turn(10.0)
+        assert bench.model()["state"] == "present"
+        reference = Reference.parse(ref)
+        assert bench.store.resolve(reference)
+        assert shop.blobs() == 2  # the config, and the layer: nothing was fetched again
+
+    asyncio.run(play())
+
+
+def test_what_fails_backs_off_on_the_monotonic_clock_whatever_the_wall_says(
+    tmp_path, shop, monkeypatch
+):
+    ref = shop.publish("a")
+    shop.refuse(lambda passed: True, 501)  # no request is repeated at once
+    real, jump = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
+
+    async def play():
+        bench = Bench(tmp_path, want(ref))
+        await bench.turn()
+        for attempts in range(1, 12):
+            jump[0] = DECADE * (-1) ** attempts
+            wait = min(300.0, 2.0**attempts) * 0.999
+            before = len(shop.proxy.seen)
+            await bench.turn(wait * 0.99)
+            assert len(shop.proxy.seen) == before, f"attempt {attempts + 1} came early"
+            await bench.turn(wait * 0.02)
+            assert len(shop.proxy.seen) == before + 1, f"attempt {attempts + 1} did not come"
+        shop.mend()
+        await bench.turn(301.0)
+        assert bench.model()["state"] == "present"
+
+    asyncio.run(play())
+
+
+def test_what_may_never_be_fetched_is_looked_at_now_and_then_and_not_at_every_turn(tmp_path, shop):
+    ref = shop.publish("a")
+
+    async def play():
+        bench = Bench(tmp_path, want(ref))
+        await bench.turn()
+        bench.node.wanted.replace_api([want(ref, policy=NEVER)])
+        await bench.turn(1.0)
+        one = bench.node._tended[ref]
+        assert one.state == "present" and one.due >= bench.now + 5.0
+        assert not shop.manifests(since=4)
+
+    asyncio.run(play())
+
+
+# -- patience that a registry asks for
+
+
+def test_how_long_a_registry_wants_to_be_left_alone_counts_where_that_is_longer():
+    for asked_for in (30.0, 1800.0):
+        error = RegistryError("too many", status=429, retry_after=asked_for)
+        assert again(error, 1, 0.5, 300.0).delay == asked_for
+    assert again(RegistryError("x", status=429, retry_after=2.0), 9, 0.5, 300.0).delay == 150.0
+
+
+def test_retry_after_is_obeyed_between_any_two_requests(node):
+    manifest, blobs = artifact(b"{}", noise(1000))
+    serve, times, is_busy = serving(manifest, blobs), [], [True]
+
+    def script(seen):
+        times.append(time.monotonic())
+        return Answer(429, {"Retry-After": "1"}) if is_busy[0] else serve(seen)
+
+    with ScriptedRegistry(script).running() as registry:
+        ref = f"{registry.host}/team/model:v1"
+        node.want({"ref": ref})
+        node.start()
+        waiting = node.reaches(ref, "waiting")
+        assert waiting["code"] == "registry_failed" and waiting["next"]
+        count = len(times)
+        until(lambda: len(times) > count, "another try")
+        is_busy[0] = False
+        node.reaches(ref, "present")
+        busy = times[: count + 1]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(busy)]
+        assert all(gap > 0.95 for gap in gaps), gaps
+    node.aimage("verify")
+
+
+# -- what only a change can mend
+
+
+def rounds(shop, tag="v1", count=3):
+    """Wait until a tag was asked about so many times more."""
+    since = len(shop.proxy.seen)
+    until(lambda: shop.manifests(tag, since) >= count, f"{count} looks at the tag")
+
+
+@pytest.mark.parametrize("policy", ["Always", "IfNotPresent"])
+def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(node, shop, policy):
+    shop.spoil("b")
+    ref = shop.publish("a", "b")
+    node.want({"ref": ref, "refresh": 1, "pullPolicy": policy})
+    node.start()
+    failed = node.reaches(ref, "failed")
+    assert failed["code"] == "verification_failed"
+    assert node.metric("aimage_digest_mismatch_total") == 1
+    blobs = shop.blobs()
+    rounds(shop)
+    shop.refuse(lambda passed: True)  # a registry that fails meanwhile is no reason either
+    until(lambda: node.model(ref)["code"] == "registry_failed", "the failure to be told")
+    shop.proxy.instead = None
+    until(lambda: node.model(ref)["code"] == "verification_failed", "the old reason")
+    assert failed["reason"] == node.model(ref)["reason"]
+    rounds(shop)
+    assert shop.blobs() == blobs
+    assert node.names() == set()
+    moved = len(shop.proxy.seen)
+    shop.publish("a", "c")
+    node.reaches(ref, "present")
+    since = [each.path for each in shop.proxy.seen[moved:] if "/blobs/" in each.path]
+    assert len(since) == len(set(since)) <= 3  # what was right is here, if it came before the lie
+    node.aimage("verify")
+
+
+def test_a_new_version_with_wrong_bytes_leaves_the_old_one_and_is_not_fetched_twice(node, shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref, **FOLLOWED})
+    node.start()
+    old = node.reaches(ref, "present")["digest"]
+    shop.spoil("b")
+    shop.publish("a", "b")
+    reason = until(lambda: node.model(ref)["reason"], "the failure to be told")
+    blobs = shop.blobs()
+    rounds(shop)
+    now = node.model(ref)
+    assert (now["state"], now["digest"], now["reason"]) == ("present", old, reason)
+    assert now["drift"] and shop.blobs() == blobs
+    assert node.readiness()[0] == 200
+    shop.publish("a", "c")
+    until(lambda: node.model(ref)["drift"] is None, "the good version to be followed")
+    assert node.model(ref)["digest"] != old
+    node.aimage("verify")
+
+
+def test_wrong_bytes_under_a_digest_are_fetched_once(node, shop):
+    shop.spoil("b")
+    shop.publish("b", tag="v2")
+    pinned = by_digest(shop, "v2")
+    node.want({"ref": pinned, "refresh": 1})
+    node.start()
+    assert node.reaches(pinned, "failed")["code"] == "verification_failed"
+    blobs = shop.blobs()
+    since = len(shop.proxy.seen)
+    until(lambda: shop.manifests(since=since) >= 3, "three looks at the manifest")
+    assert shop.blobs() == blobs
+    shop.proxy.change = None
+    asked(node, "POST", "/v1/node/retry", {"ref": pinned})
+    node.reaches(pinned, "present")
+
+
+def by_digest(shop, tag):
+    """The name of what a tag means now."""
+    head = urllib.request.Request(
+        f"http://{shop.repository.partition('/')[0]}/v2/"
+        f"{shop.repository.partition('/')[2]}/manifests/{tag}",
+        headers={"Accept": "application/vnd.oci.image.manifest.v1+json"},
+        method="HEAD",
+    )
+    with urllib.request.urlopen(head, timeout=30) as answer:
+        digest = answer.headers["Docker-Content-Digest"]
+    return f"{shop.name(tag).rpartition(':')[0]}@{digest}"
+
+
+def test_a_new_version_that_could_not_be_had_is_tried_until_it_is_here(node, shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref, **FOLLOWED})
+    node.start()
+    old = node.reaches(ref, "present")["digest"]
+    shop.refuse(lambda passed: "/blobs/" in passed.path, 501)
+    shop.publish("a", "b")
+    until(lambda: node.model(ref)["reason"], "the failure to be told")
+    rounds(shop, count=2)
+    assert node.model(ref)["digest"] == old and node.model(ref)["drift"]
+    shop.mend()
+    until(lambda: node.model(ref)["drift"] is None, "the new version to come at last")
+    assert node.model(ref)["digest"] != old and node.model(ref)["reason"] is None
+
+
+def test_a_tag_that_appears_later_is_fetched_at_its_next_look(node, shop):
+    ref = shop.name("later")
+    shop.publish("a", tag="other")
+    node.want({"ref": ref, "refresh": 1})
+    node.start()
+    missing = node.reaches(ref, "failed")
+    assert missing["code"] == "not_found"
+    rounds(shop, "later", 2)
+    assert not shop.blobs()
+    shop.publish("a", tag="later")
+    node.reaches(ref, "present")
+
+
+# -- changes in the middle of a pull
+
+
+def test_a_want_that_goes_in_the_middle_of_its_pull_ends_it_and_names_nothing(node, shop):
+    ref = shop.publish("a", "b", size=20_000_000)
+    other = shop.publish("c", tag="other")
+    shop.proxy.hold = 25_000_000
+    node.want({"ref": ref})
+    node.start()
+    until(lambda: shop.proxy.held, "half of it to be there")
+    node.want({"ref": other})
+    until(lambda: node.model(ref)["state"] == "not wanted", "it to be forgotten")
+    shop.proxy.release()
+    node.reaches(other, "present")
+    until(lambda: not node.metric("aimage_pull_inflight"), "the pull to end")
+    assert node.names() == {other}
+    stopped = [each for each in events(node.url, {"pull"}) if each["reference"] == ref]
+    assert [each["outcome"] for each in stopped] == ["stopped"]
+    sent = shop.proxy.sent()
+    node.want({"ref": other}, {"ref": ref})
+    node.reaches(ref, "present")
+    assert shop.proxy.sent() - sent < 40_000_000  # what had come was kept
+    node.aimage("verify")
+
+
+def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
+    ref = shop.publish("a", "b", size=400_000)
+    shop.proxy.hold = 500_000
+    node.want({"ref": ref, "priority": 1})
+    node.start()
+    until(lambda: shop.proxy.held, "half of it to be there")
+    node.want({"ref": ref, "priority": 9, "pin": True})
+    until(lambda: node.model(ref)["priority"] == 9, "the change to be seen")
+    shop.proxy.release()
+    node.reaches(ref, "present")
+    assert shop.proxy.sent() < 1_000_000
+    until(lambda: node.aimage("pin", "--json").value == {"pinned": [ref]}, "the pin to be set")
+    node.aimage("verify")
+
+
+def test_components_that_change_in_the_middle_are_what_is_fetched_in_the_end(
+    node, author, repository, proxy
+):
+    name = f"{repository}:v1"
+    author("tag", "tiny", name)
+    author("push", "-q", name)
+    author("rm", name)
+    ref = f"{proxy.host}/{repository.partition('/')[2]}:v1"
+    proxy.hold = 100_000
+    node.want({"ref": ref, "components": ["transformer"]})
+    node.start()
+    until(lambda: proxy.held, "the pull to begin")
+    read_at = "aimage_config_last_reload_success_timestamp_seconds"
+    before = node.metric(read_at)
+    node.want({"ref": ref, "components": ["vae"]})
+    until(lambda: node.metric(read_at) > before, "the change to be read")
+    proxy.release()
+    part = node.reaches(ref, "present")
+    assert part["total"] == 0 and node.readiness()[0] == 200
+    until(lambda: not node.metric("aimage_pull_inflight"), "the other pull to end")
+    assert node.names() == {ref}
+    node.want({"ref": ref})
+    until(lambda: node.model(ref)["sources"]["cache"], "the rest to come")
+    node.reaches(ref, "present")
+    node.aimage("verify")
+
+
+# -- reloading
+
+
+def swap(directory, number, text):
+    """Replace the content as kubelet does: a new directory, and ``..data`` moved to it."""
+    fresh = directory / f"..2026_{number}"
+    fresh.mkdir()
+    (fresh / "models.yaml").write_text(text)
+    beside = directory / "..data_tmp"
+    beside.symlink_to(fresh.name)
+    beside.replace(directory / "..data")
+    link = directory / "models.yaml"
+    if not link.is_symlink():
+        link.symlink_to("..data/models.yaml")
+
+
+def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, shop):
+    one, other = shop.publish("a", tag="one"), shop.publish("b", tag="other")
+    swap(node.desired, 1, f"- ref: {one}\n")
+    node.start()
+    node.reaches(one, "present")
+    swap(node.desired, 2, f"- ref: {one}\n- ref: {other}\n  pin: true\n")
+    node.reaches(other, "present")
+    swap(node.desired, 3, "- ref: [\n")
+    until(lambda: not node.status()["desired"]["valid"], "the mistake to be said")
+    assert node.metric("aimage_desired_images") == 2
+    swap(node.desired, 4, f"- ref: {other}\n")
+    until(lambda: node.model(one)["state"] == "not wanted", "the repaired one to count")
+    assert node.names() == {one, other}
+    loads = [each for each in events(node.url, {"desired"}) if each["valid"]]
+    before = node.status()["desired"]["loaded"]
+    assert node.worker is not None
+    node.worker.process.send_signal(signal.SIGHUP)
+    said = "reading the desired state again"
+    until(lambda: any(said in line for line in node.worker.lines), "the signal to be heard")
+    again_loaded = until(
+        lambda: len([e for e in events(node.url, {"desired"}) if e["valid"]]) > len(loads),
+        "the files to be read again",
+    )
+    assert again_loaded and node.status()["desired"]["loaded"] >= before
+    assert node.model(other)["state"] == "present"
+
+
+def test_a_file_counts_before_the_api_where_both_want_the_same(node, shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref, "priority": 1, "refresh": 7})
+    node.start()
+    node.reaches(ref, "present")
+    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "priority": 9, "pin": True}])
+    until(lambda: asked(node, "GET", "/v1/node/desired")[1], "the API's want to be there")
+    asked(node, "POST", "/v1/node/retry", {"ref": ref})
+    (found,) = node.status()["models"]
+    assert (found["origin"], found["priority"], found["pin"]) == ("models.json", 1, False)
+    node.want()
+    until(lambda: node.model(ref)["origin"] == "api", "the API's to count now")
+    assert node.model(ref)["priority"] == 9
+    until(lambda: node.aimage("pin", "--json").value == {"pinned": [ref]}, "the API's pin")
+
+
+def test_a_file_with_a_digest_counts_before_the_apis_tag_of_the_same_name(node, shop):
+    ref = shop.publish("a")
+    asked_for = by_digest(shop, "v1").rpartition("@")[2]
+    shop.publish("b")
+    node.want({"ref": ref, "digest": asked_for})
+    node.start()
+    node.reaches(f"{ref}@{asked_for}", "present")
+    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, **FOLLOWED}])
+    asked(node, "POST", "/v1/node/retry")
+    since = len(shop.proxy.seen)
+    node.want({"ref": ref, "digest": asked_for, "priority": 2})
+    until(lambda: node.model(f"{ref}@{asked_for}")["priority"] == 2, "a turn of the node")
+    node.reaches(f"{ref}@{asked_for}", "present")
+    assert [each["ref"] for each in node.status()["models"]] == [f"{ref}@{asked_for}"]
+    assert not shop.manifests("v1", since)
+
+
+# -- who comes first
+
+
+def test_what_somebody_asks_for_passes_what_waits_and_what_waits_is_joined(node, shop):
+    refs = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
+    extra = shop.publish("extra", tag="extra")
+    shop.proxy.hold = 1
+    wants = [{"ref": ref, "priority": 10 - n} for n, ref in enumerate(refs)]
+    node.want(*wants[:4])
+    node.start()
+    until(lambda: node.metric("aimage_pull_inflight") == 4, "four to begin")
+    node.want(*wants)
+    waiting = 'aimage_pull_queue_depth{class="desired"}'
+    until(lambda: node.metric(waiting) == 3, "three to wait")
+    assert node.reaches(refs[-1], "waiting")["reason"] == "other pulls come first"
+    assert not shop.manifests("v6") and not shop.manifests("v5")
+
+    def post(ref):
+        return asked(node, "POST", "/content/", {"url": f"oci://{ref}"})[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        passing = pool.submit(post, extra)
+        until(lambda: shop.manifests("extra"), "the one that is asked for to begin")
+        assert not shop.manifests("v5") and not shop.manifests("v4")
+        joining = pool.submit(post, refs[-1])
+        until(lambda: shop.manifests("v6"), "the one that was joined to begin")
+        assert not shop.manifests("v5") and node.metric(waiting) == 2
+        assert node.model(refs[-1])["state"] == "pulling"
+        shop.proxy.release()
+        assert (passing.result(60), joining.result(60)) == (201, 201)
+    for ref in refs:
+        node.reaches(ref, "present")
+    assert shop.manifests("v6") == 1  # and fetched once
+    assert node.names() == {*refs, extra}
+    assert asked(node, "GET", f"/content/{encode(f'oci://{extra}')}")[0] == 200

@@ -1,0 +1,233 @@
+"""A disk that is full: nothing is tried in vain, what may go goes, what is here is served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node.disk_usage import Watermarks
+from clowder_aimage.oci import Reference
+from tests.content.artifact import put_artifact
+from tests.node.conftest import LiveNode, until
+from tests.node.nodes import MIB, noise
+from tests.node.shop import events
+from tests.node.small_disk import small_disk
+from tests.node.test_node_clock import Bench, want
+
+FULL = Watermarks(1.0, 1.0, age=0.0)  # watermarks that are never passed
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """64 MiB, of which a pull leaves 16 free."""
+    with small_disk(tmp_path / "disk", 64 * MIB) as found:
+        yield found
+
+
+@pytest.fixture
+def old_blobs(monkeypatch):
+    """Blobs are old enough to go."""
+    monkeypatch.setattr("clowder_aimage.node.disk_usage.GRACE", 0.0)
+
+
+def put(store, name, size, used):
+    """A model of that size, which was used at that hour long ago."""
+    reference = Reference.parse(f"registry.example.com/{name}")
+    put_artifact(store, str(reference), noise(size, name))
+    path = store.root / ".aimage" / "used" / store.resolve(reference).digest.encoded
+    os.utime(path, (1e9 + 3600 * used, 1e9 + 3600 * used))
+    return reference
+
+
+def names(store):
+    return {name for name, _ in store.tags()}
+
+
+async def told(bench, kind):
+    """What has been told of a kind so far."""
+    await asyncio.sleep(0.01)
+    return [item.facts for item in bench.news._items if item.kind == kind]
+
+
+def test_without_room_a_registry_is_asked_once_and_not_for_a_byte(disk, shop):
+    ref = shop.publish("a", size=20 * MIB)
+    disk.fill(leave=30 * MIB)
+
+    async def play():
+        bench = Bench(disk.root, want(ref), marks=FULL)
+        await bench.turn()
+        failed = bench.model()
+        assert (failed["state"], failed["code"]) == ("failed", "no_space")
+        assert "would fit" in failed["reason"]
+        asked = len(shop.proxy.seen)
+        assert shop.blobs() == 0 and asked <= 2
+        for _ in range(100):
+            await bench.turn(11.0)
+        assert len(shop.proxy.seen) == asked
+        assert bench.model()["reason"] == failed["reason"]
+        disk.drop()
+        await bench.turn(11.0)
+        assert bench.model()["state"] == "present"
+        assert 20 * MIB < shop.proxy.sent() < 20.1 * MIB
+
+    asyncio.run(play())
+
+
+def test_a_disk_that_fills_up_in_the_middle_ends_the_pull_until_there_is_room_again(disk, shop):
+    ref = shop.publish("a", "b", size=12 * MIB)
+    shop.proxy.hold = 15 * MIB
+
+    async def play():
+        bench = Bench(disk.root, want(ref), marks=FULL)
+        turn = asyncio.create_task(bench.turn())
+        await asyncio.to_thread(until, lambda: shop.proxy.held, "half of it to be there")
+        disk.fill()
+        shop.proxy.release()
+        await turn
+        failed = bench.model()
+        assert (failed["state"], failed["code"]) == ("failed", "no_space")
+        sent, asked = shop.proxy.sent(), len(shop.proxy.seen)
+        for _ in range(100):
+            await bench.turn(11.0)
+        assert len(shop.proxy.seen) == asked
+        assert names(bench.store) == set()
+        disk.drop()
+        await bench.turn(11.0)
+        assert bench.model()["state"] == "present"
+        assert shop.proxy.sent() - sent < 24.1 * MIB  # at most all of it, once more
+
+    asyncio.run(play())
+
+
+def test_a_new_version_without_room_leaves_the_old_one_and_comes_when_there_is(disk, shop):
+    ref = shop.publish("a", size=2 * MIB)
+
+    async def play():
+        bench = Bench(disk.root, want(ref, policy="always", refresh=60.0), marks=FULL)
+        await bench.turn()
+        disk.fill(leave=10 * MIB)
+        shop.publish("a", "b", size=2 * MIB)
+        await bench.turn(61.0)
+        now = bench.model()
+        assert now["state"] == "present" and now["drift"] and "would fit" in now["reason"]
+        blobs, asked = shop.blobs(), len(shop.proxy.seen)
+        for _ in range(20):
+            await bench.turn(61.0)
+        seen = shop.proxy.seen[asked:]
+        assert {(each.method, each.status) for each in seen} == {("GET", 304)}
+        assert len(seen) <= 20 and shop.blobs() == blobs
+        assert bench.model()["reason"] == now["reason"] and not bench.node.missing()
+        disk.drop()
+        await bench.turn(61.0)
+        assert bench.model()["drift"] is None and bench.model()["reason"] is None
+
+    asyncio.run(play())
+
+
+def test_the_least_recently_used_make_room_for_what_is_wanted(disk, shop, old_blobs):
+    ref = shop.publish("a", size=20 * MIB)
+
+    async def play():
+        bench = Bench(disk.root, want(ref), marks=FULL)
+        old, new = (put(bench.store, name, 15 * MIB, at) for at, name in enumerate(("old", "new")))
+        await bench.turn()
+        assert names(bench.store) == {index_name(new)}
+        assert bench.model()["code"] == "no_space" and not shop.blobs()
+        await bench.turn(11.0)
+        assert bench.model()["state"] == "present"
+        assert [each["model"] for each in await told(bench, "evict")] == [index_name(old)]
+        assert bench.node.metrics.collections.labels("space")._value.get() == 1
+        assert bench.node.metrics.reclaimed._value.get() >= 15 * MIB
+
+    asyncio.run(play())
+
+
+def test_above_the_upper_mark_unwanted_names_go_and_the_others_stay(tmp_path, shop, old_blobs):
+    ref = shop.publish("wanted", size=20 * MIB)
+    with small_disk(tmp_path / "disk", 128 * MIB) as disk:
+
+        async def play():
+            bench = Bench(disk.root, want(ref), marks=Watermarks(0.80, 0.70, age=0.0))
+            await bench.turn()
+            store = bench.store
+            pinned, held = put(store, "pinned", 20 * MIB, 0), put(store, "held", 20 * MIB, 1)
+            first, second, third = (put(store, f"n{at}", 15 * MIB, at) for at in (2, 3, 4))
+            store.pins.put(index_name(pinned), {}, durable=True)
+            with ImageLayout(store.root).lease(store.resolve(held).digest):
+                bench.node._cleaner._looked = -1e9
+                await bench.turn(1.0)
+            left = {index_name(each) for each in (pinned, held, third)} | {ref}
+            assert names(store) == left
+            assert bench.node.disk()["used"] <= 0.70
+            gone = [each["model"] for each in await told(bench, "evict")]
+            assert gone == [index_name(first), index_name(second)]
+            assert bench.node.metrics.collections.labels("high")._value.get() == 1
+            assert (await told(bench, "gc"))[0]["bytes"] >= 30 * MIB
+            assert bench.model()["state"] == "present" and not bench.node.missing()
+
+        asyncio.run(play())
+
+
+def test_a_node_whose_disk_is_full_serves_what_it_has_and_says_what_is_the_matter(
+    disk, shop, tmp_path
+):
+    here, more = shop.publish("a", size=MIB), shop.publish("b", tag="more", size=20 * MIB)
+    node = LiveNode(tmp_path / "node", store=disk.root / "store")
+    node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True})
+    try:
+        node.start("--high", "100", "--low", "100")
+        node.reaches(here, "present")
+        assert node.readiness() == (200, {"status": "ok", "reasons": [], "warnings": []})
+        disk.fill()
+        node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True}, {"ref": more})
+        assert node.reaches(more, "failed")["code"] == "no_space"
+        line = 'aimage_desired_failed{code="no_space"}'
+        until(lambda: node.metric(line) == 1, "the failure to be counted")
+        status, body = node.readiness()
+        assert status == 503 and {"reason": "model missing", "model": more} in body["reasons"]
+        assert node.model(here)["state"] == "present"
+        host, _, rest = here.partition("/")
+        assert node.worker is not None
+        found = node.worker.get(f"/v2/{rest.rpartition(':')[0]}/manifests/v1?ns={host}")
+        assert len(found["layers"]) == 1
+        failures = [each["model"] for each in events(node.url, {"failed"})]
+        assert failures == [more]
+        node.aimage("verify")
+        disk.drop()
+        node.reaches(more, "present")
+        until(lambda: node.readiness()[0] == 200, "the node to be ready")
+        until(lambda: not node.metric(line), "the failure to be forgotten")
+        node.aimage("verify")
+    finally:
+        node.end()
+
+
+def test_a_node_is_ready_while_its_disk_is_nearly_full_and_says_why_where_not_a_byte_fits(
+    disk, shop, tmp_path
+):
+    here = shop.publish("a", size=MIB)
+    node = LiveNode(tmp_path / "node", store=disk.root / "store")
+    node.want({"ref": here})
+    try:
+        node.start()
+        node.reaches(here, "present")
+        disk.fill(leave=MIB)
+        until(lambda: node.metric("aimage_store_free_bytes") <= MIB, "the disk to be looked at")
+        assert node.status()["disk"]["used"] > 0.95
+        assert node.readiness() == (200, {"status": "ok", "reasons": [], "warnings": []})
+        assert node.names() == {here}  # wanted: no watermark takes it
+        disk.fill()
+        status, body = node.readiness()
+        assert (status, body["reasons"]) == (503, [{"reason": "store not writable"}])
+        until(lambda: not node.metric("aimage_ready"), "the metric to say so")
+        assert node.model(here)["state"] == "present"
+        disk.drop()
+        assert node.readiness()[0] == 200
+        until(lambda: node.metric("aimage_ready"), "the metric to say so")
+        node.aimage("verify")
+    finally:
+        node.end()

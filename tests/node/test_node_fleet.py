@@ -1,0 +1,57 @@
+"""Real nodes that are neighbours: the registry sends a model once."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import replace
+
+from tests.node.conftest import LiveNode, until
+from tests.node.nodes import MIB, noise, push_model
+
+NODES = 4
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def test_the_registry_sends_a_new_model_once_to_all_of_them(tmp_path, repository, proxy):
+    sizes = (70 * MIB, 20 * MIB, 5 * MIB, 300_000, 20_000)
+    layers = [noise(size, f"fleet {number}") for number, size in enumerate(sizes)]
+    ref = f"{proxy.host}/{repository.partition('/')[2]}:1"
+    ports = free_ports(NODES)
+    nodes = []
+    try:
+        for number, port in enumerate(ports):
+            others = [f"127.0.0.1:{other}" for other in ports if other != port]
+            known = [word for other in others for word in ("--neighbour", other)]
+            node = LiveNode(tmp_path / f"node{number}", *known)
+            nodes.append(node.start("--addr", f"127.0.0.1:{port}"))
+        for node in nodes:
+            until(
+                lambda node=node: all(n["state"] == "live" for n in node.status()["neighbours"]),
+                "the neighbours to be seen",
+            )
+        for node in nodes:
+            node.want({"ref": ref, "refresh": 1})
+        for node in nodes:
+            node.reaches(ref, "failed")  # it is not there yet
+        pushed = push_model(tmp_path, repository, *layers)
+        assert str(replace(pushed, registry=proxy.host)) == ref
+        found = [node.reaches(ref, "present") for node in nodes]
+        assert len({each["digest"] for each in found}) == 1
+        size = sum(sizes)
+        assert size <= proxy.sent() <= 1.05 * size
+        came = sum(each["sources"]["neighbour"] for each in found)
+        assert came >= (NODES - 1.2) * size
+        for node in nodes:
+            node.aimage("verify")
+    finally:
+        for node in nodes:
+            node.end()

@@ -1,0 +1,210 @@
+"""A store in which nothing comes or goes is not looked through again for each of its models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from clowder_aimage.errors import StoreError
+from clowder_aimage.layout import fingerprint
+from clowder_aimage.node import reconciler
+from clowder_aimage.oci import Reference
+from tests.node.test_node_clock import Bench, want
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The names of the models for which the store was looked through."""
+    seen, presence = [], reconciler.presence
+
+    def counted(store, wanted, reference):
+        seen.append(wanted.name)
+        return presence(store, wanted, reference)
+
+    monkeypatch.setattr(reconciler, "presence", counted)
+    return seen
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """As if all that was done before had been done long ago."""
+    monkeypatch.setattr(
+        fingerprint, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
+    )
+
+
+async def idle(home, shop, count=3):
+    """A bench with so many models, and their names."""
+    names = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(count)]
+    bench = Bench(home, *(want(name, refresh=3600.0) for name in names))
+    for _ in range(3):
+        await bench.turn(11.0)
+    assert {one["state"] for one in bench.node.models()} == {"present"}
+    return bench, names
+
+
+def fail(error):
+    raise error
+
+
+def largest(bench):
+    """The largest blob: a layer that only one model has."""
+    return max(bench.store.root.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+
+
+def test_models_of_an_idle_store_cost_no_look(tmp_path, shop, looks, settled):
+    async def play():
+        bench, _ = await idle(tmp_path, shop)
+        looks.clear()
+        for _ in range(10):
+            await bench.turn(11.0)
+        return bench.node.missing()
+
+    assert asyncio.run(play()) == []
+    assert looks == []
+
+
+def test_a_blob_that_goes_is_missed_at_the_next_look(tmp_path, shop, looks, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        shop.refuse(lambda passed: True, 503)
+        await asyncio.sleep(0.02)  # longer than a step of the file system's clock
+        largest(bench).unlink()
+        looks.clear()
+        await bench.turn(11.0)
+        return len(bench.node.missing()), len(names)
+
+    missing, all_ = asyncio.run(play())
+    assert missing == 1
+    assert len(looks) == all_
+
+
+def test_a_name_that_another_gives_back_counts_at_the_next_look(tmp_path, shop, looks, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        first = Reference.parse(names[0])
+        descriptor = bench.store.resolve(first)
+        shop.refuse(lambda passed: True, 503)
+        bench.store.untag(first)
+        await bench.turn(11.0)
+        missing = bench.node.missing()
+        await asyncio.sleep(0.02)
+        bench.store.tag(descriptor, first)
+        await bench.turn(11.0)
+        return missing, names[:1], bench.node.missing()
+
+    missing, gone, at_last = asyncio.run(play())
+    assert missing == gone and at_last == []
+
+
+def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
+    tmp_path, shop, looks, settled
+):
+    async def play():
+        bench, _ = await idle(tmp_path, shop)
+        shop.refuse(lambda passed: True, 503)
+        path = largest(bench)
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.truncate(10)
+        for _ in range(int(fingerprint.ANEW / 11.0) + 1):
+            await bench.turn(11.0)
+        return bench.node.missing()
+
+    assert len(asyncio.run(play())) == 1
+
+
+def test_a_model_that_is_looked_at_is_not_missing_meanwhile(tmp_path, shop, monkeypatch, settled):
+    async def play():
+        bench, _ = await idle(tmp_path, shop)
+        missing, looked, presence = [], [], reconciler.presence
+
+        def watched(*asked):
+            looked.append(asked)
+            missing.extend(bench.node.missing())
+            return presence(*asked)
+
+        monkeypatch.setattr(reconciler, "presence", watched)
+        bench.node.look_again()
+        await bench.turn(11.0)
+        return missing, len(looked)
+
+    assert asyncio.run(play()) == ([], 3)
+
+
+def test_a_model_of_which_nobody_knows_is_missing(tmp_path, shop, monkeypatch, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop, count=1)
+        monkeypatch.setattr(
+            reconciler, "presence", lambda *_: fail(OSError(5, "Input/output error"))
+        )
+        bench.node.look_again()
+        await bench.turn(11.0)
+        return bench.node.missing() == names
+
+    assert asyncio.run(play())
+
+
+def test_a_look_that_is_to_be_made_anew_while_one_is_under_way_is_not_the_last(
+    tmp_path, shop, monkeypatch, looks, settled
+):
+    async def play():
+        bench, _ = await idle(tmp_path, shop, count=1)
+        presence = reconciler.presence
+
+        def interrupted(*asked):
+            found = presence(*asked)
+            if len(looks) == 1:
+                bench.node.look_again()
+            return found
+
+        looks.clear()
+        monkeypatch.setattr(reconciler, "presence", interrupted)
+        bench.node.look_again()
+        for _ in range(3):
+            await bench.turn(11.0)
+
+    asyncio.run(play())
+    assert len(looks) == 2
+
+
+def test_what_could_not_be_read_for_a_moment_is_read_again(tmp_path, shop, settled, monkeypatch):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        shop.refuse(lambda passed: True, 503)
+        bench.node.look_again()
+        with monkeypatch.context() as broken:
+            broken.setattr(bench.store, "read", lambda _: fail(StoreError("too many open files")))
+            await bench.turn(11.0)
+            missing = bench.node.missing()
+        await bench.turn(11.0)
+        return missing == names, bench.node.missing()
+
+    assert asyncio.run(play()) == (True, [])
+
+
+def test_who_asks_for_another_try_has_all_looked_at(tmp_path, shop, looks, settled):
+    async def play():
+        bench, names = await idle(tmp_path, shop)
+        looks.clear()
+        bench.node.retry(names[0])
+        await bench.turn()
+        assert looks == names[:1]
+        bench.node.look_again()
+        await bench.turn()
+        return names
+
+    assert sorted(asyncio.run(play())) == sorted(looks[1:])
+
+
+def test_what_changed_just_now_is_looked_at_again(tmp_path, shop, looks):
+    async def play():
+        bench, _ = await idle(tmp_path, shop, count=1)
+        looks.clear()
+        await bench.turn(11.0)
+
+    asyncio.run(play())
+    assert len(looks) == 1

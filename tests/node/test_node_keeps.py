@@ -1,0 +1,136 @@
+"""What must not be lost: whatever happens to the files, to the disk, and beside this node."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.node.conftest import LiveNode, until
+from tests.node.shop import Shop
+from tests.proxy import Reply
+
+FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is fuller than that
+
+
+def ended(node: LiveNode) -> None:
+    """End it as the kernel would."""
+    assert node.worker is not None
+    node.worker.stop(signal.SIGKILL)
+    node.end()
+
+
+def looked(node: LiveNode) -> None:
+    """Wait until the disk was looked at, and found too full."""
+    until(lambda: node.metric('aimage_gc_runs_total{reason="high"}'), "a look at the disk")
+
+
+def test_a_list_that_cannot_be_read_after_a_restart_costs_nothing_on_a_full_disk(node, shop: Shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref})
+    node.start("--prune")
+    node.reaches(ref, "present")
+    ended(node)
+    (node.desired / "models.json").write_text('[{"reff": 1}]')
+    node.start("--prune", *FULL)
+    looked(node)
+    assert node.reaches(ref, "present")  # what was wanted last is wanted
+    code, said = node.readiness()
+    assert code == 200 and said["warnings"] == ["desired state invalid"]
+    assert node.names() == {ref}
+
+
+def test_a_directory_that_is_mounted_late_costs_nothing(node, shop: Shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref})
+    node.start("--prune")
+    node.reaches(ref, "present")
+    ended(node)
+    (node.desired / "models.json").unlink()
+    node.start("--prune", *FULL)
+    looked(node)
+    node.want({"ref": ref})
+    node.reaches(ref, "present")
+    assert shop.blobs() <= 2  # nothing was fetched again
+    assert node.names() == {ref}
+
+
+def test_a_node_whose_list_was_never_read_is_not_ready(node, shop: Shop):
+    node.desired.rmdir()
+    node.start()
+    code, said = node.readiness()
+    assert code == 503 and {"reason": "desired state never read"} in said["reasons"]
+    assert node.metric("aimage_config_last_reload_successful") == 0
+    until(lambda: node.metric("aimage_ready") == 0, "the metric")
+    node.desired.mkdir()
+    node.want({"ref": shop.publish("a")})
+    until(lambda: node.readiness()[0] == 200, "the list to be read, and followed")
+
+
+def test_a_node_without_a_list_has_none_that_is_invalid(tmp_path, shop: Shop):
+    node = LiveNode(tmp_path / "bare")
+    node.desired.rmdir()
+    try:
+        from tests.worker.conftest import begin
+
+        node.worker = begin(node.aimage, verb="node")
+        assert node.metric("aimage_config_last_reload_successful") == 1
+        assert node.readiness()[0] == 200
+    finally:
+        node.end()
+
+
+def test_two_nodes_with_lists_of_their_own_leave_each_other_s_models(node, shop: Shop, tmp_path):
+    first, second = shop.publish("a", tag="first"), shop.publish("b", tag="second")
+    other = LiveNode(tmp_path / "other", store=node.aimage.store)
+    node.want({"ref": first})
+    other.want({"ref": second})
+    try:
+        node.start("--prune", *FULL)
+        other.start("--prune", *FULL)
+        node.reaches(first, "present")
+        other.reaches(second, "present")
+        looked(node)
+        looked(other)
+        assert node.names() == {first, second}
+        since = shop.blobs()
+        node.want({"ref": first, "priority": 2})
+        until(lambda: node.model(first)["priority"] == 2, "the change to be seen")
+        assert node.names() == {first, second} and shop.blobs() == since
+    finally:
+        other.end()
+
+
+def test_a_tag_that_is_gone_is_told_though_the_model_is_here(node, shop: Shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
+    node.start()
+    node.reaches(ref, "present")
+    shop.proxy.instead = lambda passed: Reply(404)
+    told = until(
+        lambda: (found := node.model(ref))["code"] == "not_found" and found, "the tag to be missed"
+    )
+    assert told["state"] == "present" and told["reason"] and told["next"]
+    until(lambda: node.metric('aimage_desired_failed{code="not_found"}') == 1, "the metric")
+    shown = node.aimage("node", "status", "--addr", node.worker.host).out
+    assert "present; " in shown and "404" in shown
+    assert node.readiness()[0] == 200
+    shop.proxy.instead = None
+    until(lambda: node.model(ref)["code"] is None, "it to be there again")
+
+
+def test_what_may_not_be_fetched_and_is_not_here_has_a_word_of_its_own(node, shop: Shop):
+    ref = shop.publish("a")
+    node.want({"ref": ref, "pullPolicy": "Never"})
+    node.start()
+    assert node.reaches(ref, "failed")["code"] == "never_fetched"
+    until(lambda: node.metric('aimage_desired_failed{code="never_fetched"}') == 1, "the metric")
+    node.aimage("pull", "-q", ref)
+    node.reaches(ref, "present")
+
+
+def test_a_component_that_the_model_has_not_is_said_though_all_of_it_is_here(node, shop: Shop):
+    ref = shop.publish("a")
+    node.aimage("pull", "-q", ref)
+    node.want({"ref": ref, "components": ["nothing"]})
+    node.start()
+    failed = node.reaches(ref, "failed")
+    assert failed["code"] in ("not_found", "invalid") and failed["reason"]

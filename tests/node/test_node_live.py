@@ -1,0 +1,312 @@
+"""A node and a registry: what is wanted comes, stays, and is followed; what fails is said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import signal
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from tests.conftest import TINY
+from tests.node.conftest import LiveNode, until
+from tests.node.nodes import MIB, noise, push_model
+from tests.proxy import Reply
+
+
+@pytest.fixture
+def model(author, repository, proxy):
+    """Publishes versions: ``model(tag)`` is the same each time, ``model(tag, "word")`` another."""
+
+    def publish(tag: str = "v1", word: str = "") -> str:
+        local = "tiny"
+        if word:
+            local = f"tiny-{word}"
+            author("create", "-q", local, TINY, "--license", word)  # another config
+        name = f"{repository}:{tag}"
+        author("tag", local, name)
+        author("push", "-q", name)
+        author("rm", name)
+        return f"{proxy.host}/{repository.partition('/')[2]}:{tag}"
+
+    return publish
+
+
+def manifests(proxy, since=0):
+    """The requests for manifests: method, status, whether it was conditional."""
+    return [
+        (each.method, each.status, "If-None-Match" in each.headers)
+        for each in proxy.seen[since:]
+        if "/manifests/" in each.path
+    ]
+
+
+def asked(node, method, path, body=None):
+    """The status and the body of a request to the node."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(node.url + path, data=data, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        raw = answer.read()
+        return answer.status, json.loads(raw) if raw else None
+
+
+def test_what_is_wanted_comes_is_pinned_and_makes_the_node_ready(node, model, proxy):
+    ref = model()
+    proxy.hold = 1000
+    node.want({"ref": ref, "pin": True, "priority": 3})
+    node.start()
+    until(lambda: proxy.held, "the pull to begin")
+    status, body = node.readiness()
+    assert status == 503 and body["reasons"] == [{"reason": "model missing", "model": ref}]
+    assert node.metric("aimage_desired_missing") == 1
+    pulling = node.reaches(ref, "pulling")
+    assert pulling["total"] > 0 and pulling["completed"] < pulling["total"]
+    proxy.release()
+    present = node.reaches(ref, "present")
+    assert present["sources"]["registry"] == pulling["total"]
+    assert (present["pin"], present["priority"], present["origin"]) == (True, 3, "models.json")
+    assert node.readiness() == (200, {"status": "ok", "reasons": [], "warnings": []})
+    assert node.aimage("pin", "--json").value == {"pinned": [ref]}
+    until(lambda: not node.metric("aimage_desired_missing"), "nothing to be missing")
+    assert node.metric('aimage_pull_bytes_total{source="registry"}') == pulling["total"]
+    node.aimage("verify")
+
+
+def test_an_idle_node_asks_for_no_blob_and_for_each_tag_once_an_interval(node, model, proxy):
+    first, second = model("v1"), model("v2", "second")
+    every = {"refresh": 1, "pullPolicy": "Always"}
+    node.want({"ref": first, **every}, {"ref": second, **every}, {"ref": model("v3"), "refresh": 0})
+    node.start()
+    for ref in (first, second):
+        node.reaches(ref, "present")
+    until(lambda: node.readiness()[0] == 200, "all to be there")
+    since, blobs = len(proxy.seen), proxy.sent()
+    until(lambda: len(manifests(proxy, since)) >= 6, "three rounds of two tags")
+    seen = proxy.seen[since:]
+    until(lambda: all(each.status for each in seen), "their answers")
+    assert {(each.method, each.status) for each in seen} == {("GET", 304)}, seen
+    assert all("If-None-Match" in each.headers for each in seen)
+    assert proxy.sent() == blobs
+    paths = [each.path.rpartition("/")[2] for each in seen]
+    assert abs(paths.count("v1") - paths.count("v2")) <= 1 and "v3" not in paths
+
+
+def test_a_tag_that_moves_is_followed_where_that_is_wanted_and_told_where_not(node, model, proxy):
+    followed, kept = model("follow"), model("keep")
+    pinned = model("pinned")
+    node.want(
+        {"ref": followed, "refresh": 1, "pullPolicy": "Always"},
+        {"ref": kept, "refresh": 1, "pullPolicy": "IfNotPresent"},
+    )
+    node.start()
+    before = node.reaches(followed, "present")["digest"]
+    node.reaches(kept, "present")
+    node.want(
+        {"ref": followed, "refresh": 1, "pullPolicy": "Always"},
+        {"ref": kept, "refresh": 1, "pullPolicy": "IfNotPresent"},
+        {"ref": pinned, "digest": before, "refresh": 1},
+    )
+    for tag in ("follow", "keep", "pinned"):
+        model(tag, "moved")
+    until(lambda: node.model(followed)["digest"] not in (None, before), "the tag to be followed")
+    drifted = until(lambda: node.model(kept)["drift"], "the drift to be seen")
+    assert drifted == node.model(followed)["digest"]
+    assert node.model(kept)["digest"] == before
+    until(lambda: node.metric("aimage_desired_drifted") == 1, "the drift to be counted")
+    by_digest = node.model(f"{pinned}@{before}")
+    assert (by_digest["digest"], by_digest["drift"], by_digest["state"]) == (
+        before, None, "present",
+    )  # fmt: skip
+    asked_by_digest = [each for each in proxy.seen if each.path.endswith("/manifests/pinned")]
+    assert not asked_by_digest
+
+
+def test_what_is_invalid_empty_or_gone_deletes_nothing_and_is_said(node, model):
+    ref = model()
+    node.want({"ref": ref})
+    node.start()
+    node.reaches(ref, "present")
+
+    (node.desired / "models.json").write_text('[{"ref": ')
+    until(lambda: node.readiness()[1]["warnings"] == ["desired state invalid"], "the warning")
+    assert node.metric("aimage_config_last_reload_successful") == 0
+    assert node.metric("aimage_desired_images") == 1  # the last good state holds
+    said = node.status()["desired"]
+    assert not said["valid"] and "models.json" in said["error"]
+
+    node.want()
+    until(lambda: node.readiness()[1]["warnings"] == ["nothing is wanted"], "the other warning")
+    assert node.metric("aimage_config_last_reload_successful") == 1
+    assert node.metric("aimage_desired_images") == 0
+
+    shutil.rmtree(node.desired)
+    until(lambda: node.readiness()[1]["warnings"] == ["desired state invalid"], "the warning")
+    assert node.readiness()[0] == 200
+    assert node.names() == {ref}
+    node.aimage("verify")
+
+
+def test_with_prune_what_nobody_wants_goes_but_for_pins_and_what_others_pulled(node, model):
+    wanted, unwanted, pinned, other = (model(tag) for tag in ("a", "b", "c", "d"))
+    node.aimage("pull", "-q", other)
+    node.want({"ref": wanted}, {"ref": unwanted}, {"ref": pinned})
+    node.start("--prune")
+    for ref in (wanted, unwanted, pinned):
+        node.reaches(ref, "present")
+    node.aimage("pin", pinned)
+    node.want({"ref": wanted})
+    until(lambda: unwanted not in node.names(), "the unwanted to go")
+    assert node.names() == {wanted, pinned, other}
+    node.want()
+    until(lambda: wanted not in node.names(), "the last wanted to go")
+    assert node.names() == {pinned, other}
+    (node.desired / "models.json").write_text("no list")
+    until(lambda: node.readiness()[1]["warnings"] == ["desired state invalid"], "the warning")
+    assert node.names() == {pinned, other}
+    node.aimage("verify")
+
+
+def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model, proxy):
+    ref = model()
+    node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
+    node.start()
+    node.reaches(ref, "present")
+    proxy.instead = lambda passed: Reply(503)
+    until(lambda: node.model(ref)["reason"], "the registry's failure to be told")
+    assert node.model(ref)["state"] == "present"
+    assert node.readiness()[0] == 200
+    node.worker.stop(signal.SIGKILL)
+    node.end()
+    node.start()  # after a restart, too
+    node.reaches(ref, "present")
+    assert node.readiness()[0] == 200
+    proxy.instead = None
+    moved = model("v1", "after")
+    assert moved == ref
+    until(lambda: node.model(ref)["reason"] is None, "the registry to be asked again")
+
+
+def test_what_is_refused_is_not_asked_for_again_until_the_credentials_change(node, model, proxy):
+    ref = model()
+    challenge = {"WWW-Authenticate": 'Basic realm="x"'}
+    proxy.instead = lambda it: None if "Authorization" in it.headers else Reply(401, challenge)
+    node.want({"ref": ref})
+    node.start()
+    failed = node.reaches(ref, "failed")
+    assert failed["code"] == "unauthorized"
+    line = 'aimage_desired_failed{code="unauthorized"}'
+    until(lambda: node.metric(line) == 1, "the failure to be counted")
+    since = len(proxy.seen)
+    asked(node, "POST", "/v1/node/retry", {"ref": ref})
+    until(lambda: len(proxy.seen) > since, "the retry that was asked for")
+    node.reaches(ref, "failed")
+    since = len(proxy.seen)
+    config = node.aimage.home / "docker" / "config.json"
+    config.parent.mkdir(exist_ok=True)
+    assert len(proxy.seen) == since
+    config.write_text(json.dumps({"auths": {proxy.host: {"auth": "dTpw"}}}))
+    node.reaches(ref, "present")
+    until(lambda: not node.metric(line), "the failure to be forgotten")
+
+
+def test_the_api_wants_what_it_is_told_and_remembers_it(node, model):
+    ref, other = model(), model("v2", "other")
+    node.start()
+    status, said = asked(node, "PUT", "/v1/node/desired", [{"ref": ref}, {"ref": other}])
+    assert status == 200 and [each["ref"] for each in said] == [ref, other]
+    assert node.reaches(ref, "present")["origin"] == "api"
+    node.reaches(other, "present")
+    node.worker.stop(signal.SIGKILL)
+    node.end()
+    node.start()
+    assert {each["ref"] for each in asked(node, "GET", "/v1/node/desired")[1]} == {ref, other}
+    node.reaches(ref, "present")
+    part = base64.urlsafe_b64encode(other.encode()).decode().rstrip("=")
+    assert asked(node, "DELETE", f"/v1/node/desired/{part}")[0] == 204
+    until(lambda: node.model(other)["state"] == "not wanted", "the other to be forgotten")
+    assert node.names() == {ref, other}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        asked(node, "PUT", "/v1/node/desired", [{"ref": "no-registry"}])
+    with caught.value as answer:
+        assert answer.code == 400 and "no-registry" in json.load(answer)["error"]["message"]
+
+
+def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):
+    ref = model()
+    node.want({"ref": ref, "components": ["vae"], "pin": True})
+    node.start()
+    part = node.reaches(ref, "present")
+    assert node.readiness()[0] == 200
+    node.want({"ref": ref})
+    until(lambda: node.model(ref)["sources"]["cache"], "the rest to come")
+    whole = node.reaches(ref, "present")
+    assert whole["sources"]["registry"] > part["sources"]["registry"]
+    node.aimage("verify")
+
+
+def test_a_pull_that_was_killed_goes_on_where_it_was(node, proxy, tmp_path, repository):
+    whole = 60 * MIB
+    pushed = push_model(tmp_path, repository, noise(whole, "killed"))
+    ref = str(replace(pushed, registry=proxy.host))
+    proxy.hold = 50 * MIB
+    node.want({"ref": ref})
+    node.start()
+    until(lambda: proxy.held, "half of it to be there")
+    node.worker.stop(signal.SIGKILL)
+    node.end()
+    proxy.release()
+    node.start()
+    done = node.reaches(ref, "present")
+    assert 0 < done["sources"]["registry"] < 0.7 * whole
+    node.aimage("verify")
+
+
+def test_two_nodes_on_one_store_fetch_everything_once(node, model, proxy, tmp_path):
+    ref = model()
+    node.want({"ref": ref})
+    other = LiveNode(tmp_path / "other", store=node.aimage.store)
+    other.want({"ref": ref})
+    try:
+        node.start()
+        other.start()
+        node.reaches(ref, "present")
+        other.reaches(ref, "present")
+    finally:
+        other.end()
+    blobs = sum(path.stat().st_size for path in node.aimage.store.glob("blobs/sha256/*"))
+    assert proxy.sent() <= blobs
+    node.aimage("verify")
+
+
+def test_the_node_serves_what_it_has_as_a_registry_that_is_only_read(node, model, repository):
+    ref = model()
+    node.want({"ref": ref})
+    node.start()
+    digest = node.reaches(ref, "present")["digest"]
+    host, _, rest = ref.partition("/")
+    name = rest.rpartition(":")[0]
+    request = urllib.request.Request(f"{node.url}/v2/{name}/manifests/{digest}?ns={host}")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        manifest = json.load(answer)
+    layer = manifest["layers"][0]
+    blob = f"{node.url}/v2/{name}/blobs/{layer['digest']}?ns={host}"
+    with urllib.request.urlopen(blob, timeout=30) as answer:
+        assert len(answer.read()) == layer["size"]
+    for method, path in (("PUT", "manifests/x"), ("POST", "blobs/uploads/")):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            asked(node, method, f"/v2/{name}/{path}", {})
+        caught.value.close()
+        assert caught.value.code in (404, 405)
+
+
+def test_status_is_shown_to_people(node, model):
+    ref = model()
+    node.want({"ref": ref})
+    node.start()
+    node.reaches(ref, "present")
+    done = node.aimage("node", "status", "--addr", node.worker.host)
+    assert ref in done.out and "present" in done.out
+    assert node.aimage("node", "status", "--json", "--addr", node.worker.host).value["ready"]

@@ -1,0 +1,41 @@
+"""What a live node counts is what rules and dashboards speak of."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import urllib.request
+
+import pytest
+
+from tests.deploy.metrics import METRICS
+from tests.deploy.test_deploy import tool
+from tests.node.conftest import LiveNode
+from tests.worker.conftest import begin
+
+
+def exposed(url):
+    """The families of /metrics, with their kinds."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    return text, {name: kind for name, kind in found.items() if not name.endswith("_created")}
+
+
+def test_a_node_exposes_every_metric_that_is_its_own(node: LiveNode):
+    node.start()
+    text, found = exposed(node.url)
+    wanted = {one.name: one.kind for one in METRICS if one.on_node}
+    assert wanted.items() <= found.items(), wanted.items() - found.items()
+    command = [tool("promtool"), "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_worker_that_is_a_node_exposes_all_and_nothing_that_is_unknown(node: LiveNode):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    node.want({"ref": "127.0.0.1:1/none:v1"})
+    node.worker = begin(node.aimage, "--node", "--desired", node.desired)
+    assert node.status()["models"][0]["ref"] == "127.0.0.1:1/none:v1"
+    _, found = exposed(node.url)
+    assert {one.name: one.kind for one in METRICS} == found

@@ -1,0 +1,271 @@
+"""Live nodes at the edges: names that nobody knows, damaged memory, other spellings, no hurry."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+from clowder_aimage.api.storage import encode
+from clowder_aimage.layout.metadata import file_name
+from tests.node.conftest import LiveNode, until
+from tests.node.nodes import noise
+from tests.node.test_node_keeps import FULL, ended, looked
+from tests.node.test_node_live import asked
+
+SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # where a name server is silent
+ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" * 32
+OTHER = "sha256:" + "ab" * 32
+DAMAGED = "what the API was told is damaged"
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def got(node, path, token=""):
+    """The status and the body of an answer, whatever it is."""
+    request = urllib.request.Request(node.url + path, headers=bearer(token))
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def status_of(call):
+    """What a request is answered with."""
+    try:
+        return call()[0]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def line(node, said):
+    """The line of the log that says it."""
+    return until(
+        lambda: next((each for each in node.worker.lines if said in each), None), f"the log: {said}"
+    )
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A second node, that is not started yet."""
+    found = LiveNode(tmp_path / "other")
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """The tokens of a fleet, in a file."""
+    path = tmp_path / "tokens"
+    path.write_text(f"admin {ADMIN}\nnode {NODES}\ninfer {INFER}\n")
+    return path
+
+
+# -- neighbours
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["open", "tokens"])
+def test_a_node_that_knows_no_neighbour_gives_to_one_that_knows_it(
+    node, other, shop, tokens, has_tokens
+):
+    said, token = (("--token-file", tokens), ADMIN) if has_tokens else ((), "")
+    ref = shop.publish("a", "b")
+
+    def seen(one):
+        return json.loads(got(one, "/v1/node", token)[1])
+
+    def here(one):
+        return next((it for it in seen(one)["models"] if it["state"] == "present"), None)
+
+    node.want({"ref": ref})
+    node.start(*said)
+    until(lambda: here(node), "the first to have it")
+    shop.refuse(lambda passed: "/blobs/" in passed.path, 501)
+    other.start(*said, "--neighbour", node.worker.host)
+    until(lambda: [it["state"] for it in seen(other)["neighbours"]] == ["live"], "the neighbour")
+    other.want({"ref": ref})
+    found = until(lambda: here(other), "the other to have it")
+    assert found["sources"]["neighbour"] and not found["sources"]["registry"]
+    assert seen(node)["neighbours"] == []
+    sent = b'aimage_neighbour_bytes_total{direction="sent"} '
+
+    def counted():
+        counts = got(node, "/metrics", token)[1].splitlines()
+        return any(float(each[len(sent) :]) for each in counts if each.startswith(sent))
+
+    until(counted, "what was sent to be counted")
+    other.aimage("verify")
+
+
+def test_who_may_ask_a_node_without_neighbours_is_said_by_its_tokens(node, shop, tokens):
+    ref = shop.publish("a")
+    node.want({"ref": ref})
+    node.start("--token-file", tokens)
+
+    def is_here():
+        return json.loads(got(node, "/v1/node", INFER)[1])["models"][0]["state"] == "present"
+
+    until(is_here, "the model")
+    registry, _, rest = ref.partition("/")
+    blob = (
+        f"/v1/neighbour/blobs/{shop.digest('a')}?registry={registry}"
+        f"&repository={rest.rpartition(':')[0]}&size={shop.size}&range=0"
+    )
+    for path in ("/v1/neighbour", blob):
+        assert [got(node, path, token)[0] for token in ("", INFER)] == [401, 403]
+    assert json.loads(got(node, "/v1/neighbour", NODES)[1])["id"]
+    assert got(node, blob, NODES) == (200, noise(shop.size, "a"))
+
+
+def test_a_neighbour_whose_name_nobody_knows_is_silent_and_costs_nothing_else(node, shop):
+    ref = shop.publish("a")
+    names = ("no-such.invalid:80", "dns:no-such.invalid:80", "a..b:80", "dns:a..b:80")
+    node.want({"ref": ref})
+    node.start(*(word for name in names for word in ("--neighbour", name)), **SOON)
+    node.reaches(ref, "present")
+
+    def are_silent():
+        found = {each["url"]: each for each in node.status()["neighbours"]}
+        reasons = {each["reason"] for each in found.values()}
+        return len(found) == len(names) and "not asked yet" not in reasons and found
+
+    found = until(are_silent, f"all names to be looked up: {node.status()['neighbours']}")
+    assert {each["state"] for each in found.values()} == {"silent"}
+    assert found["dns:no-such.invalid:80"]["reason"] == "the name cannot be looked up"
+    shown = node.aimage("node", "status", "--addr", node.worker.host).out
+    assert "4 silent" in shown
+    for url in ("http://no-such.invalid:80", "dns:no-such.invalid:80"):
+        (row,) = [each for each in shown.splitlines() if f" {url} is silent: " in each]
+        assert row.partition(" is silent: ")[2].strip()
+    assert node.readiness()[0] == 200
+    more = shop.publish("b", tag="v2")
+    node.want({"ref": ref}, {"ref": more})
+    node.reaches(more, "present")
+    assert not any("cannot look after the neighbours" in each for each in node.worker.lines)
+
+
+# -- what the API was told
+
+
+def test_a_damaged_record_is_said_and_costs_nothing_but_itself(node, shop):
+    lost, kept = shop.publish("a", tag="lost"), shop.publish("b", tag="kept")
+    node.start("--prune")
+    asked(node, "PUT", "/v1/node/desired", [{"ref": lost}, {"ref": kept, "priority": 3}])
+    for ref in (lost, kept):
+        node.reaches(ref, "present")
+    ended(node)
+    record = node.aimage.store / ".aimage" / "wanted" / file_name(f"api {lost}")
+    record.write_bytes(record.read_bytes()[:-9])
+    node.start("--prune", *FULL)
+    assert node.reaches(kept, "present")["priority"] == 3
+    assert record.name in line(node, DAMAGED)
+    code, said = node.readiness()
+    assert (code, said["warnings"]) == (200, [DAMAGED])
+    assert [each["ref"] for each in asked(node, "GET", "/v1/node/desired")[1]] == [kept]
+    looked(node)
+    assert node.names() == {lost, kept}  # nobody knows that it is not wanted
+    since = shop.blobs()
+    asked(node, "PUT", "/v1/node/desired", [{"ref": lost}, {"ref": kept}])
+    node.reaches(lost, "present")
+    until(lambda: node.status()["warnings"] == [], "the record to be mended")
+    assert shop.blobs() == since
+
+
+def test_a_record_that_is_damaged_meanwhile_is_wanted_as_before(node, shop):
+    ref, more = shop.publish("a"), shop.publish("b", tag="v2")
+    node.start()
+    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "priority": 7}])
+    node.reaches(ref, "present")
+    record = node.aimage.store / ".aimage" / "wanted" / file_name(f"api {ref}")
+    beside = record.parent / "beside.tmp"
+    beside.write_bytes(bytes(100))
+    beside.replace(record)
+    until(lambda: node.status()["warnings"] == [DAMAGED], "the damage to be noticed")
+    node.want({"ref": more})
+    node.reaches(more, "present")
+    assert (node.model(ref)["state"], node.model(ref)["priority"]) == ("present", 7)
+    ended(node)
+    node.start()  # this one has never read it
+    node.reaches(more, "present")
+    assert node.model(ref)["state"] == "not wanted" and node.status()["warnings"] == [DAMAGED]
+    assert node.names() == {ref, more}
+
+
+# -- spellings
+
+
+def test_a_want_is_dropped_by_any_spelling_of_its_name(node, shop):
+    base = shop.name("latest").removesuffix(":latest")
+    node.start()
+    spelled = {
+        base: ("", ":latest", f":latest@{OTHER}"),
+        f"{base}:latest": ("", ":latest"),
+        f"{base}@{OTHER}": (f"@{OTHER}",),
+        f"{base}:v1@{OTHER}": (":v1", f":v1@{OTHER}"),
+    }
+    strange = {base: (":v1", f"@{OTHER}"), f"{base}@{OTHER}": ("", ":latest", ":v1")}
+    nothing = ("x", f"{base}x", "no//name")
+
+    def drop(name):
+        return status_of(lambda: asked(node, "DELETE", f"/v1/node/desired/{encode(name)}"))
+
+    for ref, endings in spelled.items():
+        names = [f"{scheme}{base}{end}" for end in endings for scheme in ("", "oci://")]
+        for name in names:
+            asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "pullPolicy": "Never"}])
+            missed = {drop(f"{base}{end}") for end in strange.get(ref, ())}
+            assert missed | set(map(drop, nothing)) == {404}, ref
+            assert (drop(name), drop(name)) == (204, 404), (ref, name)
+            assert asked(node, "GET", "/v1/node/desired")[1] == []
+    until(lambda: node.status()["models"] == [], "nothing to be wanted")
+
+
+def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):
+    ref = shop.name("latest")
+    base = ref.removesuffix(":latest")
+    node.want({"ref": base, "refresh": 0})  # nothing but a word has it looked at again
+    node.start()
+    assert node.reaches(ref, "failed")["code"] == "not_found"
+
+    def retry(name):
+        return status_of(lambda: asked(node, "POST", "/v1/node/retry", {"ref": name}))
+
+    for name in (base, ref, f"oci://{base}", f"oci://{ref}", f"{ref}@{OTHER}"):
+        since = len(shop.proxy.seen)
+        assert retry(name) == 202, name
+        until(lambda since=since: shop.manifests("latest", since), f"{name} to be tried again")
+        until(lambda: node.model(ref)["code"] == "not_found", "it to fail again")
+    for name in (f"{base}:v1", f"{base}@{OTHER}", f"{base}x", "no//name"):
+        assert retry(name) == 404, name
+    shop.publish("a", tag="latest")
+    assert retry(base) == 202
+    node.reaches(ref, "present")
+
+
+# -- what nobody is in a hurry for
+
+
+def test_what_has_a_negative_priority_waits_for_what_is_wanted_now(node, shop):
+    idle = shop.publish("idle", tag="a-idle")
+    refs = [shop.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
+    shop.proxy.hold = 1
+    wants = [{"ref": ref} for ref in refs]
+    node.want(*wants[:2])
+    node.start()
+    until(lambda: node.metric("aimage_pull_inflight") == 2, "two to begin")
+    node.want({"ref": idle, "priority": -1}, *wants[:2])
+    queued = 'aimage_pull_queue_depth{class="%s"}'
+    until(lambda: node.metric(queued % "prefetch") == 1, "the prefetch to wait")
+    node.want({"ref": idle, "priority": -1}, *wants)
+    until(lambda: shop.manifests("v2"), "the third to begin, which came after it")
+    assert node.metric(queued % "prefetch") == 1 and not shop.manifests("a-idle")
+    shop.proxy.release()
+    for ref in (*refs, idle):
+        node.reaches(ref, "present")

@@ -1,0 +1,173 @@
+"""Several nodes on one store, and lists that are lost: nobody's models go by another's mistake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node import eviction
+from clowder_aimage.node.disk_usage import relieve
+from tests.node.nodes import MIB
+from tests.node.test_node_clock import Bench, want
+from tests.node.test_node_disk import names, put
+
+LONG = 3600.0  # seconds: longer than any pause before something goes
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Names that nobody wants are looked for at each turn."""
+    monkeypatch.setattr(eviction, "OFTEN", 0.0)
+    monkeypatch.setattr(eviction, "EVERY", 0.0)
+
+
+def files(home, name, *refs):
+    """A directory whose files want these."""
+    directory = home / name
+    directory.mkdir(exist_ok=True)
+    beside = directory / ".new"
+    beside.write_text(json.dumps([{"ref": ref} for ref in refs]))
+    beside.replace(directory / "models.json")
+    return directory
+
+
+async def turns(*benches, count=4):
+    """Each looks at everything some times, and finds that much time has passed."""
+    for _ in range(count):
+        for bench in benches:
+            await bench.turn(LONG)
+
+
+async def evicted(bench):
+    await asyncio.sleep(0.01)
+    return [item.facts["model"] for item in bench.news._items if item.kind == "evict"]
+
+
+def test_what_a_list_has_no_more_goes(tmp_path, shop):
+    one, other = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
+
+    async def play():
+        bench = Bench(tmp_path, desired=files(tmp_path, "list", one, other), may_prune=True)
+        await turns(bench)
+        assert names(bench.store) == {one, other}
+        files(tmp_path, "list", one)
+        await turns(bench)
+        assert names(bench.store) == {one} and await evicted(bench) == [other]
+
+    asyncio.run(play())
+
+
+def test_two_that_prune_leave_each_others_models_though_they_are_the_same(tmp_path, shop):
+    one, other = shop.publish("a", tag="v1"), shop.publish("a", tag="v2")
+
+    async def play():
+        benches = [
+            Bench(tmp_path, desired=files(tmp_path, name, ref), may_prune=True)
+            for name, ref in (("one", one), ("other", other))
+        ]
+        await turns(*benches)
+        assert names(benches[0].store) == {one, other}
+        assert [await evicted(bench) for bench in benches] == [[], []]
+        files(tmp_path, "one")
+        await turns(*benches)
+        assert names(benches[0].store) == {other} and await evicted(benches[1]) == []
+
+    asyncio.run(play())
+
+
+def test_the_models_of_a_node_that_does_not_run_stay(tmp_path, shop):
+    ours, theirs = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
+
+    async def play():
+        other = Bench(tmp_path, desired=files(tmp_path, "theirs", theirs))
+        await other.turn()
+        for one in other.node._tended.values():
+            one.end()  # as when it is killed: no lease is left
+        bench = Bench(tmp_path, desired=files(tmp_path, "ours", ours), may_prune=True)
+        await turns(bench)
+        assert names(bench.store) == {ours, theirs} and await evicted(bench) == []
+
+    asyncio.run(play())
+
+
+def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
+    ref = shop.publish("a")
+
+    async def play():
+        one, other = (
+            Bench(tmp_path, desired=files(tmp_path, name, ref), may_prune=True) for name in "ab"
+        )
+        await turns(one, other)
+        files(tmp_path, "a")
+        await turns(one, other)
+        assert names(one.store) == {ref}
+        files(tmp_path, "b")
+        await turns(one, other)
+        assert names(one.store) == set()
+
+    asyncio.run(play())
+
+
+def test_a_node_that_lost_its_directory_removes_nothing_and_says_so(tmp_path, shop):
+    ref = shop.publish("a")
+
+    async def play():
+        bench = Bench(tmp_path, desired=files(tmp_path, "list", ref), may_prune=True)
+        await bench.turn()
+        for one in bench.node._tended.values():
+            one.end()
+        lost = Bench(tmp_path, may_prune=True)
+        await turns(lost)
+        assert names(lost.store) == {ref}
+        assert lost.node.warnings() == ["files wanted models here, and no --desired is given"]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("when", ["running", "at the start"])
+def test_what_cannot_be_read_is_not_nothing(tmp_path, shop, monkeypatch, when):
+    """An unreadable memory is not an empty one, also when it can be read again."""
+    ref = shop.publish("a")
+    listdir, is_lost = os.listdir, [False]
+
+    def failing(path="."):
+        if is_lost[0] and str(path).endswith("wanted"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+
+    async def play():
+        bench = Bench(tmp_path, want(ref), may_prune=True)
+        await turns(bench)
+        is_lost[0] = True
+        os.utime(bench.store.root / ".aimage" / "wanted")  # so that it is read again
+        if when == "at the start":
+            bench.start(may_prune=True)
+        await turns(bench)
+        assert "what the API was told is damaged" in bench.node.warnings()
+        assert names(bench.store) == {ref}
+        is_lost[0] = False
+        await turns(bench)
+        assert names(bench.store) == {ref} and not bench.node.warnings()
+        assert bench.model()["state"] == "present" and await evicted(bench) == []
+
+    asyncio.run(play())
+
+
+def test_no_model_goes_for_one_that_would_not_fit_anyway(tmp_path, monkeypatch):
+    monkeypatch.setattr("clowder_aimage.node.disk_usage.GRACE", 0.0)
+    store = ImageLayout(tmp_path / "store")
+    old, new = (put(store, name, 2 * MIB, at) for at, name in enumerate(("old", "new")))
+    relieve(store, 5 * MIB, (), age=0.0, is_all=True)
+    assert len(names(store)) == 2
+    done = relieve(store, 1 * MIB, (), age=0.0, is_all=True)
+    assert [one.name for one in done.forgotten] == [index_name(old)]
+    assert names(store) == {index_name(new)}
+    relieve(store, 5 * MIB, (), age=0.0)  # above the upper watermark, as much as may go
+    assert names(store) == set()

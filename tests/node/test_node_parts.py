@@ -1,0 +1,342 @@
+"""Parts of the node, one at a time: a disk that is short, patience, spellings, its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import io
+import json
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from clowder_aimage.api import health
+from clowder_aimage.api.storage import encode
+from clowder_aimage.cli.verbs.node_status import state_of
+from clowder_aimage.engine.engine import ALWAYS
+from clowder_aimage.http.app import build_app, store_routes
+from clowder_aimage.http.server import make_service
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node.daemon import Daemon
+from clowder_aimage.node.disk_usage import DiskReading, Watermarks, relieve
+from clowder_aimage.node.model_spec import wants_of
+from clowder_aimage.node.node import is_of
+from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.registry import ClientOptions
+from tests.node.nodes import MIB
+from tests.node.test_node_clock import Bench, want
+from tests.node.test_node_disk import names, old_blobs, put, told
+from tests.node.test_node_live import asked
+from tests.process import Aimage
+
+__all__ = ["old_blobs"]  # a fixture
+PARTIAL = 20 * MIB  # worth keeping book of
+DIGEST, OTHER = (f"sha256:{each * 32}" for each in ("ab", "cd"))
+READS = (
+    "open", "stat", "lstat", "listdir", "scandir", "statvfs", "readlink", "fsync", "mkdir",
+    "unlink", "replace", "rename", "utime", "link",
+)  # fmt: skip
+
+
+# -- a disk that is short
+
+
+def begun(store, age):
+    """An ingest of a download that nobody has written to for so many seconds."""
+    content = Descriptor("application/octet-stream", Digest.of(b"partial"), PARTIAL)
+    ingest = store.ingest(content.digest.encoded, content)
+    ingest.write_at(0, bytes(PARTIAL))
+    at = time.time() - age
+    return ingest, lambda: [
+        os.utime(path, (at, at)) for path in (store.root / ".aimage" / "ingest").iterdir()
+    ]
+
+
+def abandoned(store, age):
+    """The same, of a process that is gone."""
+    ingest, let_age = begun(store, age)
+    ingest.suspend()
+    let_age()
+
+
+def partials(store):
+    return len(list((store.root / ".aimage" / "ingest").iterdir()))
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A model that was used long ago, which nobody wants."""
+    store = ImageLayout(tmp_path / "store")
+    put(store, "old", 5 * MIB, 0)
+    return store
+
+
+@pytest.mark.usefixtures("old_blobs")
+def test_an_abandoned_download_goes_before_a_model(store):
+    abandoned(store, 660.0)
+    done = relieve(store, PARTIAL - MIB, keep=())
+    assert (done.partials, done.forgotten) == (1, [])
+    assert done.partial_size >= PARTIAL and not partials(store)
+    assert len(names(store)) == 1
+
+
+@pytest.mark.usefixtures("old_blobs")
+def test_a_download_that_broke_off_lately_stays_and_a_model_goes(store):
+    abandoned(store, 300.0)
+    done = relieve(store, MIB, keep=())
+    assert done.partials == 0 and partials(store)
+    assert len(done.forgotten) == 1 and not names(store)
+
+
+@pytest.mark.usefixtures("old_blobs")
+def test_a_download_that_somebody_is_at_stays_however_slow_it_is(store):
+    ingest, let_age = begun(store, 86400.0)
+    let_age()
+    try:
+        assert relieve(store, 2 * PARTIAL, keep=()).partials == 0
+        assert partials(store) and not names(store)
+    finally:
+        ingest.suspend()
+
+
+@pytest.mark.usefixtures("old_blobs")
+def test_where_an_abandoned_download_is_not_enough_models_follow(store):
+    abandoned(store, 660.0)
+    done = relieve(store, PARTIAL + MIB, keep=())
+    assert not partials(store) and not names(store)
+    assert len(done.forgotten) == 1
+
+
+@pytest.mark.usefixtures("old_blobs")
+def test_a_node_above_its_mark_lets_abandoned_downloads_go_and_counts_them(tmp_path):
+    total, excess = 1000 * MIB, PARTIAL - MIB
+
+    async def play():
+        full = DiskReading(total, int(0.8 * total) + excess, int(0.2 * total) - excess)
+        marks = Watermarks(0.8, 0.8, age=0.0, measure=lambda _: full)
+        bench = Bench(tmp_path, marks=marks)
+        bench.news.attach()
+        unwanted = put(bench.store, "old", 5 * MIB, 0)
+        abandoned(bench.store, 660.0)
+        await bench.turn()
+        assert names(bench.store) == {index_name(unwanted)} and not partials(bench.store)
+        assert bench.node.metrics.collections.labels("high")._value.get() == 1
+        assert bench.node.metrics.reclaimed._value.get() >= PARTIAL
+        assert await told(bench, "evict") == [] and len(await told(bench, "gc")) == 1
+
+    asyncio.run(play())
+
+
+# -- patience
+
+
+def busy(shop, seconds):
+    """A registry that wants to be left alone for so long."""
+    shop.refuse(lambda passed: True, 429, **{"Retry-After": str(seconds)})
+
+
+def test_what_is_to_be_fetched_always_waits_as_long_as_the_registry_asks(tmp_path, shop):
+    ref = shop.publish("a")
+    busy(shop, 120)
+
+    async def play():
+        bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=5.0))
+        before = datetime.now(UTC) - timedelta(seconds=1)
+        await bench.turn()
+        now = bench.model()
+        assert (now["state"], now["code"]) == ("waiting", "registry_failed")
+        after = datetime.fromisoformat(now["next"]) - timedelta(seconds=120)
+        assert before <= after <= datetime.now(UTC)
+        assert "next try in " in state_of(now, datetime.now(UTC)) and "429" in now["reason"]
+        for _ in range(7):
+            await bench.turn(17.0)  # 119 seconds
+        assert len(shop.proxy.seen) == 1
+        await bench.turn(2.0)
+        assert len(shop.proxy.seen) == 2
+        shop.mend()
+        await bench.turn(121.0)
+        assert (bench.model()["state"], bench.model()["next"]) == ("present", None)
+
+    asyncio.run(play())
+
+
+def test_a_tag_that_is_followed_is_let_alone_as_long_as_the_registry_asks(tmp_path, shop):
+    ref = shop.publish("a")
+
+    async def play():
+        bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=5.0))
+        await bench.turn()
+        busy(shop, 120)
+        since = len(shop.proxy.seen)
+        await bench.turn(6.0)
+        now = bench.model()
+        assert (now["state"], now["code"]) == ("present", "registry_failed")
+        assert "429" in now["reason"] and now["next"]
+        for _ in range(7):
+            await bench.turn(17.0)
+        assert len(shop.proxy.seen) == since + 1
+        shop.publish("b")
+        shop.mend()
+        await bench.turn(2.0)
+        now = bench.model()
+        assert (now["code"], now["reason"], now["next"]) == (None, None, None)
+        assert (bench.store.root / "blobs" / shop.digest("b").replace(":", "/")).exists()
+
+    asyncio.run(play())
+
+
+# -- what it is told
+
+
+@pytest.mark.parametrize("said", ["500ms", "0", "0.999"])
+def test_to_collect_more_often_than_every_second_is_refused(tmp_path, said):
+    aimage = Aimage(tmp_path, tmp_path / "store")
+    done = aimage("node", "--addr", "127.0.0.1:0", "--collect", said, code=2)
+    assert done.err.startswith("aimage: --collect: ") and len(done.err.splitlines()) == 1
+    assert done.out == "" and not aimage.store.exists()
+
+
+def test_where_it_was_said_to_collect_too_often_is_named(tmp_path):
+    aimage = Aimage(tmp_path, tmp_path / "store", {"AIMAGE_NODE_COLLECT": "10ms"})
+    assert "AIMAGE_NODE_COLLECT" in aimage("node", "--addr", "127.0.0.1:0", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("ref", "name", "is_meant"),
+    [
+        ("h.io/a", "h.io/a", True),
+        ("h.io/a", "h.io/a:latest", True),
+        ("h.io/a:latest", "h.io/a", True),
+        ("h.io/a:latest", "oci://h.io/a", True),
+        ("h.io/a", f"h.io/a:latest@{DIGEST}", True),
+        ("h.io/a", "h.io/a:v1", False),
+        ("h.io/a", f"h.io/a@{DIGEST}", False),
+        ("h.io/a:v1", "h.io/a", False),
+        ("h.io/a:v1", "a:v1", False),
+        ("h.io/a:v1", "h.io/a:V1", False),
+        (f"h.io/a:v1@{DIGEST}", "h.io/a:v1", True),
+        (f"h.io/a:v1@{DIGEST}", f"oci://h.io/a:v1@{DIGEST}", True),
+        (f"h.io/a:v1@{DIGEST}", "h.io/a", False),
+        (f"h.io/a@{DIGEST}", f"h.io/a@{DIGEST}", True),
+        (f"h.io/a@{DIGEST}", f"h.io/a@{OTHER}", False),
+        (f"h.io/a@{DIGEST}", "h.io/a", False),
+        ("h.io/a", "", False),
+        ("h.io/a", "oci://", False),
+        ("h.io/a", "http://h.io/a", False),
+        ("h.io/a", "h.io/a:latest\n", False),
+        ("h.io/a", "h.io/a" * 1000, False),
+    ],
+)
+def test_a_name_means_a_want_however_it_is_spelled(ref, name, is_meant):
+    (found,) = wants_of([{"ref": ref}])
+    assert is_of(name, found) is is_meant
+
+
+# -- its event loop
+
+
+class Watched:
+    """Who is at the files below ``home``: the calls on the thread of ``loop``, and how many there
+    are elsewhere. What other tests have left behind may end on any thread."""
+
+    def __init__(self, monkeypatch, home):
+        self.home = str(home)
+        self.loop = threading.get_ident()
+        self.on_loop, self.elsewhere = [], Counter()
+        self.is_on = False
+        for name in READS:
+            self._watch(monkeypatch, os, name)
+        for module in (builtins, io):
+            self._watch(monkeypatch, module, "open")
+
+    def _watch(self, monkeypatch, module, name):
+        real = getattr(module, name)
+
+        def watched(*arguments, **options):
+            if not self.is_on or self._is_foreign(*arguments[:1]):
+                pass
+            elif threading.get_ident() == self.loop:
+                self.on_loop.append((name, *arguments[:1]))
+            else:
+                self.elsewhere[name] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, watched)
+
+    def _is_foreign(self, place="."):
+        text = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else ""
+        return text.startswith("/") and not text.startswith(self.home)
+
+    @contextlib.contextmanager
+    def on(self):
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+
+@contextlib.asynccontextmanager
+async def served(home):
+    """A node on this very loop, and where it is."""
+    settings = NodeSettings(desired=home / "desired")
+    service = make_service(settings, ImageLayout(home / "store"), ClientOptions(docker_config=home))
+    daemon = Daemon(service, settings, {})
+    app = build_app(service, routes=[*store_routes(service), *daemon.routes()])
+    app[health.MISSING] = daemon.node.missing
+    app[health.AGAINST], app[health.WARNINGS] = daemon.node.against, daemon.node.warnings
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        async with daemon.running():
+            here = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield SimpleNamespace(url=here), daemon.node
+    finally:
+        await runner.cleanup()
+
+
+def test_no_file_is_touched_on_the_event_loop(tmp_path, shop, monkeypatch):
+    ref, more = shop.publish("a"), {"ref": shop.name("not-there"), "pullPolicy": "Never"}
+    (tmp_path / "desired").mkdir()
+    (tmp_path / "desired" / "models.json").write_text(json.dumps([{"ref": ref, "pin": True}]))
+    questions = [
+        ("GET", "/v1/node", None, 200),
+        ("GET", "/readyz", None, 200),
+        ("PUT", "/v1/node/desired", [more], 200),
+        ("GET", "/v1/node/desired", None, 200),
+        ("POST", "/v1/node/retry", {"ref": ref}, 202),
+        ("DELETE", f"/v1/node/desired/{encode(more['ref'])}", None, 204),
+        ("GET", "/v1/neighbour", None, 200),
+        ("GET", "/healthz", None, 200),
+    ]
+
+    async def play():
+        watched = Watched(monkeypatch, tmp_path)
+        async with served(tmp_path) as (here, node):
+            async with asyncio.timeout(60):
+                while node.missing():
+                    await asyncio.sleep(0.05)
+            with watched.on():
+                for method, path, body, status in questions:
+                    answer = await asyncio.to_thread(asked, here, method, path, body)
+                    assert answer[0] == status, path
+                    assert watched.on_loop == [], path
+            assert watched.elsewhere["open"] and watched.elsewhere["stat"]
+            with watched.on():
+                shutil.disk_usage(tmp_path)
+                (tmp_path / "desired" / "models.json").read_bytes()
+            assert {name for name, *_ in watched.on_loop} >= {"statvfs", "open"}  # it is seen
+
+    asyncio.run(play())

@@ -1,0 +1,299 @@
+"""What is around a node: a store that fails, what is measured, its start, and what people see."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import urllib.error
+
+import pytest
+from click.testing import CliRunner
+from structlog.testing import capture_logs
+
+from clowder_aimage.api.readiness import Readiness
+from clowder_aimage.api.storage import encode
+from clowder_aimage.cli.console.listener import check_stores
+from clowder_aimage.cli.verbs.node_status import status
+from clowder_aimage.engine.settings import gather
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.http import shutdown
+from clowder_aimage.http.server import make_service
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.node import daemon as daemon_module
+from clowder_aimage.node.daemon import Daemon
+from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.spec_files import read_directory
+from clowder_aimage.registry import ClientOptions
+from tests.layout.test_record_names import FAULTS, break_calls, drop_rights
+from tests.node.conftest import until
+from tests.node.test_node_live import asked
+from tests.process import Aimage
+from tests.scripted_worker import ScriptedWorker, says
+
+REF = "127.0.0.1:1/none:v1"
+NOT_WRITABLE = {"reason": "store not writable"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """One that was written to."""
+    store = ImageLayout(tmp_path / "store")
+    store.pins.put("pinned:v1", {}, durable=False)
+    return store
+
+
+# -- readiness
+
+
+@FAULTS
+def test_a_store_that_cannot_be_looked_at_is_a_reason_and_no_error(store, monkeypatch, number):
+    for name in ("stat", "listdir", "open"):
+        break_calls(monkeypatch, name, store.root, number)
+    missing = {"reason": "model missing", "model": REF}
+    assert Readiness(store).against([REF]) == [NOT_WRITABLE, missing]
+
+
+@FAULTS
+def test_pins_that_cannot_be_read_are_a_reason_and_no_error(store, monkeypatch, number):
+    missing = {"reason": "model missing", "model": "pinned:v1"}
+    assert Readiness(store).against() == [missing]
+    break_calls(monkeypatch, "listdir", store.root / ".aimage" / "pins", number)
+    assert Readiness(store).against() == [{"reason": "store not readable"}]
+
+
+def refused(node, method, path, body):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        asked(node, method, path, body)
+    with caught.value as answer:
+        return answer.code, json.load(answer)["error"]
+
+
+def test_a_live_node_whose_store_is_closed_says_so_until_it_is_open(node, monkeypatch):
+    drop_rights(monkeypatch)
+    root = node.aimage.store
+    (root / ".aimage").mkdir(parents=True)
+    node.start()
+    until(lambda: node.readiness()[0] == 200, "the node to be ready")
+    root.chmod(0)
+    try:
+        code, said = node.readiness()
+        assert code == 503 and NOT_WRITABLE in said["reasons"]
+        now = node.status()
+        assert not now["ready"] and NOT_WRITABLE in now["reasons"]
+        assert set(now["disk"]) == {"total", "free", "used", "high", "low"}
+        drop = f"/v1/node/desired/{encode(REF)}"
+        for method, path, body in (
+            ("PUT", "/v1/node/desired", [{"ref": REF}]),
+            ("DELETE", drop, None),
+            ("GET", "/v1/node/desired", None),
+        ):
+            code, error = refused(node, method, path, body)
+            assert (code, error["code"]) == (503, "store_failed"), method
+            assert "Permission denied" in error["message"] and str(root) not in error["message"]
+        assert node.worker.get("/healthz") == {"status": "ok"}
+    finally:
+        root.chmod(0o755)
+    assert node.readiness()[0] == 200
+    assert asked(node, "PUT", "/v1/node/desired", [{"ref": REF}])[0] == 200
+    assert node.reaches(REF, "waiting")
+    assert asked(node, "DELETE", drop)[0] == 204
+    assert node.worker.stop()[0] == 0
+
+
+# -- what is measured
+
+
+@pytest.fixture
+def daemon(store, monkeypatch):
+    """A node that is not served, and does not wait between two looks."""
+    monkeypatch.setattr(daemon_module, "EVERY", 0.001)
+    store.pins.remove("pinned:v1")
+    service = make_service(NodeSettings(), store, ClientOptions(docker_config=store.root))
+    return Daemon(service, NodeSettings(), {})
+
+
+async def comes(holds):
+    """Wait until it is true."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatch):
+    readiness, looks = daemon._service.readiness, []
+    real = readiness.against
+    ready = daemon.node.metrics.ready._value.get
+
+    def failing(wanted, missing):
+        looks.append(len(looks))
+        if len(looks) in range(3, 10):
+            raise OSError(errno.EIO, "Input/output error")
+        if len(looks) in range(10, 13):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(wanted, missing)
+
+    async def play():
+        task = asyncio.create_task(daemon._measure())
+        await comes(lambda: len(looks) > 2 and ready() == 0)
+        await comes(lambda: len(looks) > 12 and ready() == 1)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(readiness, "against", failing)
+    with capture_logs() as logs:
+        asyncio.run(play())
+    assert [each["log_level"] for each in logs] == ["error", "error"], logs
+
+
+def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch):
+    ready = daemon.node.metrics.ready._value.get
+
+    async def play():
+        task = asyncio.create_task(daemon._measure())
+        await comes(lambda: ready() == 1)
+        with monkeypatch.context() as closed:
+            for name in ("stat", "listdir", "open"):
+                break_calls(closed, name, store.root, errno.EACCES)
+            await comes(lambda: ready() == 0)
+        await comes(lambda: ready() == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(play())
+
+
+def test_what_is_damaged_is_counted(daemon, store):
+    damaged = daemon.node.metrics.damaged._value.get
+
+    async def look():
+        await daemon.node._read()
+        await daemon._look()
+        return damaged()
+
+    async def play():
+        assert await look() == 0
+        (store.root / ".aimage" / "wanted").mkdir()
+        (store.root / ".aimage" / "wanted" / ("a" * 40)).write_bytes(b"{")
+        assert await look() == 1
+        assert "what the API was told is damaged" in daemon.node.warnings()
+
+    asyncio.run(play())
+
+
+def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on():
+    async def failing():
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def play():
+        going = asyncio.Event()
+
+        async def on():
+            while True:
+                going.set()
+                await asyncio.sleep(0.001)
+
+        async with shutdown.beside(failing(), on()):
+            await comes(lambda: logs)
+            going.clear()
+            await asyncio.wait_for(going.wait(), 60)
+
+    with capture_logs() as logs:
+        asyncio.run(play())
+    (said,) = logs
+    assert said["log_level"] == "error" and said["work"].endswith("failing")
+
+
+# -- at its start
+
+
+@pytest.mark.parametrize(
+    ("verb", "place", "reason"),
+    [
+        ("node", "file", "Not a directory"),
+        ("node", "/proc/x", "No such file or directory"),
+        ("serve", "file/below", "Not a directory"),
+    ],
+)
+def test_a_place_that_can_be_no_store_is_refused_at_once(tmp_path, verb, place, reason):
+    (tmp_path / "file").write_text("no directory")
+    named = tmp_path / place
+    done = Aimage(tmp_path, named)(verb, "--addr", "127.0.0.1:0", "--store", named, code=2)
+    assert done.err.startswith(f"aimage: {named} cannot be the store: {reason}")
+    assert done.out == "" and "--store" in done.err
+
+
+def test_a_place_where_a_store_can_be_made_is_left_as_it_was(tmp_path):
+    check_stores([tmp_path / "deep" / "store"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_may_only_be_read_is_served(tmp_path, monkeypatch):
+    for name in ("mkdir", "open"):
+        break_calls(monkeypatch, name, tmp_path, errno.EROFS)
+    check_stores([tmp_path])
+    check_stores([tmp_path / "none", tmp_path])  # the others can be served
+    with pytest.raises(UsageError, match="Read-only file system"):
+        check_stores([tmp_path / "none"])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_store_that_may_come_back_is_waited_for(tmp_path, monkeypatch, number):
+    break_calls(monkeypatch, "scandir", tmp_path, number)
+    check_stores([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"collect": "500ms"}, "--collect: at least 1 second"),
+        ({"collect": "0"}, "--collect: at least 1 second"),
+        ({"min_age": "soon"}, "--min-age: 'soon' is not a duration such as 90, 30s, 5m or 1h30m"),
+        ({"high": 0.0}, "--high: more than 0 per cent of the disk, and at most 100"),
+        ({"low": 101.0}, "--low: between 0 and 100 per cent of the disk"),
+    ],
+)
+def test_a_figure_that_cannot_be_meant_is_refused_with_what_can(said, sentence):
+    with pytest.raises(UsageError) as caught:
+        gather(NodeSettings, said, None)
+    assert caught.value.message == sentence
+
+
+def test_figures_at_the_edge_are_taken():
+    found, _ = gather(NodeSettings, {"collect": "1s", "high": 100.0, "low": 0.0}, None)
+    assert (found.collect, found.high, found.low) == (1.0, 100.0, 0.0)
+
+
+def test_files_that_are_hidden_from_the_node_are_refused_with_why(tmp_path, monkeypatch):
+    hidden, desired = tmp_path / "hidden", tmp_path / "desired"
+    desired.mkdir()
+    (desired / "models.json").symlink_to(hidden / "models.json")
+    with pytest.raises(FormatError, match="a link to nothing"):
+        read_directory(desired)
+    for name in ("stat", "open"):
+        break_calls(monkeypatch, name, hidden, errno.EACCES)
+        break_calls(monkeypatch, name, desired / "models.json", errno.EACCES)
+    with pytest.raises(FormatError, match="Permission denied"):
+        read_directory(desired)
+    assert NodeSettings(desired=hidden / "desired").desired == hidden / "desired"
+
+
+# -- to people
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_what_a_node_warns_of_is_said_beside_its_status(is_json):
+    told = ["desired state invalid", "a \x1b[2Jscreen", 7, ""]
+    answer = {"id": "x", "ready": True, "models": [], "warnings": told}
+    with ScriptedWorker(lambda _: says(answer)).running() as worker:
+        arguments = ["--json"] if is_json else []
+        said = CliRunner().invoke(status, arguments, env={"AIMAGE_HOST": worker.host})
+    assert said.exit_code == 0
+    if is_json:
+        assert json.loads(said.stdout) == answer and said.stderr == ""
+        return
+    first, second = said.stderr.splitlines()
+    assert first == "warning: desired state invalid"
+    assert second.startswith("warning: a ") and "\x1b" not in second
+    assert "warning" not in said.stdout

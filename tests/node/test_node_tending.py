@@ -1,0 +1,349 @@
+"""What a node does about a model between two failures: it looks, it makes room, it asks no more
+than it should, and it says when it will."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import shutil
+import threading
+from datetime import UTC, datetime
+
+import pytest
+from structlog.testing import capture_logs
+
+from clowder_aimage.engine.backoff import DAY, HOUR, whole
+from clowder_aimage.engine.engine import ALWAYS, FOR_EVER
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node.model_status import ModelStatus
+from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, presence
+from clowder_aimage.oci import Reference
+from clowder_aimage.pull import pull
+from clowder_aimage.registry import ClientOptions
+from tests.node.nodes import MIB
+from tests.node.test_node_clock import Bench, want
+from tests.node.test_node_disk import FULL, disk, names, old_blobs, put
+from tests.scripted import Answer, ScriptedRegistry
+
+__all__ = ["disk", "old_blobs"]  # fixtures
+
+
+def seconds(model):
+    """For how long it is until the status says that it is tried again."""
+    return (datetime.fromisoformat(model["next"]) - datetime.now(UTC)).total_seconds()
+
+
+def played(test):
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+def here(bench):
+    now = bench.model()
+    return now["state"], now["code"], now["next"]
+
+
+# -- what is in the store is seen there
+
+
+@pytest.mark.parametrize("refresh", [300.0, FOR_EVER])
+@played
+async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop, refresh):
+    ref = shop.publish("a")
+    shop.refuse(lambda passed: True, 404)
+    bench = Bench(tmp_path, want(ref, refresh=refresh))
+    await bench.turn()
+    assert bench.model()["code"] == "not_found"
+    asked = len(shop.proxy.seen)
+    for _ in range(3):
+        await bench.turn(11.0)
+    assert len(shop.proxy.seen) == asked  # a look is no question
+    shop.mend()
+    pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
+    asked = len(shop.proxy.seen)
+    await bench.turn(11.0)
+    assert here(bench) == ("present", None, None) and not bench.node.missing()
+    assert len(shop.proxy.seen) == asked
+
+
+def patient(shop):
+    shop.refuse(lambda passed: True, 429, **{"Retry-After": "200"})
+
+
+@played
+async def test_a_model_that_comes_by_hand_shortens_nobodys_patience(tmp_path, shop):
+    ref = shop.publish("a")
+    patient(shop)
+    bench = Bench(tmp_path, want(ref, refresh=5.0))
+    await bench.turn()
+    assert bench.model()["state"] == "waiting"
+    shop.mend()
+    pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
+    asked = len(shop.proxy.seen)
+    for _ in range(3):
+        await bench.turn(11.0)
+        assert bench.model()["state"] == "present"
+    assert len(shop.proxy.seen) == asked
+    await bench.turn(170.0)
+    assert len(shop.proxy.seen) == asked + 1
+
+
+@played
+async def test_a_model_that_goes_while_its_registry_wants_patience_waits(tmp_path, shop):
+    ref = shop.publish("a")
+    bench = Bench(tmp_path, want(ref, refresh=5.0))
+    await bench.turn()
+    patient(shop)
+    await bench.turn(6.0)
+    assert here(bench)[:2] == ("present", "registry_failed")
+    shutil.rmtree(bench.store.root / "blobs")
+    shop.mend()
+    asked = len(shop.proxy.seen)
+    await bench.turn(11.0)
+    now = bench.model()
+    assert now["state"] == "waiting" and 150.0 < seconds(now) < 201.0
+    assert len(shop.proxy.seen) == asked and bench.node.missing() == [ref]
+    await bench.turn(200.0)
+    assert bench.model()["state"] == "present"
+
+
+@played
+async def test_an_index_that_is_garbled_is_a_fault_of_the_store(tmp_path, shop):
+    ref = shop.publish("a")
+    bench = Bench(tmp_path, want(ref, refresh=FOR_EVER))
+    await bench.turn()
+    index = bench.store.root / "index.json"
+    good, asked = index.read_bytes(), len(shop.proxy.seen)
+    index.write_bytes(b"{")
+    for _ in range(3):
+        await bench.turn(11.0)
+        state, code, after = here(bench)
+        assert (state, code) == ("waiting", "store_failed") and after
+        assert seconds(bench.model()) <= 10.0 and bench.node.missing() == [ref]
+    index.write_bytes(good)
+    await bench.turn(11.0)
+    assert here(bench) == ("present", None, None)
+    assert len(shop.proxy.seen) == asked
+
+
+@played
+async def test_a_store_that_cannot_be_written_is_warned_of_once_and_serves(tmp_path, shop):
+    refs = [shop.publish("a", tag=tag) for tag in ("one", "other")]
+    desired = tmp_path / "desired"
+    desired.mkdir()
+    entries = [{"ref": ref, "pin": True} for ref in refs]
+    (desired / "models.json").write_text(json.dumps(entries))
+    store = ImageLayout(tmp_path / "bench")
+    for ref in refs:
+        pull(Reference.parse(ref), store, ClientOptions(docker_config=tmp_path))
+    bench = Bench(tmp_path, desired=desired)
+    for kind in ("wanted", "pins"):  # no directory can be made there
+        shutil.rmtree(store.root / ".aimage" / kind, ignore_errors=True)
+        (store.root / ".aimage" / kind).write_text("")
+    with capture_logs() as said:
+        for _ in range(5):
+            await bench.turn(11.0)
+            found = {each["state"]: each["reason"] for each in bench.node.models()}
+            assert found == {"present": None} and not bench.node.missing()
+    events = [each["event"] for each in said if each["log_level"] == "warning"]
+    assert "cannot fetch" not in events
+    assert events.count("the store cannot be written") == 1
+    (store.root / ".aimage" / "pins").unlink()
+    await bench.turn(11.0)
+    assert {key for key, _ in store.pins.items()} == set(refs)
+
+
+# -- room
+
+
+@played
+async def test_room_that_could_be_made_only_later_is_made_then(disk, shop, old_blobs):
+    ref = shop.publish("a", size=20 * MIB)
+    bench = Bench(disk.root, want(ref), marks=FULL)
+    old = put(bench.store, "old", 30 * MIB, 1)
+    bench.store.pins.put(index_name(old), {}, durable=True)
+    made = bench.node.metrics.collections.labels("space")._value.get
+    await bench.turn()
+    assert (bench.model()["code"], bench.model()["next"], made()) == ("no_space", None, 1)
+    times = []
+    for at in range(1, 26):
+        count = made()
+        await bench.turn(10.0)
+        times += [at * 10] * int(made() - count)
+    assert times == [10, 30, 70, 130, 190, 250]
+    bench.store.pins.remove(index_name(old))
+    asked = len(shop.proxy.seen)
+    for _ in range(5):
+        await bench.turn(10.0)
+    assert len(shop.proxy.seen) == asked and names(bench.store) == {index_name(old)}
+    await bench.turn(11.0)
+    assert bench.model()["state"] == "present" and names(bench.store) == {ref}
+
+
+# -- content that is wrong
+
+
+@played
+async def test_content_that_was_wrong_is_fetched_again_after_long_pauses(tmp_path, shop):
+    shop.spoil("b")
+    ref = shop.publish("a", "b")
+    bench = Bench(tmp_path, want(ref, refresh=300.0))
+    await bench.turn()
+    assert bench.model()["code"] == "verification_failed"
+    for pause in (whole(1, 0.999), whole(2, 0.999)):
+        assert abs(seconds(bench.model()) - pause) < 30.0
+        blobs = shop.blobs()
+        for _ in range(3):
+            await bench.turn((pause - 30.0) / 3)
+        assert shop.blobs() == blobs and bench.model()["state"] == "failed"
+        assert 0.0 < seconds(bench.model()) <= 31.0
+        await bench.turn(31.0)
+        assert shop.blobs() > blobs and bench.model()["state"] == "failed"
+    shop.mend()
+    await bench.turn(whole(3, 0.999) + 1.0)
+    assert here(bench) == ("present", None, None)
+
+
+@played
+async def test_a_new_version_that_was_wrong_is_fetched_again_too_and_says_when(tmp_path, shop):
+    ref = shop.publish("a")
+    bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=60.0))
+    await bench.turn()
+    brought = bench.model()["sources"]
+    assert brought["registry"]
+    shop.spoil("b")
+    shop.publish("a", "b")
+    await bench.turn(61.0)
+    for _ in range(3):
+        assert here(bench)[:2] == ("present", "verification_failed")
+        assert 2000.0 < seconds(bench.model()) < HOUR
+        assert bench.model()["sources"] == brought  # by what is here
+        await bench.turn(61.0)
+    shop.mend()
+    blobs = shop.blobs()
+    await bench.turn(1000.0)
+    assert shop.blobs() == blobs
+    await bench.turn(HOUR)
+    assert here(bench) == ("present", None, None) and bench.model()["drift"] is None
+
+
+def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
+    assert [whole(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        24,
+        24,
+    ]
+    assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
+
+
+@played
+async def test_the_next_question_is_what_the_status_tells_of_a_tag_that_is_gone(tmp_path, shop):
+    ref = shop.publish("a")
+    bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=300.0))
+    await bench.turn()
+    shop.refuse(lambda passed: True, 404)
+    await bench.turn(301.0)
+    since = len(shop.proxy.seen)
+    for left in (300.0, 289.0, 278.0):
+        assert here(bench)[:2] == ("present", "not_found")
+        assert abs(seconds(bench.model()) - left) < 5.0
+        await bench.turn(11.0)
+    assert len(shop.proxy.seen) == since
+
+
+def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
+    store = ImageLayout(tmp_path / "store")
+    name = index_name(put(store, "model", 1000, 1))
+    nodes = [
+        (Pinner(store, owner), ModelStatus(want(name, pin=pin), Reference.parse(name)))
+        for owner, pin in (("a", True), ("b", False))
+    ]
+
+    def keep():
+        for keeper, one in nodes:
+            keeper.keep(one, presence(store, one.want, one.name))
+        return store.pins.get(name)
+
+    assert {keep()["owner"] for _ in range(3)} == {"a"}
+    nodes.reverse()
+    assert keep()["owner"] == "a"
+    nodes[1][1].want = want(name)
+    assert keep() is None
+    store.pins.put(name, {"by": "hand"}, durable=True)
+    assert keep()["by"] == "hand"
+    for _, one in nodes:
+        one.end()
+
+
+def test_who_ends_a_wish_in_a_thread_leaves_no_lease_whatever_is_still_at_it(tmp_path):
+    store = ImageLayout(tmp_path / "store")
+    reference = put(store, "model", 1000, 1)
+    digest = store.resolve(reference).digest
+    for _ in range(30):
+        one = ModelStatus(want(str(reference)), reference)
+        work = [threading.Thread(target=one.hold, args=(store, digest)) for _ in range(2)]
+        work.insert(1, threading.Thread(target=one.end))
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join(30)
+        one.hold(store, digest)
+        assert one.lease is None and not list((store.root / ".aimage" / "lease").iterdir())
+
+
+def asking():
+    return sum(each.name == "aimage-upstream" for each in threading.enumerate())
+
+
+def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_path, shop):
+    other, answered = Reference.parse(shop.publish("a")), threading.Event()
+
+    async def play(host):
+        questions, before = RegistryLimiter(ClientOptions(docker_config=tmp_path)), asking()
+        refs = [Reference.parse(f"{host}/team/model:v{n}") for n in range(20)]
+        tasks = [asyncio.create_task(questions.ask(ref, None)) for ref in refs]
+        assert await asyncio.wait_for(questions.ask(other, None), 60) is not None
+        assert asking() <= before + 9 and not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()  # the threads are at it still
+        with pytest.raises(CrowdedError):
+            await questions.ask(refs[0], None, patience=0.05)
+        answered.set()
+        with pytest.raises(NotFoundError):
+            await questions.ask(refs[0], None, patience=60)
+
+    def silent(seen):
+        answered.wait(60)
+        return Answer(404)
+
+    with ScriptedRegistry(silent).running() as registry:
+        asyncio.run(play(registry.host))
+
+
+@played
+async def test_a_model_whose_question_waits_is_looked_at_meanwhile(tmp_path, shop, monkeypatch):
+    ref = shop.publish("a")
+    monkeypatch.setattr("clowder_aimage.node.pinner.ALL", 1)
+    monkeypatch.setattr("clowder_aimage.node.reconciler.LOCAL", 0.05)
+    bench = Bench(tmp_path, want(ref, refresh=5.0))
+    await bench.turn()
+    await bench.node._tender._questions._all.acquire()  # as one does that is not answered
+    asked = len(shop.proxy.seen)
+    await bench.turn(6.0)
+    assert here(bench)[0] == "present" and len(shop.proxy.seen) == asked
+    shutil.rmtree(bench.store.root / "blobs")
+    shop.refuse(lambda passed: True, 501)
+    await bench.turn()
+    assert bench.node.missing() == [ref]

@@ -1,0 +1,141 @@
+"""Several nodes pull from one registry: what the registry sends, and what a death changes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import partial
+
+import pytest
+
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.host_settings import HostSettings
+from tests.node.nodes import MIB, TOKEN, acquaint, all_at_once, fleet, noise, push_model
+from tests.proxy import Proxy
+from tests.real_registry import PASSWORD, USER
+from tests.scripted import Answer, ScriptedRegistry
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as found:
+        yield found
+
+
+def model(tmp_path, repository, proxy, *sizes):
+    """Push a model; its name by way of the proxy, and how many bytes its blobs have."""
+    layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
+    pushed = push_model(tmp_path, repository, *layers)
+    return Reference(proxy.host, pushed.repository, pushed.tag), sum(sizes)
+
+
+def test_four_nodes_have_the_registry_send_a_model_once(tmp_path, repository, proxy):
+    reference, size = model(tmp_path, repository, proxy, 70 * MIB + 5, 33 * MIB, 3 * MIB, 1000, 7)
+    with fleet(tmp_path, 4) as nodes:
+        done = all_at_once([partial(node.pull, reference) for node in nodes])
+    assert len({root for root, _ in done}) == 1
+    for node in nodes:
+        assert (
+            sorted(path.stat().st_size for path in node.layout.root.glob("blobs/*/*"))[-1]
+            > size / 2
+        )
+    assert size <= proxy.sent() <= 1.05 * size
+    came = sum(count["neighbour"] + count["cache"] for _, count in done)
+    assert came >= 2.9 * size
+
+
+def test_nodes_that_come_one_after_the_other_have_it_sent_once(tmp_path, repository, proxy):
+    reference, size = model(tmp_path, repository, proxy, 40 * MIB, 20 * MIB, 100)
+    with fleet(tmp_path, 3) as nodes:
+        for node in nodes:
+            node.pull(reference)
+    assert size <= proxy.sent() <= 1.05 * size
+
+
+def test_a_node_that_joins_later_has_nothing_from_the_registry(tmp_path, repository, proxy):
+    reference, size = model(tmp_path, repository, proxy, 70 * MIB, 20 * MIB, 100)
+    with fleet(tmp_path / "old", 1) as old, fleet(tmp_path / "new", 1) as new:
+        old[0].pull(reference)
+        before = proxy.sent()
+        acquaint([*old, *new])
+        _, came = new[0].pull(reference)
+        assert proxy.sent() == before
+        assert came["neighbour"] >= size
+
+
+def test_a_home_that_dies_in_the_middle_costs_only_time(tmp_path, repository, proxy):
+    reference, _ = model(tmp_path, repository, proxy, 90 * MIB, 40 * MIB)
+    with fleet(tmp_path, 3) as nodes:
+        proxy.hold = 30 * MIB
+        pulls = [partial(node.pull, reference) for node in nodes[:2]]
+
+        def kill():
+            proxy.wait_until(lambda: proxy.held > 0)
+            nodes[2].hang_up()
+            proxy.release()
+
+        first, second, _ = all_at_once([*pulls, kill])
+        assert first[0] == second[0]
+        nodes[0].wait_until(
+            lambda: any(each["state"] == "silent" for each in nodes[0].sharing.states())
+        )
+    for node in nodes[:2]:
+        assert not list((node.layout.root / ".aimage/ingest").glob("*"))
+
+
+def test_a_mirror_that_is_wrong_spoils_no_pull(tmp_path, repository, proxy):
+    """Homes have its bytes in good faith, and hand them on: each node finds out for itself."""
+    reference, size = model(tmp_path, repository, proxy, 70 * MIB)
+    wrong = bytearray(noise(size, f"{tmp_path} 0"))
+    for start in range(0, size, 16 * MIB):
+        wrong[start + 5] ^= 1
+
+    def answer(asked):
+        if hashlib.sha256(noise(size, f"{tmp_path} 0")).hexdigest() not in asked.path:
+            return Answer(404)
+        first, last = map(int, asked.headers["Range"].removeprefix("bytes=").split("-"))
+        headers = {"Content-Range": f"bytes {first}-{last}/{size}"}
+        return Answer(206, headers, bytes(wrong[first : last + 1]))
+
+    with ScriptedRegistry(answer).running() as mirror:
+        registries = {
+            proxy.host: HostSettings(mirrors=(mirror.host,), plain_http=True),
+            mirror.host: HostSettings(plain_http=True),
+        }
+        connection = ClientOptions(docker_config=tmp_path, registries=registries)
+        with fleet(tmp_path, 3, connection=connection) as nodes:
+            all_at_once([partial(node.pull, reference) for node in nodes])
+            for node in nodes:
+                (blob,) = [
+                    path
+                    for path in node.layout.root.glob("blobs/sha256/*")
+                    if path.stat().st_size == size
+                ]
+                assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
+        assert mirror.seen
+
+
+def test_without_neighbours_a_pull_goes_to_the_registry(tmp_path, repository, proxy):
+    reference, size = model(tmp_path, repository, proxy, 20 * MIB)
+    with fleet(tmp_path, 1) as (node,):
+        node.addresses.clear()
+        _, came = node.pull(reference)
+    assert proxy.sent() >= size
+    assert not came
+
+
+def test_no_credential_of_a_registry_is_in_what_a_neighbour_sees(tmp_path, private_registry):
+    secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    auths = {"auths": {private_registry.host: {"auth": secret}}}
+    (tmp_path / "config.json").write_text(json.dumps(auths))
+    connection = ClientOptions(docker_config=tmp_path)
+    pushed = push_model(tmp_path, f"{private_registry.host}/secret/model", noise(36 * MIB))
+    with fleet(tmp_path, 3, connection=connection) as nodes:
+        all_at_once([partial(node.pull, pushed) for node in nodes])
+        assert any(node.blob_requests() for node in nodes)
+        for url, headers in [each for node in nodes for each in node.seen]:
+            said = url + json.dumps(headers)
+            assert secret not in said and PASSWORD not in said and "Basic" not in said
+            assert headers["Authorization"] == f"Bearer {TOKEN}"
