@@ -15,21 +15,43 @@
         ├── StoreError             exit 1   the store on disk cannot be used
         └── NoSpaceError           exit 6   the disk is full
 
-A message says what went wrong and with what; the hint says what to do next.
+A message says what went wrong and with what. A hint says in general terms what would help. A
+remedy is the code of a command that would help; the command line has the sentences
+(``cli/console/remedy.py``), so that messages below it name no option and no verb.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AImageError(Exception):
-    """Base of all errors a user may see. ``exit_code`` is what the command exits with."""
+    """Base of all errors that a user may see.
+
+    Args:
+        message: What went wrong, and with what.
+        hint: What would help, in terms that hold for every interface.
+        remedy: The code of the command line's advice, a key of its table of remedies.
+        facts: What that advice names: references, hosts, paths.
+
+    ``exit_code`` is what the command exits with.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, remedy: str = "", **facts: object
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.remedy = remedy
+        self.facts = {name: str(fact) for name, fact in facts.items()}
+
+    @property
+    def advice(self) -> dict[str, Any]:
+        """Return hint, remedy and facts, as arguments for an error that is raised in its place."""
+        return {"hint": self.hint, "remedy": self.remedy, **self.facts}
 
     def __str__(self) -> str:
         return self.message
@@ -98,8 +120,10 @@ class RegistryError(AccessError):
         detail: str = "",
         retry_after: float = 0.0,
         hint: str | None = None,
+        remedy: str = "",
+        **facts: object,
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint, remedy=remedy, **facts)
         self.status = status
         self.retry_after = retry_after
         self.code = code
@@ -120,6 +144,14 @@ class NoSpaceError(AccessError):
 
     exit_code = 6
 
-    def __init__(self, message: str, *, lacking: int = 0, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        lacking: int = 0,
+        hint: str | None = None,
+        remedy: str = "",
+        **facts: object,
+    ) -> None:
+        super().__init__(message, hint=hint, remedy=remedy, **facts)
         self.lacking = lacking

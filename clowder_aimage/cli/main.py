@@ -12,6 +12,7 @@ import click
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import common_options
 from clowder_aimage.cli.console.output import printable
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError
 
 # verb: (module, first line of its help); the module is imported when the verb is used
@@ -109,7 +110,8 @@ def main() -> NoReturn:
 
 
 def _sentence(error: AImageError) -> str:
-    return f"{error.message}\n  {error.hint}" if error.hint else error.message
+    text = advice(error)
+    return f"{error.message}\n  {text}" if text else error.message
 
 
 def _leave(code: int, message: str) -> NoReturn:

@@ -372,7 +372,7 @@ class ImageLayout:
             }
         ):
             raise NotFoundError(
-                f"no {reference} in the store {self.root}", hint="'aimage ls' lists what is there"
+                f"no {reference} in the store {self.root}", remedy="not_in_store"
             )
 
     def forget(self, names: Mapping[str, Digest]) -> set[str]:

@@ -1,0 +1,17 @@
+"""Advice of the command line: what to type after an error (``AImageError.remedy``)."""
+
+from __future__ import annotations
+
+from clowder_aimage.errors import AImageError
+
+# code: sentence; {names} are facts of the error
+REMEDIES = {
+    "not_in_store": "'aimage ls' lists what is there",
+}
+
+
+def advice(error: AImageError) -> str | None:
+    """Return what the user can do about ``error``: its remedy, else its hint, else None."""
+    if error.remedy:
+        return REMEDIES[error.remedy].format_map(error.facts)
+    return error.hint

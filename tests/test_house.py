@@ -1,0 +1,164 @@
+"""Rules of the source that no other tool holds: names, language, budgets, imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.cli.console.remedy import REMEDIES
+
+PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
+# Lines of each package, raised only with a record in docs/adr/; the root's modules are "."
+BUDGETS = {
+    ".": 3_300,
+    "api": 2_400,
+    "cli": 4_500,
+    "content": 2_300,
+    "dialect": 1_450,
+    "distribution": 2_100,
+    "engine": 2_700,
+    "exporter": 1_330,
+    "formats": 1_850,
+    "http": 1_400,
+    "importer": 3_300,
+    "layout": 2_830,
+    "model": 3_800,
+    "node": 2_950,
+    "oci": 700,
+    "registry": 2_650,
+    "tensor": 1_180,
+}
+MODULES = 280  # in the whole package
+FOLDER = 25  # modules in one folder
+# Files of a verb, and the parallel files of a family of models, may share their names
+SHARED = {("cli", "verbs"), ("model", "zimage")}
+RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
+COMMAND = re.compile(r"(?<![\w-])--[a-z][a-z-]+|\baimage [a-z]{2,}\b")
+NETWORK = {"http.client", "socket", "urllib.request"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def floor(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "."
+
+
+def is_shared(path: Path) -> bool:
+    return path.relative_to(PACKAGE).parts[:2] in SHARED
+
+
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in modules()}
+FLOORS = sorted({floor(path) for path in TREES})
+
+
+def of(name: str) -> Iterator[tuple[Path, ast.Module]]:
+    return ((path, tree) for path, tree in TREES.items() if floor(path) == name)
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts that are neither docstrings nor parts of the program's own command lines."""
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_no_docstring_begins_with_a_question_word(name):
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
+        for path, tree in of(name)
+        for line, text in documented(tree)
+        if RIDDLE.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", [name for name in FLOORS if name != "cli"])
+def test_no_text_below_the_command_line_names_an_option_or_a_verb(name):
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {text}"
+        for path, tree in of(name)
+        for line, text in strings(tree)
+        if COMMAND.search(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_public_class_names_occur_once():
+    places = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                if not is_shared(path):
+                    places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_module_names_occur_once():
+    places = defaultdict(list)
+    for path in TREES:
+        if not path.stem.startswith("__") and not is_shared(path):
+            places[path.stem].append(str(path.relative_to(PACKAGE)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_packages_stay_within_their_budgets(name):
+    lines = sum(len(path.read_bytes().splitlines()) for path, _ in of(name))
+    assert lines <= BUDGETS[name]
+
+
+def test_folders_stay_small():
+    folders = defaultdict(int)
+    for path in TREES:
+        folders[str(path.parent.relative_to(PACKAGE))] += path.stem not in ("__init__", "__main__")
+    assert not {
+        name: count
+        for name, count in folders.items()
+        if count > FOLDER and name != "cli/verbs"  # a verb, a file
+    }
+    assert len(TREES) <= MODULES
+
+
+def test_sockets_are_used_by_registry_http_and_the_worker_client_alone():
+    allowed = {"registry", "http"}
+    found = []
+    for path, tree in TREES.items():
+        if floor(path) in allowed or path == PACKAGE / "engine" / "worker_client.py":
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if name in NETWORK]
+    assert not found
+
+
+def test_every_remedy_is_in_the_table_and_used():
+    used = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "remedy":
+                used |= {
+                    one.value
+                    for one in ast.walk(node.value)
+                    if isinstance(one, ast.Constant) and isinstance(one.value, str) and one.value
+                }
+    assert used == set(REMEDIES)
