@@ -15,13 +15,16 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
 
-.PHONY: help demo test test-slow check lint format venv clean
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-all test-slow check lint format venv clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       the whole job on a tiny model: create, push, pull, run, replay'
 	@echo 'make test       the tests, in minutes'
-	@echo 'make test-slow  the long loops'
+	@echo 'make test-all   with it, what needs other programs or takes long'
+	@echo 'make test-slow  loops of many minutes'
 	@echo 'make lint       ruff, mypy, lint-imports'
 	@echo 'make check      lint and test: what must pass before a change goes in'
 	@echo 'make format     let ruff format and fix what it can'
@@ -32,10 +35,13 @@ demo: $(RUN)
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not integration and not slow' $(ARGS)
+
+test-all: $(DEV)
+	$(PYTEST) -m 'not slow' $(ARGS)
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
