@@ -26,8 +26,8 @@ import aiohttp
 from clowder_aimage.create import create
 from clowder_aimage.engine.engine import Engine, EngineLimits, Job
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.event_log import LoggedEvent
+from clowder_aimage.engine.metric import CONTENT_TYPE
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
-from clowder_aimage.http.metric import CONTENT_TYPE
 from clowder_aimage.http.route import INFER, OPEN, Route
 
 # What is to be here that is not pinned, what is known to be missing, what else keeps requests away,

@@ -23,8 +23,8 @@ from clowder_aimage.api.ndjson import NdjsonStream, flag, read_object, text
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
-from clowder_aimage.engine.transfer_queue import of_registry
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.http.api_error import registry_error
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
@@ -249,7 +249,7 @@ async def _told(request: web.Request, is_streaming: bool, lines: _Lines) -> web.
                 if is_streaming:
                     await answer.write(last)
         except AImageError as error:
-            return await answer.fail(of_registry(error))
+            return await answer.fail(registry_error(error))
     return await answer.end() if is_streaming else web.json_response(last)
 
 

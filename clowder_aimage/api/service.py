@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.engine.engine import IF_MISSING, Engine
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG

@@ -21,9 +21,9 @@ from clowder_aimage.api import model_list
 from clowder_aimage.api.ndjson import read_object, text
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.shared_transfer import SharedTransfer
-from clowder_aimage.engine.transfer_queue import Credentials, of_registry
+from clowder_aimage.engine.transfer_queue import Credentials
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
-from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.http.route import ADMIN, Route
 from clowder_aimage.importer.ollama_store import HOST as OLLAMA
 from clowder_aimage.importer.ollama_store import NAMESPACE
@@ -185,7 +185,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
         except UnauthorizedError as error:
             raise ApiError(403, error.message, code="registry_unauthorized") from None
         except AImageError as error:
-            raise of_registry(error) from None
+            raise registry_error(error) from None
     item = await asyncio.to_thread(model_list.item, service.store, stored_name(reference, root))
     if item is None:
         raise _unknown(reference)  # it was deleted meanwhile

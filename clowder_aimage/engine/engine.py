@@ -19,13 +19,13 @@ from clowder_aimage.engine.engine_error import BusyError, StoppedError, ending
 from clowder_aimage.engine.event import Event, LoadingEvent, PullingEvent, QueuedEvent, StepEvent
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.job import ALWAYS, FOR_EVER, IF_MISSING, NEVER, EngineLimits, Job
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.presence import fetch, find
 from clowder_aimage.engine.queued_request import QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest, Reference

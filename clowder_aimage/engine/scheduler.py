@@ -18,11 +18,11 @@ from typing import Any
 from clowder_aimage.engine.available_memory import available
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.job import EngineLimits
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.queued_request import QueuedRequest
 from clowder_aimage.engine.runner import KeepAlive, NoMemoryError, Runner
 from clowder_aimage.errors import AImageError, ModelError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest, Reference
 

@@ -16,21 +16,15 @@ from clowder_aimage.content.copy_event import OnEvent
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.counted_source import CountedSource
-from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError, ending
+from clowder_aimage.engine.engine_error import BusyError, ending
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.shared_transfer import PULL, PUSH, SharedTransfer, TransferGate, Work
 from clowder_aimage.errors import (
-    AccessError,
     AImageError,
-    ContentError,
-    NoSpaceError,
-    NotFoundError,
-    StoreError,
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http.api_error import ApiError, code_of
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import pull, pull_part
@@ -285,15 +279,3 @@ def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
 def _beside(one: SharedTransfer, at_work: list[SharedTransfer]) -> int:
     """How many of its registry are at work."""
     return sum(other.reference.registry == one.reference.registry for other in at_work)
-
-
-def of_registry(error: AImageError) -> AImageError:
-    """An error of a pull or push, told from one of this worker: 502 where the registry, or what it
-    sent, is at fault."""
-    own = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
-    if isinstance(error, (*own, StoreError, NoSpaceError)):
-        return error
-    if isinstance(error, AccessError | ContentError):
-        message = f"{error.message}; {error.hint}" if error.hint else error.message
-        return ApiError(502, message, code=code_of(error, "registry_failed"))
-    return error

@@ -8,7 +8,9 @@ from aiohttp import web
 
 from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
 from clowder_aimage.errors import (
+    AccessError,
     AImageError,
+    ContentError,
     FormatError,
     NetworkError,
     NoSpaceError,
@@ -73,10 +75,19 @@ def api_error(error: AImageError) -> ApiError:
     return ApiError(status, message, code=code, headers=headers)
 
 
-def code_of(error: AImageError, other: str) -> str:
-    """The word for an error of a lower floor; ``other`` where it has none of its own."""
-    status, code = _known(error)
-    return other if (status, code) == _OTHER else code
+def registry_error(error: AImageError) -> AImageError:
+    """Return the error of a pull or a push as the client gets it.
+
+    The status is 502 if the registry, or the content it sent, is at fault.
+    """
+    own = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
+    if isinstance(error, (*own, StoreError, NoSpaceError)):
+        return error
+    if isinstance(error, AccessError | ContentError):
+        message = f"{error.message}; {error.hint}" if error.hint else error.message
+        status, code = _known(error)
+        return ApiError(502, message, code="registry_failed" if (status, code) == _OTHER else code)
+    return error
 
 
 def response(request: web.Request, error: ApiError) -> web.Response:

@@ -18,11 +18,11 @@ from aiohttp.typedefs import Handler, Middleware
 from clowder_aimage.api import health, ollama_routes, openapi, storage
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine_error import StoppedError
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.http.route import BODY, Route
 
 LARGEST_BODY = 16 * BODY

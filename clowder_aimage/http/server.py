@@ -17,6 +17,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.distribution.registry_server import is_loopback
 from clowder_aimage.engine.engine import Engine, EngineLimits
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.preload import want
 from clowder_aimage.engine.settings import Listening, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -25,7 +26,6 @@ from clowder_aimage.http import systemd
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_address, listen_unix, read_tokens
 from clowder_aimage.http.app import all_routes, build_app, store_routes
 from clowder_aimage.http.idle_timeout import IdleTimeout
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.http.shutdown import Signals, beside, drain
 from clowder_aimage.http.write_timeout import WriteTimeout
 from clowder_aimage.layout import ImageLayout

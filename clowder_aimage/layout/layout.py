@@ -371,9 +371,7 @@ class ImageLayout:
                 and digest in (None, descriptor.digest)
             }
         ):
-            raise NotFoundError(
-                f"no {reference} in the store {self.root}", remedy="not_in_store"
-            )
+            raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store")
 
     def forget(self, names: Mapping[str, Digest]) -> set[str]:
         """Forget names, as they stand in index.json, where they still mean these manifests; all in

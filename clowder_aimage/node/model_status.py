@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.engine.backoff import TIME, WRONG, Backoff
 from clowder_aimage.engine.engine import FOR_EVER
+from clowder_aimage.engine.metric import SOURCES
 from clowder_aimage.engine.shared_transfer import SharedTransfer
-from clowder_aimage.http.metric import SOURCES
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.node.model_spec import POLICIES, ModelSpec

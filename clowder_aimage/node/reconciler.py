@@ -23,9 +23,9 @@ from clowder_aimage.engine.backoff import (
 from clowder_aimage.engine.engine import ALWAYS, NEVER
 from clowder_aimage.engine.engine_error import StoppedError
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH, TransferQueue
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.fingerprint import ANEW
 from clowder_aimage.node.model_status import FAILED, PRESENT, PULLING, UNKNOWN, WAITING, ModelStatus

@@ -210,7 +210,7 @@ def test_counters_are_never_read_as_they_are() -> None:
 
 def test_a_worker_declares_nothing_that_the_table_lacks() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-    from clowder_aimage.http.metric import Metrics
+    from clowder_aimage.engine.metric import Metrics
 
     declared = {family.name: family.type for family in Metrics().registry.collect()}
     table = {metric.family: metric.kind for metric in METRICS}

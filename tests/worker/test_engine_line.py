@@ -25,8 +25,8 @@ from clowder_aimage.engine.event import (
     StartedEvent,
     StepEvent,
 )
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.errors import NotFoundError, UsageError
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference

@@ -16,13 +16,13 @@ from clowder_aimage.content import Rate
 from clowder_aimage.create import create
 from clowder_aimage.engine.engine_error import BusyError, StoppedError
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import (
     DESIRED,
     INTERACTIVE,
     MOST,
     PREFETCH,
     TransferQueue,
-    of_registry,
 )
 from clowder_aimage.errors import (
     FormatError,
@@ -35,8 +35,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http.api_error import api_error
-from clowder_aimage.http.metric import Metrics
+from clowder_aimage.http.api_error import api_error, registry_error
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -191,7 +190,7 @@ def test_a_local_name_begins_no_transfer(tmp_path):
     ],
 )
 def test_what_the_registry_did_is_told_from_what_the_worker_did(error, status):
-    assert api_error(of_registry(error)).status == status
+    assert api_error(registry_error(error)).status == status
 
 
 def test_the_urgent_come_first_and_who_joins_makes_it_urgent(tmp_path, proxy):

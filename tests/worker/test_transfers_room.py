@@ -13,8 +13,8 @@ pytest.importorskip("prometheus_client")
 from clowder_aimage.create import create
 from clowder_aimage.engine.engine_error import BusyError, StoppedError
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import MOST, TransferQueue
-from clowder_aimage.http.metric import Metrics
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
