@@ -139,8 +139,7 @@ class StoreError(AccessError):
 
 
 class NoSpaceError(AccessError):
-    """The disk is full. ``lacking`` are the bytes that there would have to be more, where that is
-    known."""
+    """The disk is full. ``missing_size`` is how many more free bytes are needed; 0 if unknown."""
 
     exit_code = 6
 
@@ -148,10 +147,10 @@ class NoSpaceError(AccessError):
         self,
         message: str,
         *,
-        lacking: int = 0,
+        missing_size: int = 0,
         hint: str | None = None,
         remedy: str = "",
         **facts: object,
     ) -> None:
         super().__init__(message, hint=hint, remedy=remedy, **facts)
-        self.lacking = lacking
+        self.missing_size = missing_size

@@ -218,9 +218,9 @@ def _plan_part(
 
 def _name(layout: ImageLayout, plan: CopyPlan, name: Reference) -> list[Descriptor]:
     """Name what came, and mark it where blobs are missing. Returns those."""
-    missing = plan.absent(layout)
+    missing = plan.missing_left_out(layout)
     layout.tag(plan.root, name, is_partial=bool(missing))
-    if missing and not (missing := plan.absent(layout)):
+    if missing and not (missing := plan.missing_left_out(layout)):
         layout.tag(plan.root, name)  # another process has completed it meanwhile
     return missing
 

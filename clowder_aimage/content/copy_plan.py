@@ -51,8 +51,8 @@ class CopyPlan:
         """The blobs that ``target`` lacks, in whole or in part."""
         return [blob for blob in self.blobs if not target.exists(blob)]
 
-    def absent(self, target: Source) -> list[Descriptor]:
-        """What was left out, and ``target`` does not have from elsewhere."""
+    def missing_left_out(self, target: Source) -> list[Descriptor]:
+        """Return what was left out of the copy and is missing in ``target``."""
         return [blob for blob in self.left_out if not target.exists(blob)]
 
     def part(self, wanted: Collection[Digest]) -> CopyPlan:
@@ -79,13 +79,13 @@ def plan_copy(source: Source, reference: Reference) -> CopyPlan:
 
 def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
     """Raise NoSpaceError before the first byte where blobs that ``target`` lacks cannot fit."""
-    needed = sum(target.lacking(blob) for blob in missing)
+    needed = sum(target.missing_size(blob) for blob in missing)
     free = target.free()
     if needed and needed + RESERVE > free:
         raise NoSpaceError(
             f"{needed} bytes are to be fetched, and {max(0, free - RESERVE)} would fit: "
             f"{needed + RESERVE - free} are missing",
-            lacking=needed + RESERVE - free,
+            missing_size=needed + RESERVE - free,
             hint="free some space, or point --store at another disk",
         )
 

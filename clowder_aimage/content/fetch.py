@@ -192,7 +192,7 @@ class BlobDownload:
         if content.digest not in self._seen:
             self._seen[content.digest] = 0
             self._on_event(CopyEvent("start", content, content.size))
-        come = content.size - self._target.lacking(content)
+        come = content.size - self._target.missing_size(content)
         if (count := come - self._seen[content.digest]) > 0:
             self._seen[content.digest] = come
             self._on_event(CopyEvent("progress", content, count))

@@ -172,8 +172,8 @@ class ContentStore(Target, Protocol):
         """
         ...
 
-    def lacking(self, content: Descriptor, /) -> int:
-        """The bytes that must still be written for content that is not here to be here."""
+    def missing_size(self, content: Descriptor, /) -> int:
+        """Return the bytes that must still be written for the content to be here in full."""
         ...
 
     def free(self) -> int:

@@ -123,7 +123,7 @@ class CachedFetch:
 
     def _begin(self) -> _GrowingIngest:
         digest = self.content.digest
-        if self._layout.lacking(self.content) > self._layout.free():
+        if self._layout.missing_size(self.content) > self._layout.free():
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
             return _GrowingIngest(self._layout.root, digest.encoded, self.content)

@@ -127,14 +127,14 @@ class ManifestRoutes:
 
     def _check_children(self, document: Manifest | Index) -> None:
         """What a manifest refers to must be here, in full: it could not be pulled otherwise."""
-        absent = [
+        missing = [
             child
             for child in document.children
             if not child.media_type.startswith(_ELSEWHERE) and not self._shelf.holds(child)
         ]
-        if absent:
-            missing = dict.fromkeys(str(child.digest) for child in absent)
-            details = [{"digest": digest} for digest in list(missing)[:MAX_LISTED]]
+        if missing:
+            digests = dict.fromkeys(str(child.digest) for child in missing)
+            details = [{"digest": digest} for digest in list(digests)[:MAX_LISTED]]
             raise DistributionError("MANIFEST_BLOB_UNKNOWN", *details)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:

@@ -23,18 +23,18 @@ MOST = 64  # manifests that may wait; the one that has waited longest is forgott
 
 @dataclass(slots=True)
 class _Waiter:
-    """A manifest waits for all of ``lacking``; an index for any, as clients take one of it."""
+    """A manifest waits for all of ``missing``; an index for any, as clients take one of it."""
 
     reference: Reference
     descriptor: Descriptor
-    lacking: dict[Digest, int]
+    missing: dict[Digest, int]
     waits_for_any: bool
 
     def take(self, digest: Digest) -> bool:
         """Whether it is complete now that ``digest`` is here."""
-        if self.lacking.pop(digest, None) is None:
+        if self.missing.pop(digest, None) is None:
             return False
-        return self.waits_for_any or not self.lacking
+        return self.waits_for_any or not self.missing
 
 
 class PendingManifests:
@@ -71,9 +71,9 @@ class PendingManifests:
         is_index = isinstance(document, Index)
         if is_index:
             is_here = self._is_whole
-        lacking = {each.digest: each.size for each in document.children if not is_here(each)}
-        complete = not lacking or (is_index and len(lacking) < len(document.children))
-        return None if complete else _Waiter(reference, descriptor, lacking, is_index)
+        missing = {each.digest: each.size for each in document.children if not is_here(each)}
+        complete = not missing or (is_index and len(missing) < len(document.children))
+        return None if complete else _Waiter(reference, descriptor, missing, is_index)
 
     def _is_whole(self, descriptor: Descriptor) -> bool:
         """Whether a manifest of an index is here with all of its blobs."""
@@ -101,7 +101,7 @@ class PendingManifests:
     def size(self, digest: Digest) -> int | None:
         """How many bytes a blob that is waited for has, as its manifest says."""
         with self._lock:
-            found = (waiter.lacking.get(digest) for waiter in self._waiters.values())
+            found = (waiter.missing.get(digest) for waiter in self._waiters.values())
             return next((size for size in found if size is not None), None)
 
     def arrived(self, digest: Digest) -> None:

@@ -248,7 +248,7 @@ class ImageLayout:
             if is_last:
                 batch.close()
 
-    def lacking(self, content: Descriptor, /) -> int:
+    def missing_size(self, content: Descriptor, /) -> int:
         """The bytes that must still be written: what lies in an ingest has its place already."""
         return max(0, content.size - ingested(self.root, content))
 

@@ -282,7 +282,7 @@ class Reconciler:
     async def _failed(self, one: ModelStatus, error: AImageError, *, is_here: bool) -> None:
         one.attempts += 1
         if isinstance(error, NoSpaceError):
-            await self._make_room(one, error.lacking)
+            await self._make_room(one, error.missing_size)
         one.again = again(error, one.attempts, self._chance(), one.want.refresh)
         delay = one.again.delay
         if isinstance(error, VerificationError):
@@ -308,12 +308,12 @@ class Reconciler:
         pause = whole(one.wrongs, self._chance()) if one.root else math.inf
         one.whole_at = self._clock() + pause
 
-    async def _make_room(self, one: ModelStatus, lacking: int) -> None:
+    async def _make_room(self, one: ModelStatus, missing_size: int) -> None:
         """Let others go, and note how much there has to be for another try: where not a byte had
         come, that costs little."""
         free = await asyncio.to_thread(self._store.free)
         one.free = free + (RESERVE if one.has_begun else STEP)
-        one.room = free + lacking if lacking else one.needed + RESERVE
+        one.room = free + missing_size if missing_size else one.needed + RESERVE
         await self._relieve_for(one)
 
     async def _relieve_for(self, one: ModelStatus) -> None:

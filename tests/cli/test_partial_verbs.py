@@ -165,7 +165,7 @@ def test_a_plan_of_a_part_names_nothing(aimage):
     assert plan.digests == whole.digests
     copy(source, NAME, layout, plan=plan)
     assert [layout.exists(blob) for blob in plan.blobs] == [True, True]
-    assert set(plan.absent(layout)) == set(plan.left_out)
+    assert set(plan.missing_left_out(layout)) == set(plan.left_out)
     assert list(layout.tags()) == []
 
 

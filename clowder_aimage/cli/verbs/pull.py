@@ -237,8 +237,8 @@ def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
 
 def _say(reference: Reference, plan: CopyPlan, chosen: VerbSettings) -> None:
     """The result of a dry run."""
-    missing, absent = plan.missing(chosen.layout), plan.absent(chosen.layout)
-    needed = sum(chosen.layout.lacking(blob) for blob in missing)
+    missing, left_out = plan.missing(chosen.layout), plan.missing_left_out(chosen.layout)
+    needed = sum(chosen.layout.missing_size(blob) for blob in missing)
     here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
         "reference": str(reference),
@@ -250,7 +250,7 @@ def _say(reference: Reference, plan: CopyPlan, chosen: VerbSettings) -> None:
         f"{plan.root.digest}: {plural(len(missing), 'blob')} ({size(needed)}) to fetch, "
         f"{len(plan.blobs) - len(missing)} ({size(here)}) already there"
     )
-    if absent:
-        value |= {"partial": True, "missing": _sum(absent)}
-        text += f", {len(absent)} ({size(_sum(absent)['size'])}) left out"
+    if left_out:
+        value |= {"partial": True, "missing": _sum(left_out)}
+        text += f", {len(left_out)} ({size(_sum(left_out)['size'])}) left out"
     result(value, text, as_json=chosen.as_json)
