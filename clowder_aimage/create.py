@@ -9,6 +9,8 @@ from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.formats import lora
+from clowder_aimage.formats.diffusers import Inventory
+from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer import (
     CreatePlan,
     PackedModel,
@@ -19,12 +21,10 @@ from clowder_aimage.importer import (
 )
 from clowder_aimage.importer.adapter_check import Shapes, check_fit
 from clowder_aimage.importer.blob_writer import OnWritten
-from clowder_aimage.importer.inventory import Inventory
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.packer import pack
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
-from clowder_aimage.importer.shard_index import is_safetensors
 from clowder_aimage.layout.stored_aimage import read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 

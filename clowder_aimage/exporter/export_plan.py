@@ -18,8 +18,8 @@ from clowder_aimage.exporter.layer_kind import is_gathered, is_packed, is_tar
 from clowder_aimage.exporter.layer_store import LayerStore
 from clowder_aimage.exporter.shard import SHARD, STEMS, WeightFile, index, weight_files
 from clowder_aimage.exporter.weight_name import entries, is_modelopt
-from clowder_aimage.importer.sidecar import CARD, card
-from clowder_aimage.importer.stored_weights import read_stored, weights_of
+from clowder_aimage.formats.model_card import CARD, card
+from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 from clowder_aimage.tensor.weight import Weight

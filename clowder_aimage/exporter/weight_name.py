@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer.shard_index import SourceTensor
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
-from clowder_aimage.tensor.weight import Weight
+from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 _WEIGHT = ".weight"
 _MLX = {SCALE: ".scales", BIAS: ".biases"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer.inventory import PICKLED, SourceFile
-from clowder_aimage.importer.model_tree import check_inside, check_not_pointer
+from clowder_aimage.formats.diffusers import PICKLED, SourceFile
+from clowder_aimage.formats.model_tree import check_inside, check_not_pointer
 from clowder_aimage.oci import mediatype
 
 AGAIN = "download the file again, in full"

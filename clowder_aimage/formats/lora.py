@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.diffusers import PICKLED, read_license
 from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
-from clowder_aimage.importer.inventory import PICKLED, read_license
-from clowder_aimage.importer.model_tree import list_directory
-from clowder_aimage.importer.shard_index import SourceTensor, read_file, tensors_of
+from clowder_aimage.formats.model_tree import list_directory
+from clowder_aimage.formats.shard_index import read_file, tensors_of
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Header
+from clowder_aimage.tensor.weight import SourceTensor
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.diffusers import read_license
 from clowder_aimage.formats.format_result import (
     FormatResult,
     naming,
@@ -23,7 +24,6 @@ from clowder_aimage.formats.format_result import (
     walk,
 )
 from clowder_aimage.formats.protobuf import BYTES, VARINT, WireField, WireReader, expect
-from clowder_aimage.importer.inventory import read_license
 from clowder_aimage.oci import mediatype
 
 FORMAT = "savedmodel"

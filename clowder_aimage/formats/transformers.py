@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
-from clowder_aimage.importer.inventory import (
+from clowder_aimage.formats.diffusers import (
     PICKLED,
     Component,
     Inventory,
@@ -23,9 +22,10 @@ from clowder_aimage.importer.inventory import (
     read_license,
     read_object,
 )
-from clowder_aimage.importer.model_tree import list_directory
-from clowder_aimage.importer.prequantized import read_quantized
-from clowder_aimage.importer.shard_index import read_weights
+from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
+from clowder_aimage.formats.model_tree import list_directory
+from clowder_aimage.formats.prequantized import read_quantized
+from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype
 
 _WEIGHTS = ".safetensors"

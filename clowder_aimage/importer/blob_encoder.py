@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer.planned_layer import (
     CastPiece,
     CopyPiece,
@@ -15,7 +16,6 @@ from clowder_aimage.importer.planned_layer import (
     PlannedLayer,
     QuantizePiece,
 )
-from clowder_aimage.importer.prequantized import factors
 from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.tensor import nbytes
 

@@ -10,8 +10,8 @@ from typing import Any
 from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats.diffusers import Component, Inventory
 from clowder_aimage.importer.decision import WeightDecision, check_quantized, decide
-from clowder_aimage.importer.inventory import Component, Inventory
 from clowder_aimage.importer.planned_layer import PlannedLayer, file_layer, tensor_layers
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.importer.weight_summary import (

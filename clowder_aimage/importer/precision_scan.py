@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer.blob_writer import JOBS
-from clowder_aimage.importer.prequantized import factors
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.tensor.weight import Weight, WeightReader

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer.shard_index import FileSpan
+from clowder_aimage.tensor.weight import FileSpan
 
 
 class SpanReader:

@@ -6,11 +6,40 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
-from clowder_aimage.importer.shard_index import SourceTensor
 from clowder_aimage.tensor import Quantization
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """``nbytes`` bytes of a file at ``offset``, both in bytes. ``modified`` is when the file was
+    last written, in nanoseconds."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
+    ``modified`` is when the file was last written, in nanoseconds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    nbytes: int
+    modified: int
+
+    @property
+    def span(self) -> FileSpan:
+        return FileSpan(self.path, self.offset, self.nbytes, self.modified)
 
 
 class WeightReader(Enum):

@@ -101,7 +101,7 @@ def test_several_kinds_in_one_component(tmp_path):
     assert again.descriptor == made.descriptor
     assert tensors_in(out / WEIGHTS) == tensors | REST
     from clowder_aimage.exporter.component_config import merged
-    from clowder_aimage.importer.stored_weights import read_stored, weights_of
+    from clowder_aimage.formats.stored_weights import read_stored, weights_of
 
     weights = weights_of(read_stored(ImageLayout(model.store), artifact))["transformer"]
     assert json.loads(merged({}, weights) or b"") == {

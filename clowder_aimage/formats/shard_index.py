@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer.model_tree import check_not_pointer
+from clowder_aimage.formats.model_tree import check_not_pointer
 from clowder_aimage.tensor import Header, read_header
+from clowder_aimage.tensor.weight import SourceTensor
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class FileSpan:
-    """``nbytes`` bytes of a file at ``offset``, both in bytes. ``modified`` is when the file was
-    last written, in nanoseconds."""
-
-    path: Path
-    offset: int
-    nbytes: int
-    modified: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
-    ``modified`` is when the file was last written, in nanoseconds."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    nbytes: int
-    modified: int
-
-    @property
-    def span(self) -> FileSpan:
-        return FileSpan(self.path, self.offset, self.nbytes, self.modified)
 
 
 def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:

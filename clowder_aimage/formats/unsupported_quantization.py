@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.importer.shard_index import SourceTensor
 from clowder_aimage.tensor.quantization import CONVERTED
 from clowder_aimage.tensor.quantization_config import METHOD, unknown_key
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.weight import SourceTensor
 
 _HINT = (
     "known are MLX's .scales and .biases, and nvfp4 of ModelOpt and compressed-tensors: "

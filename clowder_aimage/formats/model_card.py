@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from clowder_aimage.formats.format_result import home
-from clowder_aimage.importer.model_tree import check_inside
+from clowder_aimage.formats.model_tree import check_inside
 
 CARD, ADAPTERS = "README.md", "adapters"
 _LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")

@@ -19,12 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.importer.shard_index import SourceTensor
-from clowder_aimage.importer.unsupported_quantization import check_method, check_rest
+from clowder_aimage.formats.unsupported_quantization import check_method, check_rest
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
 from clowder_aimage.tensor.quantization_config import KEYS
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
-from clowder_aimage.tensor.weight import TensorPart, Weight, WeightReader, by_name, plain
+from clowder_aimage.tensor.weight import (
+    SourceTensor,
+    TensorPart,
+    Weight,
+    WeightReader,
+    by_name,
+    plain,
+)
 
 _ACTIVATIONS = (".input_scale", ".input_global_scale")
 _NVFP4 = Quantization.parse("nvfp4")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer.model_tree import check_inside, check_not_pointer, list_directory
-from clowder_aimage.importer.prequantized import read_quantized
-from clowder_aimage.importer.shard_index import read_weights
+from clowder_aimage.formats.model_tree import check_inside, check_not_pointer, list_directory
+from clowder_aimage.formats.prequantized import read_quantized
+from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor.weight import Weight
 

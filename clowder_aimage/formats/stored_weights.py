@@ -1,0 +1,114 @@
+"""The weights of an AImage in a store, as the headers of their blobs describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from clowder_aimage.content import ContentStore
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import FormatError
+from clowder_aimage.formats.legacy_scales import Stated, StoredLayer, join
+from clowder_aimage.tensor import (
+    BlobTensor,
+    Header,
+    find_group,
+    find_tensor,
+    read_header,
+    read_tensors,
+)
+from clowder_aimage.tensor.external_quantization import Said, complete
+from clowder_aimage.tensor.tensor_blob import LEGACY_KEY
+from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
+
+_EXPERTS = ("experts", "shared_experts")
+
+
+def read_stored(
+    store: ContentStore, aimage: AImage, stated: Stated = lambda *_: (None, None)
+) -> list[StoredLayer]:
+    """The layers of an AImage; of tensors, the headers are read. ``stated`` is asked about codes
+    that do not say themselves how they are quantized.
+
+    Raises:
+        NotFoundError: a blob is not in the store.
+        FormatError: a blob is not what its layer says.
+    """
+    layers = [
+        _read(store, layer, stated) if layer.is_tensor else StoredLayer(layer, ())
+        for layer in aimage.layers
+    ]
+    return join(layers, stated)
+
+
+def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
+    """The weights of each component."""
+    components: dict[str, list[Weight]] = {}
+    for stored in layers:
+        if stored.weights:
+            components.setdefault(stored.layer.component, []).extend(stored.weights)
+    return components
+
+
+def _read(store: ContentStore, layer: Layer, stated: Stated) -> StoredLayer:
+    path = store.path(layer.descriptor)
+    prefix = f"{layer.component}/"
+    own = layer.name.removeprefix(prefix)
+
+    def said(key: str) -> Said:
+        name = own if key == LEGACY_KEY else key
+        return stated(layer.component, name.removeprefix(prefix))
+
+    try:
+        with store.open(layer.descriptor) as file:
+            header = read_header(file, layer.descriptor.size)
+        tensors = read_tensors(complete(header, said))
+        group = _group(tensors, own, layer)
+    except FormatError as error:
+        raise name_layer(layer, error) from None
+    if own in group:
+        return StoredLayer(layer, (_weight(own, group[own], header, path),))
+    members = tuple(_weight(name, member, header, path) for name, member in group.items())
+    return StoredLayer(layer, members, is_group=True)
+
+
+def name_layer(layer: Layer, error: FormatError) -> FormatError:
+    """The error, with the layer that it is about, named once."""
+    said = error.message.removeprefix(f"{layer.name}: ")
+    return FormatError(f"{layer.name}: {said}", hint=error.hint)
+
+
+def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
+    """The tensor that the layer is called like, or those of a packed group, by name. Stacked
+    experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
+
+    Raises:
+        FormatError: they are of another place, or not what the layer promises.
+    """
+    try:
+        return {own: find_tensor(tensors, own, layer.component)}
+    except FormatError:
+        names = [key.removeprefix(f"{layer.component}/") for key in tensors]
+        is_stacked = own.rpartition(".")[2] in _EXPERTS
+        promises_one = layer.dtype is not None or layer.shape is not None
+        if promises_one or not (is_stacked or all(name.startswith(f"{own}.") for name in names)):
+            raise
+        return find_group(tensors, own, layer.component)
+
+
+def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
+    modified = path.stat().st_mtime_ns
+    parts = []
+    for suffix, key in {"": tensor.key, **tensor.parts}.items():
+        info = header.tensors[key]
+        source = SourceTensor(
+            key,
+            info.dtype,
+            info.shape,
+            path,
+            header.data_offset + info.start,
+            info.nbytes,
+            modified,
+        )
+        parts.append(TensorPart(suffix, info.dtype, info.shape, source))
+    return Weight(name, tensor.dtype, tensor.shape, tuple(parts), tensor.quantization)
