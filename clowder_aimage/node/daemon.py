@@ -102,7 +102,6 @@ class Daemon:
         states = Counter(one["state"] for one in self._sharing.states())
         for state in ("live", "silent", "banned"):
             metrics.neighbours.labels(state).set(states[state])
-        metrics.damaged.set(int(node._damaged))
         against = await asyncio.to_thread(self._service.readiness.against, (), node.missing())
         is_ready = not against and not node.against() and not self._service.engine.is_draining
         metrics.ready.set(is_ready)

@@ -136,7 +136,7 @@ class Evictor:
     def _unwanted(self, wanted: Names[str], memory: SpecStore) -> dict[str, str]:
         """The names that go, and how they were wanted."""
         known, others = indexed(memory.ours()), indexed(memory.others())
-        if not set(known) - set(wanted) or memory.damaged():
+        if not set(known) - set(wanted) or memory.is_damaged():
             return {}
         here: dict[str, Digest] = {}
         for name, descriptor in self._store.tags():

@@ -1,4 +1,4 @@
-"""A model that a node is to keep, as files and the API tell it (schemas/desired.schema.json)."""
+"""The specification of one model of the desired state (schemas/desired.schema.json)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from clowder_aimage.oci.position import Path
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 REFRESH = 300.0  # seconds
-API = "api"  # the origin of what no file says
 HINT = "what an entry may say is in schemas/desired.schema.json"
 POLICIES = {"Never": NEVER, "IfNotPresent": IF_MISSING, "Always": ALWAYS}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
@@ -40,7 +39,7 @@ class ModelSpec:
     ``reference`` has the ``digest`` in it where there is one. ``policy`` is one of the engine's,
     and Kubernetes' default where none is given. ``priority``: the larger one first.
     ``components`` are sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never.
-    ``origin`` is the name of a file, or API.
+    ``origin`` is the name of the file.
 
     Raises:
         FormatError: the reference has no registry, or another digest than ``digest``.
@@ -53,7 +52,7 @@ class ModelSpec:
     pin: bool = False
     components: tuple[str, ...] = ()
     refresh: float = REFRESH
-    origin: str = field(default=API, compare=False)
+    origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         reference, digest = self.reference, self.digest or self.reference.digest
@@ -91,7 +90,7 @@ def default_policy(reference: Reference) -> str:
     return ALWAYS if is_moving else IF_MISSING
 
 
-def wants_of(document: object, origin: str = API) -> tuple[ModelSpec, ...]:
+def parse_specs(document: object, origin: str = "") -> tuple[ModelSpec, ...]:
     """The wants in a document (schemas/desired.schema.json), each once; None is an empty one.
 
     Raises:

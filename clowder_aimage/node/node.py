@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from clowder_aimage.api.service import Service
-from clowder_aimage.errors import AImageError, StoreError, UsageError
+from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout.gc import Collection
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.disk_usage import Watermarks
@@ -76,7 +76,7 @@ class Node:
         self.id = identity or secrets.token_hex(16)
         self.options, self.metrics = options, NodeMetrics(service.metrics.registry)
         self.config = NodeConfig()
-        self.wanted = SpecStore(service.store.root, options.desired)
+        self.records = SpecStore(service.store.root, options.desired)
         self._service, self._clock = service, clock
         self._tended: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -90,16 +90,14 @@ class Node:
             clock=clock,
             chance=chance,
             relieve=self._relieve,
-            owner=self.wanted.owner,
+            records=self.records,
             metrics=service.metrics,
         )
         self._known = credentials(service.connection)
         self._collected = self._followed = -math.inf
         self._cleaning: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self._api: dict[str, ModelSpec] = {}
-        self._stamp, self._damaged, self._is_orphaned = -1, False, False
-        self._read_last: tuple[SpecFiles, dict[str, ModelSpec]] | None = None
+        self._followed_last: SpecFiles | None = None
         if options.desired is None:
             self.metrics.config.set(1)
 
@@ -124,12 +122,8 @@ class Node:
         found = []
         if self.config.error is not None:
             found.append("desired state invalid")
-        if self._damaged:
-            found.append("what the API was told is damaged")
         if self.options.desired and not self.config.error and not self._tended:
             found.append("nothing is wanted")
-        if self._is_orphaned:
-            found.append("files wanted models here, and no --desired is given")
         return found
 
     def models(self) -> list[dict[str, Any]]:
@@ -229,42 +223,12 @@ class Node:
         self._measure()
 
     async def _read(self) -> None:
-        """Read the desired state where it may have changed, and what the API was told."""
+        """Read the desired state where it may have changed."""
         if self._watcher is not None and await asyncio.to_thread(self._watcher.changed):
             await self._load()
-        await asyncio.to_thread(self._read_api)
-        state, api = self._read_last or (None, None)
-        if state is self.config.state and api is self._api:
-            return
-        self._read_last = self.config.state, self._api
-        files = {index_name(want.reference): want for want in self.config.state.wants}
-        wants = self._api | files
-        await self._follow({want.name: want for want in wants.values()})
-
-    def _read_api(self) -> None:
-        """What the API was told. What can be read no more is wanted as before."""
-        stamp = self.wanted.stamp()
-        if stamp == self._stamp:
-            return
-        try:
-            found = {index_name(want.reference): want for want in self.wanted.api()}
-            damaged = self.wanted.damaged()
-            is_orphaned = self.options.desired is None and bool(self.wanted.others())
-        except StoreError as error:
-            if not self._damaged:
-                _log.error("what the API was told cannot be read", reason=error.message)
-            self._damaged, self._stamp = True, -1  # it is read again, and again
-            return
-        if damaged and not self._damaged:
-            _log.error("what the API was told is damaged", files=[str(path) for path in damaged])
-        self._damaged, self._is_orphaned = bool(damaged), is_orphaned
-        lost = {
-            name: want for name, want in self._api.items() if self.wanted.file(want.name) in damaged
-        }
-        told = lost | found
-        if told != self._api:
-            self._api = told
-        self._stamp = -1 if damaged else stamp  # a file may be mended in its place
+        if self._followed_last is not self.config.state:
+            self._followed_last = self.config.state
+            await self._follow({want.name: want for want in self.config.state.wants})
 
     async def _load(self) -> None:
         directory, config = self.options.desired, self.config
@@ -275,7 +239,7 @@ class Node:
             self._followed = self._clock()
             config.error = error.message
             if config.loaded is None:
-                last = await asyncio.to_thread(self.wanted.last, directory)
+                last = await asyncio.to_thread(self.records.last, directory)
                 config.state, config.is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
             _log.error("the desired state stays as it was", reason=error.message)
@@ -283,7 +247,7 @@ class Node:
             return
         config.error, config.loaded, config.is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a store that is only read
-            await asyncio.to_thread(self.wanted.put_last, directory, config.state.wants)
+            await asyncio.to_thread(self.records.put_last, directory, config.state.wants)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
         models = len(config.state.wants)
@@ -345,7 +309,7 @@ class Node:
         is_still = now - self._followed >= (STILL if wanted else STILL_EMPTY)
         try:
             if self.options.may_prune and is_still and self._is_sure:
-                await self._cleaner.prune(wanted, self.wanted)
+                await self._cleaner.prune(wanted, self.records)
             await asyncio.to_thread(self._cleaner.mind_the_disk, self._kept)
             if now - self._collected >= self.options.collect:
                 self._collected = now
@@ -356,15 +320,15 @@ class Node:
     @property
     def _is_sure(self) -> bool:
         """Whether it is known what is wanted."""
-        return self.config.error is None and not self._damaged
+        return self.config.error is None
 
     def _kept(self) -> set[str]:
         """The names that lack of space does not take: what is wanted, and what was, unless it may
         be pruned anyway. In a thread."""
         wanted = {index_name(one.name) for one in list(self._tended.values())}
-        wanted |= set(indexed(self.wanted.others()))
+        wanted |= set(indexed(self.records.others()))
         may_go = self.options.may_prune and self._is_sure
-        return wanted if may_go else wanted | set(indexed(self.wanted.ours()))
+        return wanted if may_go else wanted | set(indexed(self.records.ours()))
 
     def _relieve(self, needed: int) -> Collection | None:
         """Make room for a pull that had none. In a thread."""

@@ -20,7 +20,6 @@ class NodeMetrics:
         self.missing = gauge("desired_missing", "Wanted models that are not here in full.")
         self.drifted = gauge("desired_drifted", "Wanted models whose tag means something newer.")
         self.failed = gauge("desired_failed", "Wanted models that cannot be had.", "code")
-        self.damaged = gauge("desired_damaged", "Records of the API's wants that nobody can read.")
         self.config = gauge(
             "config_last_reload_successful", "Whether the desired state could be read last time."
         )

@@ -18,7 +18,7 @@ from clowder_aimage.http.thread_pool import aside
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.node.model_spec import API, ModelSpec
+from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_status import ModelStatus
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -94,10 +94,8 @@ class Pinner:
     """Writes down what is to stay. Its pins are those of ``owner``: several nodes may have one
     store. All of it blocks."""
 
-    def __init__(self, store: ImageLayout, owner: str = "") -> None:
-        self._store, self._owner = store, owner
-        self.wanted = SpecStore(store.root)
-        self.wanted.owner = owner or self.wanted.owner
+    def __init__(self, store: ImageLayout, records: SpecStore) -> None:
+        self._store, self._records, self._owner = store, records, records.owner
         self._unnoted: set[str] = set()  # the models of which nothing can be written down
 
     def keep(self, one: ModelStatus, found: Presence) -> None:
@@ -121,14 +119,14 @@ class Pinner:
     def stored(self, one: ModelStatus) -> str:
         """What the store calls it, where that is known to be another name; else an empty text."""
         try:
-            return self.wanted.stored(one.want.name)
+            return self._records.stored(one.want.name)
         except StoreError:  # what is here is here, whatever was written down of it
             return ""
 
     def remember(self, one: ModelStatus, _: Presence | None = None) -> None:
         """That it is wanted, and what the store calls it. Raises StoreError or NoSpaceError."""
         other = str(one.name) if one.name != one.want.reference else ""
-        self.wanted.remember(one.want.name, other, by_api=one.want.origin == API)
+        self._records.remember(one.want.name, other)
 
     def _lease(self, one: ModelStatus, found: Presence) -> None:
         if found.digest is not None:

@@ -37,6 +37,7 @@ from clowder_aimage.node.pinner import (
     SeenModel,
     presence,
 )
+from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry import ClientOptions
@@ -49,8 +50,7 @@ _log = structlog.get_logger("aimage.node")
 
 class Reconciler:
     """Does for one model at a time what is due. ``clock`` is monotonic: a wall clock that jumps
-    changes nothing. ``relieve`` makes room on the disk, if it can; ``owner`` is whose pins these
-    are where several nodes have one store."""
+    changes nothing. ``relieve`` makes room on the disk, if it can."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Reconciler:
         clock: Callable[[], float],
         chance: Callable[[], float],
         relieve: Callable[[int], object],
-        owner: str,
+        records: SpecStore,
         metrics: Metrics,
     ) -> None:
         self._metrics = metrics
         self._store, self._connection, self._transfers = store, connection, transfers
         self._news, self._clock, self._chance, self._relieve = news, clock, chance, relieve
-        self._questions, self._keeper = RegistryLimiter(connection), Pinner(store, owner)
+        self._questions, self._keeper = RegistryLimiter(connection), Pinner(store, records)
 
     async def tend(self, one: ModelStatus) -> None:
         """Bring it nearer to what is wanted. Raises nothing but what is a mistake of ours."""

@@ -78,7 +78,6 @@ METRICS = (
     Metric("aimage_desired_missing", "gauge"),
     Metric("aimage_desired_drifted", "gauge"),
     Metric("aimage_desired_failed", "gauge", ("code",)),
-    Metric("aimage_desired_damaged", "gauge"),
     Metric("aimage_config_last_reload_successful", "gauge"),
     Metric("aimage_config_last_reload_success_timestamp_seconds", "gauge"),
     # neighbours

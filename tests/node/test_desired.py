@@ -21,7 +21,7 @@ from clowder_aimage import schema
 from clowder_aimage.engine.engine import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.node import plain_yaml, spec_files
-from clowder_aimage.node.model_spec import API, ModelSpec, default_policy, wants_of
+from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs
 from clowder_aimage.node.plain_yaml import NotYAMLError, read_yaml
 from clowder_aimage.node.spec_files import SpecFiles, SpecWatcher, read_directory
 from clowder_aimage.oci import Digest, Reference
@@ -41,7 +41,7 @@ def loader(request, monkeypatch):
 
 def want(**said):
     """The only want in a document."""
-    (found,) = wants_of([{"ref": "example.com/a:v1"} | said])
+    (found,) = parse_specs([{"ref": "example.com/a:v1"} | said])
     return found
 
 
@@ -94,7 +94,7 @@ def test_an_entry_says_everything(tmp_path):
 def test_only_the_name_must_be_said():
     found = want()
     assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
-    assert (found.components, found.refresh, found.origin) == ((), 300.0, API)
+    assert (found.components, found.refresh, found.origin) == ((), 300.0, "")
     assert (found.name, found.digest) == ("example.com/a:v1", None)
 
 
@@ -169,12 +169,12 @@ def test_refresh_is_a_duration_of_a_second_or_more(said, seconds):
 def test_what_a_want_writes_means_the_same(said):
     found = want(**said)
     text = json.dumps(found.to_json())
-    assert wants_of([json.loads(text)]) == (found,)
+    assert parse_specs([json.loads(text)]) == (found,)
     assert list(schema.violations("desired", [found.to_json()])) == []
 
 
 def test_wants_are_equal_wherever_they_come_from():
-    one, other = (wants_of([{"ref": "h.io/a"}], origin)[0] for origin in ("a.yaml", "b.yaml"))
+    one, other = (parse_specs([{"ref": "h.io/a"}], origin)[0] for origin in ("a.yaml", "b.yaml"))
     assert one == other
     assert one.origin != other.origin
     assert one != want(ref="h.io/a", priority=1)
@@ -215,7 +215,7 @@ def test_a_want_without_a_registry_cannot_be_made():
 )
 def test_what_an_entry_cannot_be(entry, where):
     with pytest.raises(FormatError) as caught:
-        wants_of([entry])
+        parse_specs([entry])
     assert where in f"{caught.value.message} {caught.value.hint}"
     assert caught.value.message.isprintable()
     assert caught.value.hint
@@ -224,11 +224,11 @@ def test_what_an_entry_cannot_be(entry, where):
 @pytest.mark.parametrize("document", [{}, "a", 7, True, {"models": []}], ids=str)
 def test_a_document_is_a_list(document):
     with pytest.raises(FormatError, match="must be a list"):
-        wants_of(document)
+        parse_specs(document)
 
 
 def test_nothing_is_an_empty_list():
-    assert wants_of(None) == wants_of([]) == ()
+    assert parse_specs(None) == parse_specs([]) == ()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,9 @@ def test_what_two_files_say_differently_is_refused_with_both_places(tmp_path, sa
 
 
 def test_two_digests_of_one_repository_are_two_models():
-    found = wants_of([{"ref": f"h.io/a@{DIGEST}"}, {"ref": f"h.io/a@{OTHER}"}, {"ref": "h.io/a"}])
+    found = parse_specs(
+        [{"ref": f"h.io/a@{DIGEST}"}, {"ref": f"h.io/a@{OTHER}"}, {"ref": "h.io/a"}]
+    )
     assert len(found) == 3
 
 

@@ -20,6 +20,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.node import Node, NodeOptions
 from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.conftest import until
@@ -37,9 +38,8 @@ class Bench:
 
     def __init__(self, home, *wants, **options):
         self.now = 1000.0
-        self.home, self.store = home, ImageLayout(home / "bench")
+        self.home, self.store, self.wants = home, ImageLayout(home / "bench"), wants
         self.start(**options)
-        self.node.wanted.replace_api(wants)
 
     def start(self, **options):
         """Another process, with the same store."""
@@ -52,6 +52,12 @@ class Bench:
             chance=lambda: 0.999,
             identity="x",
         )
+        self.want(*self.wants)
+
+    def want(self, *wants):
+        """Replace the desired state, without files."""
+        self.wants = wants
+        self.node.config.state = SpecFiles(wants)
 
     async def turn(self, seconds=0.0):
         """Let time pass, look at everything, and wait until it is done."""
@@ -148,7 +154,7 @@ def test_what_may_never_be_fetched_is_looked_at_now_and_then_and_not_at_every_tu
     async def play():
         bench = Bench(tmp_path, want(ref))
         await bench.turn()
-        bench.node.wanted.replace_api([want(ref, policy=NEVER)])
+        bench.want(want(ref, policy=NEVER))
         await bench.turn(1.0)
         one = bench.node._tended[ref]
         assert one.state == "present" and one.due >= bench.now + 5.0
@@ -412,39 +418,6 @@ def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, sh
     )
     assert again_loaded and node.status()["desired"]["loaded"] >= before
     assert node.model(other)["state"] == "present"
-
-
-def test_a_file_counts_before_the_api_where_both_want_the_same(node, shop):
-    ref = shop.publish("a")
-    node.want({"ref": ref, "priority": 1, "refresh": 7})
-    node.start()
-    node.reaches(ref, "present")
-    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "priority": 9, "pin": True}])
-    until(lambda: asked(node, "GET", "/v1/node/desired")[1], "the API's want to be there")
-    asked(node, "POST", "/v1/node/retry", {"ref": ref})
-    (found,) = node.status()["models"]
-    assert (found["origin"], found["priority"], found["pin"]) == ("models.json", 1, False)
-    node.want()
-    until(lambda: node.model(ref)["origin"] == "api", "the API's to count now")
-    assert node.model(ref)["priority"] == 9
-    until(lambda: node.aimage("pin", "--json").value == {"pinned": [ref]}, "the API's pin")
-
-
-def test_a_file_with_a_digest_counts_before_the_apis_tag_of_the_same_name(node, shop):
-    ref = shop.publish("a")
-    asked_for = by_digest(shop, "v1").rpartition("@")[2]
-    shop.publish("b")
-    node.want({"ref": ref, "digest": asked_for})
-    node.start()
-    node.reaches(f"{ref}@{asked_for}", "present")
-    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, **FOLLOWED}])
-    asked(node, "POST", "/v1/node/retry")
-    since = len(shop.proxy.seen)
-    node.want({"ref": ref, "digest": asked_for, "priority": 2})
-    until(lambda: node.model(f"{ref}@{asked_for}")["priority"] == 2, "a turn of the node")
-    node.reaches(f"{ref}@{asked_for}", "present")
-    assert [each["ref"] for each in node.status()["models"]] == [f"{ref}@{asked_for}"]
-    assert not shop.manifests("v1", since)
 
 
 # -- who comes first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import signal
@@ -210,28 +209,6 @@ def test_what_is_refused_is_not_asked_for_again_until_the_credentials_change(nod
     config.write_text(json.dumps({"auths": {proxy.host: {"auth": "dTpw"}}}))
     node.reaches(ref, "present")
     until(lambda: not node.metric(line), "the failure to be forgotten")
-
-
-def test_the_api_wants_what_it_is_told_and_remembers_it(node, model):
-    ref, other = model(), model("v2", "other")
-    node.start()
-    status, said = asked(node, "PUT", "/v1/node/desired", [{"ref": ref}, {"ref": other}])
-    assert status == 200 and [each["ref"] for each in said] == [ref, other]
-    assert node.reaches(ref, "present")["origin"] == "api"
-    node.reaches(other, "present")
-    node.worker.stop(signal.SIGKILL)
-    node.end()
-    node.start()
-    assert {each["ref"] for each in asked(node, "GET", "/v1/node/desired")[1]} == {ref, other}
-    node.reaches(ref, "present")
-    part = base64.urlsafe_b64encode(other.encode()).decode().rstrip("=")
-    assert asked(node, "DELETE", f"/v1/node/desired/{part}")[0] == 204
-    until(lambda: node.model(other)["state"] == "not wanted", "the other to be forgotten")
-    assert node.names() == {ref, other}
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        asked(node, "PUT", "/v1/node/desired", [{"ref": "no-registry"}])
-    with caught.value as answer:
-        assert answer.code == 400 and "no-registry" in json.load(answer)["error"]["message"]
 
 
 def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):

@@ -1,4 +1,4 @@
-"""Live nodes at the edges: names that nobody knows, damaged memory, other spellings, no hurry."""
+"""Live nodes at the edges: names that nobody knows, other spellings, no hurry."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import urllib.request
 
 import pytest
 
-from clowder_aimage.api.storage import encode
-from clowder_aimage.layout.metadata import file_name
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import noise
-from tests.node.test_node_keeps import FULL, ended, looked
 from tests.node.test_node_live import asked
 
 SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # where a name server is silent
 ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" * 32
 OTHER = "sha256:" + "ab" * 32
-DAMAGED = "what the API was told is damaged"
 
 
 def bearer(token):
@@ -151,80 +147,7 @@ def test_a_neighbour_whose_name_nobody_knows_is_silent_and_costs_nothing_else(no
     assert not any("cannot look after the neighbours" in each for each in node.worker.lines)
 
 
-# -- what the API was told
-
-
-def test_a_damaged_record_is_said_and_costs_nothing_but_itself(node, shop):
-    lost, kept = shop.publish("a", tag="lost"), shop.publish("b", tag="kept")
-    node.start("--prune")
-    asked(node, "PUT", "/v1/node/desired", [{"ref": lost}, {"ref": kept, "priority": 3}])
-    for ref in (lost, kept):
-        node.reaches(ref, "present")
-    ended(node)
-    record = node.aimage.store / ".aimage" / "wanted" / file_name(f"api {lost}")
-    record.write_bytes(record.read_bytes()[:-9])
-    node.start("--prune", *FULL)
-    assert node.reaches(kept, "present")["priority"] == 3
-    assert record.name in line(node, DAMAGED)
-    code, said = node.readiness()
-    assert (code, said["warnings"]) == (200, [DAMAGED])
-    assert [each["ref"] for each in asked(node, "GET", "/v1/node/desired")[1]] == [kept]
-    looked(node)
-    assert node.names() == {lost, kept}  # nobody knows that it is not wanted
-    since = shop.blobs()
-    asked(node, "PUT", "/v1/node/desired", [{"ref": lost}, {"ref": kept}])
-    node.reaches(lost, "present")
-    until(lambda: node.status()["warnings"] == [], "the record to be mended")
-    assert shop.blobs() == since
-
-
-def test_a_record_that_is_damaged_meanwhile_is_wanted_as_before(node, shop):
-    ref, more = shop.publish("a"), shop.publish("b", tag="v2")
-    node.start()
-    asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "priority": 7}])
-    node.reaches(ref, "present")
-    record = node.aimage.store / ".aimage" / "wanted" / file_name(f"api {ref}")
-    beside = record.parent / "beside.tmp"
-    beside.write_bytes(bytes(100))
-    beside.replace(record)
-    until(lambda: node.status()["warnings"] == [DAMAGED], "the damage to be noticed")
-    node.want({"ref": more})
-    node.reaches(more, "present")
-    assert (node.model(ref)["state"], node.model(ref)["priority"]) == ("present", 7)
-    ended(node)
-    node.start()  # this one has never read it
-    node.reaches(more, "present")
-    assert node.model(ref)["state"] == "not wanted" and node.status()["warnings"] == [DAMAGED]
-    assert node.names() == {ref, more}
-
-
 # -- spellings
-
-
-def test_a_want_is_dropped_by_any_spelling_of_its_name(node, shop):
-    base = shop.name("latest").removesuffix(":latest")
-    node.start()
-    spelled = {
-        base: ("", ":latest", f":latest@{OTHER}"),
-        f"{base}:latest": ("", ":latest"),
-        f"{base}@{OTHER}": (f"@{OTHER}",),
-        f"{base}:v1@{OTHER}": (":v1", f":v1@{OTHER}"),
-    }
-    strange = {base: (":v1", f"@{OTHER}"), f"{base}@{OTHER}": ("", ":latest", ":v1")}
-    nothing = ("x", f"{base}x", "no//name")
-
-    def drop(name):
-        return status_of(lambda: asked(node, "DELETE", f"/v1/node/desired/{encode(name)}"))
-
-    for ref, endings in spelled.items():
-        names = [f"{scheme}{base}{end}" for end in endings for scheme in ("", "oci://")]
-        for name in names:
-            asked(node, "PUT", "/v1/node/desired", [{"ref": ref, "pullPolicy": "Never"}])
-            missed = {drop(f"{base}{end}") for end in strange.get(ref, ())}
-            assert missed | set(map(drop, nothing)) == {404}, ref
-            assert (drop(name), drop(name)) == (204, 404), (ref, name)
-            assert asked(node, "GET", "/v1/node/desired")[1] == []
-    until(lambda: node.status()["models"] == [], "nothing to be wanted")
 
 
 def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):

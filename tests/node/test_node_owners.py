@@ -113,22 +113,6 @@ def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_a_node_that_lost_its_directory_removes_nothing_and_says_so(tmp_path, shop):
-    ref = shop.publish("a")
-
-    async def play():
-        bench = Bench(tmp_path, desired=files(tmp_path, "list", ref), may_prune=True)
-        await bench.turn()
-        for one in bench.node._tended.values():
-            one.end()
-        lost = Bench(tmp_path, may_prune=True)
-        await turns(lost)
-        assert names(lost.store) == {ref}
-        assert lost.node.warnings() == ["files wanted models here, and no --desired is given"]
-
-    asyncio.run(play())
-
-
 @pytest.mark.parametrize("when", ["running", "at the start"])
 def test_what_cannot_be_read_is_not_nothing(tmp_path, shop, monkeypatch, when):
     """An unreadable memory is not an empty one, also when it can be read again."""
@@ -150,7 +134,6 @@ def test_what_cannot_be_read_is_not_nothing(tmp_path, shop, monkeypatch, when):
         if when == "at the start":
             bench.start(may_prune=True)
         await turns(bench)
-        assert "what the API was told is damaged" in bench.node.warnings()
         assert names(bench.store) == {ref}
         is_lost[0] = False
         await turns(bench)

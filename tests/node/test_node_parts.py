@@ -19,7 +19,6 @@ import pytest
 from aiohttp import web
 
 from clowder_aimage.api import health
-from clowder_aimage.api.storage import encode
 from clowder_aimage.cli.verbs.node_status import state_of
 from clowder_aimage.engine.engine import ALWAYS
 from clowder_aimage.http.app import build_app, store_routes
@@ -28,7 +27,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.node.disk_usage import DiskReading, Watermarks, relieve
-from clowder_aimage.node.model_spec import wants_of
+from clowder_aimage.node.model_spec import parse_specs
 from clowder_aimage.node.node import is_of
 from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import Descriptor, Digest
@@ -238,7 +237,7 @@ def test_where_it_was_said_to_collect_too_often_is_named(tmp_path):
     ],
 )
 def test_a_name_means_a_want_however_it_is_spelled(ref, name, is_meant):
-    (found,) = wants_of([{"ref": ref}])
+    (found,) = parse_specs([{"ref": ref}])
     assert is_of(name, found) is is_meant
 
 
@@ -308,16 +307,13 @@ async def served(home):
 
 
 def test_no_file_is_touched_on_the_event_loop(tmp_path, shop, monkeypatch):
-    ref, more = shop.publish("a"), {"ref": shop.name("not-there"), "pullPolicy": "Never"}
+    ref = shop.publish("a")
     (tmp_path / "desired").mkdir()
     (tmp_path / "desired" / "models.json").write_text(json.dumps([{"ref": ref, "pin": True}]))
     questions = [
         ("GET", "/v1/node", None, 200),
         ("GET", "/readyz", None, 200),
-        ("PUT", "/v1/node/desired", [more], 200),
-        ("GET", "/v1/node/desired", None, 200),
         ("POST", "/v1/node/retry", {"ref": ref}, 202),
-        ("DELETE", f"/v1/node/desired/{encode(more['ref'])}", None, 204),
         ("GET", "/v1/neighbour", None, 200),
         ("GET", "/healthz", None, 200),
     ]

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from structlog.testing import capture_logs
 
 from clowder_aimage.api.readiness import Readiness
-from clowder_aimage.api.storage import encode
 from clowder_aimage.cli.console.listener import check_stores
 from clowder_aimage.cli.verbs.node_status import status
 from clowder_aimage.engine.settings import gather
@@ -82,22 +81,10 @@ def test_a_live_node_whose_store_is_closed_says_so_until_it_is_open(node, monkey
         now = node.status()
         assert not now["ready"] and NOT_WRITABLE in now["reasons"]
         assert set(now["disk"]) == {"total", "free", "used", "high", "low"}
-        drop = f"/v1/node/desired/{encode(REF)}"
-        for method, path, body in (
-            ("PUT", "/v1/node/desired", [{"ref": REF}]),
-            ("DELETE", drop, None),
-            ("GET", "/v1/node/desired", None),
-        ):
-            code, error = refused(node, method, path, body)
-            assert (code, error["code"]) == (503, "store_failed"), method
-            assert "Permission denied" in error["message"] and str(root) not in error["message"]
         assert node.worker.get("/healthz") == {"status": "ok"}
     finally:
         root.chmod(0o755)
     assert node.readiness()[0] == 200
-    assert asked(node, "PUT", "/v1/node/desired", [{"ref": REF}])[0] == 200
-    assert node.reaches(REF, "waiting")
-    assert asked(node, "DELETE", drop)[0] == 204
     assert node.worker.stop()[0] == 0
 
 
@@ -160,24 +147,6 @@ def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch
         await comes(lambda: ready() == 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(play())
-
-
-def test_what_is_damaged_is_counted(daemon, store):
-    damaged = daemon.node.metrics.damaged._value.get
-
-    async def look():
-        await daemon.node._read()
-        await daemon._look()
-        return damaged()
-
-    async def play():
-        assert await look() == 0
-        (store.root / ".aimage" / "wanted").mkdir()
-        (store.root / ".aimage" / "wanted" / ("a" * 40)).write_bytes(b"{")
-        assert await look() == 1
-        assert "what the API was told is damaged" in daemon.node.warnings()
 
     asyncio.run(play())
 

@@ -1,0 +1,98 @@
+"""The records of the desired state that outlive a node's process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("yaml", reason="pyyaml is not installed")
+pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+
+from clowder_aimage.errors import StoreError
+from clowder_aimage.node.model_spec import parse_specs
+from clowder_aimage.node.spec_store import SpecStore
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+def files(root):
+    return sorted((root / ".aimage" / "wanted").iterdir())
+
+
+def test_an_empty_store_has_no_records_and_stays_empty(tmp_path):
+    records = SpecStore(tmp_path)
+    assert (records.ours(), records.others(), records.is_damaged()) == ({}, {}, False)
+    assert records.last(tmp_path) is None
+    records.forget("h.io/a:v1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_remembered_until_they_are_forgotten(tmp_path):
+    records = SpecStore(tmp_path)
+    records.remember("h.io/a:v1")
+    records.remember(f"h.io/b@{DIGEST}")
+    assert set(SpecStore(tmp_path).ours()) == {"h.io/a:v1", f"h.io/b@{DIGEST}"}
+    records.forget("h.io/a:v1")
+    assert set(SpecStore(tmp_path).ours()) == {f"h.io/b@{DIGEST}"}
+
+
+def test_remembering_a_known_name_writes_nothing(tmp_path):
+    records = SpecStore(tmp_path)
+    records.remember("h.io/a:v1")
+    (path,) = files(tmp_path)
+    before = path.stat()
+    records.remember("h.io/a:v1")
+    assert path.stat() == before
+
+
+def test_each_directory_has_its_own_list(tmp_path):
+    one, other = (SpecStore(tmp_path, tmp_path / name) for name in ("one", "other"))
+    one.remember("h.io/a:v1", f"h.io/a@{DIGEST}")
+    other.remember("h.io/a:v1")
+    other.remember("h.io/b:v1")
+    assert one.ours() == {"h.io/a:v1": f"h.io/a@{DIGEST}"}
+    assert one.stored("h.io/a:v1") == f"h.io/a@{DIGEST}" and other.stored("h.io/a:v1") == ""
+    assert set(one.others()) == set(other.ours()) == {"h.io/a:v1", "h.io/b:v1"}
+    one.forget("h.io/a:v1")
+    assert one.ours() == {} and set(other.ours()) == {"h.io/a:v1", "h.io/b:v1"}
+
+
+def test_names_that_an_earlier_version_took_over_http_belong_to_no_list(tmp_path):
+    former = SpecStore(tmp_path)
+    former.owner = "api"
+    former.remember("h.io/a:v1")
+    records = SpecStore(tmp_path, tmp_path)
+    assert (records.ours(), records.others()) == ({}, {})
+
+
+def test_the_last_valid_specs_of_a_directory_are_kept(tmp_path):
+    specs = parse_specs([{"ref": "h.io/a:v1", "priority": 7}, {"ref": f"h.io/b@{DIGEST}"}])
+    SpecStore(tmp_path).put_last(tmp_path / "one", specs)
+    assert SpecStore(tmp_path).last(tmp_path / "one") == specs
+    assert SpecStore(tmp_path).last(tmp_path / "other") is None
+    (path,) = files(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"wants": [{"ref": 5}]}))
+    assert SpecStore(tmp_path).last(tmp_path / "one") is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"key": 5}'], ids=repr)
+def test_damaged_records_are_skipped_and_reported(tmp_path, raw):
+    records = SpecStore(tmp_path)
+    records.remember("h.io/a:v1")
+    records.remember("h.io/b:v1")
+    damaged = files(tmp_path)[0]
+    damaged.write_bytes(raw)
+    assert len(records.ours()) == 1 and records.is_damaged()
+    damaged.unlink()
+    assert not records.is_damaged()
+
+
+def test_a_symbolic_link_in_place_of_the_directory_is_refused(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "store" / ".aimage").mkdir(parents=True)
+    (tmp_path / "store" / ".aimage" / "wanted").symlink_to(outside)
+    with pytest.raises(StoreError, match="is a link"):
+        SpecStore(tmp_path / "store").remember("h.io/a:v1")
+    assert list(outside.iterdir()) == []
