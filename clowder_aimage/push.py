@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import BinaryIO
 
@@ -16,8 +17,7 @@ from clowder_aimage.content import (
     plan_copy,
 )
 from clowder_aimage.content.copy_event import ignore
-from clowder_aimage.content.copy_plan import MAX_DEPTH
-from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -33,9 +33,10 @@ from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
     Digest,
+    Index,
+    Manifest,
     Reference,
     mediatype,
-    parse_document,
 )
 from clowder_aimage.registry import (
     ClientOptions,
@@ -181,20 +182,19 @@ class _Partial:
         return self._below.open(content, offset, length)
 
 
-def _check_sizes(
-    store: ContentStore, descriptor: Descriptor, reference: Reference, depth: int = 0
-) -> None:
-    if descriptor.size > MAX_MANIFEST_SIZE:
-        raise ModelError(
-            f"the manifest {descriptor.digest} of {reference} is too large: it has "
-            f"{descriptor.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
-            hint=_FEWER,
-        )
-    if descriptor.media_type in mediatype.INDEXES and depth < MAX_DEPTH:
-        raw = read_all(store.open(descriptor), descriptor)
-        for child in parse_document(raw, descriptor.media_type).children:
-            if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES:
-                _check_sizes(store, child, reference, depth + 1)
+def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) -> None:
+    """Raise ModelError where registries would refuse a document for its size."""
+
+    def read(content: Descriptor) -> Manifest | Index | None:
+        if content.size > MAX_MANIFEST_SIZE:
+            raise ModelError(
+                f"the manifest {content.digest} of {reference} is too large: it has "
+                f"{content.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
+                hint=_FEWER,
+            )
+        return read_document(store, content) if content.media_type in mediatype.INDEXES else None
+
+    deque(walk(read, root), maxlen=0)
 
 
 def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:

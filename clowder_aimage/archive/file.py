@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 from clowder_aimage.layout.direct_io import DirectFile
-from clowder_aimage.layout.lock import flock, is_locked, open_plain, sync_directory
+from clowder_aimage.layout.lock import open_plain
 from clowder_aimage.oci import Digest
 
 _PARTING = 1.0  # seconds that a write under way gets when the rest has failed

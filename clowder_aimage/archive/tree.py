@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from clowder_aimage.content.copy_plan import MAX_DEPTH
+from clowder_aimage.content.graph import MAX_DEPTH
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError, VerificationError

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import ContentStore, Source
-from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import FormatError, NoSpaceError
-from clowder_aimage.oci import (
-    Descriptor,
-    Digest,
-    Index,
-    Manifest,
-    Reference,
-    mediatype,
-    parse_document,
-)
+from clowder_aimage.errors import NoSpaceError
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
 RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
-MAX_DEPTH = 4  # an index of indexes of ... ends somewhere
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +60,18 @@ class CopyPlan:
 
 def plan_copy(source: Source, reference: Reference) -> CopyPlan:
     """Read the manifests that ``reference`` names. Raises as ``copy`` does."""
-    root = source.resolve(reference)
-    documents: dict[Digest, tuple[Descriptor, Manifest | Index]] = {}
-    _read_documents(source, root, documents)
-    return CopyPlan(
-        tuple(documents.values()), tuple(_blobs(document for _, document in documents.values()))
-    )
+    documents: list[tuple[Descriptor, Manifest | Index]] = []
+    # Two sizes for one digest are two blobs here: one of them will be refused.
+    blobs: dict[tuple[Digest, int], Descriptor] = {}
+    read = partial(read_document, source)
+    for node in walk(read, source.resolve(reference), children_first=True):
+        if node.document is not None:
+            documents.append((node.content, node.document))
+        elif not node.is_document:
+            blobs[node.content.digest, node.content.size] = node.content
+    # The largest first, so that the last blob to arrive is not one that all others wait for.
+    order = sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
+    return CopyPlan(tuple(documents), tuple(order))
 
 
 def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
@@ -88,42 +85,3 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
             missing_size=needed + RESERVE - free,
             hint="free some space, or point --store at another disk",
         )
-
-
-def _read_documents(
-    source: Source,
-    descriptor: Descriptor,
-    found: dict[Digest, tuple[Descriptor, Manifest | Index]],
-    depth: int = 0,
-) -> None:
-    """Read a document and all below it into ``found``, each once, children before parents."""
-    if descriptor.digest in found:
-        return
-    if depth > MAX_DEPTH:
-        raise FormatError(f"{descriptor.digest}: indexes are nested more than {MAX_DEPTH} deep")
-    raw = read_all(source.open(descriptor), descriptor)
-    document = parse_document(raw, descriptor.media_type)
-    if isinstance(document, Index):
-        for child in document.manifests:
-            if child.media_type in _DOCUMENTS:
-                _read_documents(source, child, found, depth + 1)
-    found[descriptor.digest] = (descriptor, document)
-
-
-def _blobs(documents: Iterable[Manifest | Index]) -> list[Descriptor]:
-    """Every blob once, the largest first: a long one must not be what all others waited for."""
-    blobs = {
-        (blob.digest, blob.size): blob  # two sizes for one digest: one of them will be refused
-        for document in documents
-        for blob in _blobs_of(document)
-    }
-    return sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
-
-
-def _blobs_of(document: Manifest | Index) -> Iterator[Descriptor]:
-    """What is no document of its own. A layer is a blob whatever it calls itself."""
-    for child in document.children:
-        if child.media_type not in _DOCUMENTS:
-            yield child
-        elif isinstance(document, Manifest):
-            yield replace(child, media_type="application/octet-stream")

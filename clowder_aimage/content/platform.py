@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from clowder_aimage.content.copy_plan import MAX_DEPTH
+from clowder_aimage.content.graph import GraphNode, read_document, walk
 from clowder_aimage.content.store import MultiSource, Source
-from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
-from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype, parse_document
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 
 _MAX_INDEXES = 64  # that are read to find one manifest
 _MAX_LISTED = 40
@@ -95,11 +94,6 @@ class Candidate:
     variant: str = ""
     platform: Platform | None = None
 
-    def below(self, child: Descriptor) -> Candidate:
-        """The candidate that ``child`` is in this index."""
-        variant = child.annotations.get(mediatype.VARIANT, self.variant)
-        return Candidate(child, variant, Platform.in_descriptor(child) or self.platform)
-
 
 class PinnedSource:
     """A source in which every name means ``root``, whatever a tag may come to name meanwhile."""
@@ -137,7 +131,7 @@ def find(
         FormatError, VerificationError, AccessError: what is to be read for that cannot be.
     """
     root = source.resolve(reference)
-    document = parse_document(read_all(source.open(root), root), root.media_type)
+    document = read_document(source, root)
     if isinstance(document, Index):
         chosen = choose(candidates_in(source, document), wish, here, reference)
         return PinnedSource(source, chosen.descriptor)
@@ -151,33 +145,40 @@ def find(
 
 
 def candidates_in(source: Source, index: Index) -> list[Candidate]:
-    """The manifests that may be chosen from ``index``, in its order; attestations may not.
+    """Return the manifests that may be chosen from ``index``, in its order; no attestations.
 
     Raises:
         FormatError, VerificationError, AccessError: an index in it cannot be read.
     """
-    return list(_below(source, index, Candidate(index.descriptor), {index.digest}))
+    count = 0
+
+    def read(content: Descriptor) -> Manifest | Index | None:
+        nonlocal count
+        if content.digest == index.digest:
+            return index
+        if content.media_type not in mediatype.INDEXES or _is_attestation(content):
+            return None
+        count += 1
+        if count >= _MAX_INDEXES:
+            raise FormatError(f"{content.digest}: over {_MAX_INDEXES} indexes under one name")
+        return read_document(source, content)
+
+    return [
+        _candidate(node)
+        for node in walk(read, index.descriptor)
+        if node.content.media_type in mediatype.MANIFESTS and not _is_attestation(node.content)
+    ]
 
 
-def _below(
-    source: Source, index: Index, above: Candidate, seen: set[Digest], depth: int = 1
-) -> Iterator[Candidate]:
-    """The manifests in an index and in those it holds, in order; each index is read once."""
-    for child in index.manifests:
-        candidate = above.below(child)
-        if _is_attestation(child):
-            continue
-        if child.media_type in mediatype.MANIFESTS:
-            yield candidate
-        elif child.media_type in mediatype.INDEXES and child.digest not in seen:
-            if depth > MAX_DEPTH:
-                raise FormatError(f"{child.digest}: indexes are nested over {MAX_DEPTH} deep")
-            if len(seen) >= _MAX_INDEXES:
-                raise FormatError(f"{child.digest}: over {_MAX_INDEXES} indexes under one name")
-            seen.add(child.digest)
-            nested = parse_document(read_all(source.open(child), child), child.media_type)
-            if isinstance(nested, Index):
-                yield from _below(source, nested, candidate, seen, depth + 1)
+def _candidate(node: GraphNode) -> Candidate:
+    """Return the candidate at ``node``; indexes above it may say what its descriptor leaves out."""
+    content, variant, platform = node.content, "", None
+    at: GraphNode | None = node
+    while at is not None:
+        variant = variant or at.content.annotations.get(mediatype.VARIANT, "")
+        platform = platform or Platform.in_descriptor(at.content)
+        at = at.parent
+    return Candidate(content, variant, platform)
 
 
 def _is_attestation(child: Descriptor) -> bool:

@@ -6,18 +6,24 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from clowder_aimage.content.atomic_file import (
+    DISK_FULL,
+    flock,
+    is_temporary,
+    remove_leftovers,
+    sync_directory,
+    temporary_path,
+    temporary_prefix,
+)
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
-from clowder_aimage.layout.lock import flock, sync_directory
 
 FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # less what the umask takes
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 _TRIES = 4  # a thread that is being stopped may still make a file
 
@@ -39,9 +45,10 @@ def whole_directory(path: Path) -> Iterator[Path]:
         final = Path(os.path.realpath(path))
         is_there = os.path.lexists(final)
         _check(path, final, is_there)
-        temporary, lock = _new(final if is_there else final.parent, _prefix(final))
+        temporary = temporary_path(final, final if is_there else None, _INFIX)
+        lock = _create(temporary)
     try:
-        _remove_leftovers(temporary, _prefix(final))
+        remove_leftovers(temporary, temporary_prefix(final, _INFIX), _remove)
         yield temporary
         with faults(path):
             if is_there:
@@ -69,7 +76,7 @@ def faults(path: Path) -> Iterator[None]:
 
 
 def _translate(error: OSError, path: Path) -> AImageError:
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         return NoSpaceError(
             f"no space left to write {path}; nothing of it was kept",
             hint="free some space, or export to another disk",
@@ -84,7 +91,7 @@ def _check(path: Path, final: Path, is_there: bool) -> None:
         return
     if not final.is_dir():
         raise UsageError(f"{path} is a file", hint="name a directory that does not exist yet")
-    if any(not _is_ours(place, _prefix(final)) for place in final.iterdir()):
+    if any(not _is_ours(place, temporary_prefix(final, _INFIX)) for place in final.iterdir()):
         raise _occupied(path)
 
 
@@ -94,51 +101,21 @@ def _occupied(path: Path) -> UsageError:
     )
 
 
-def _prefix(final: Path) -> str:
-    """What the names of directories begin with that shall become ``final``."""
-    return f".{final.name[:100]}.export-"
-
-
 def _is_ours(path: Path, prefix: str) -> bool:
-    """Whether it is such a directory, of a running process or a killed one."""
-    is_called_so = re.fullmatch(re.escape(prefix) + "[0-9a-f]{8}", path.name) is not None
-    return is_called_so and path.is_dir() and not path.is_symlink()
+    """Return whether it is a temporary directory, of a running process or a killed one."""
+    return is_temporary(path.name, prefix) and path.is_dir() and not path.is_symlink()
 
 
-def _new(place: Path, prefix: str) -> tuple[Path, int]:
-    """A new directory in ``place``, locked as long as it is open. Raises OSError."""
-    path = place / f"{prefix}{secrets.token_hex(4)}"
-    path.mkdir(mode=DIRECTORY_MODE)
+def _create(temporary: Path) -> int:
+    """Make a directory; return its descriptor, locked as long as it is open. Raises OSError."""
+    temporary.mkdir(mode=DIRECTORY_MODE)
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except BaseException:
-        path.rmdir()
+        temporary.rmdir()
         raise
     flock(lock, fcntl.LOCK_EX)
-    return path, lock
-
-
-def _remove_leftovers(temporary: Path, prefix: str) -> None:
-    """Remove what killed processes have left beside ``temporary``: what nobody has locked. What
-    cannot be removed stays."""
-    if not _is_locked(temporary):  # locks do not work here, and nobody can tell
-        return
-    for path in list(temporary.parent.iterdir()):
-        if _is_ours(path, prefix):
-            with contextlib.suppress(OSError):
-                if not _is_locked(path):
-                    _remove(path)
-
-
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return lock
 
 
 def _rename(path: Path, final: Path, temporary: Path) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from clowder_aimage.content import VerifyingReader
+from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import MAX_PLAIN, open_plain
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
@@ -28,7 +29,7 @@ from clowder_aimage.exporter.directory import faults, is_folding
 from clowder_aimage.exporter.export_plan import ExportPlan, FilePiece
 from clowder_aimage.exporter.file_link import LinkMethod, link
 from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.output_file import make_directories, new_file, write_all
+from clowder_aimage.exporter.output_file import make_directories, new_file
 from clowder_aimage.exporter.tar_layer import TarExtractor
 from clowder_aimage.oci import Descriptor
 

@@ -16,18 +16,6 @@ def new_file(path: Path, mode: int = FILE_MODE) -> int:
     return os.open(path, _FLAGS, mode)
 
 
-def write_all(file: int, data: bytes | memoryview, offset: int | None = None) -> None:
-    """Write all of ``data``: at ``offset``, or where the file is. Raises OSError."""
-    view = memoryview(data)
-    while view:
-        if offset is None:
-            count = os.write(file, view)
-        else:
-            count = os.pwrite(file, view, offset)
-            offset += count
-        view = view[count:]
-
-
 def make_directories(root: Path, name: str) -> None:
     """Make ``root/name`` and what it lies in, where they are not there. Raises OSError."""
     path = root

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.content.verified_reader import readinto
@@ -22,7 +23,7 @@ from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.directory import FILE_MODE
 from clowder_aimage.exporter.file_name import FileNames
-from clowder_aimage.exporter.output_file import make_directories, new_file, write_all
+from clowder_aimage.exporter.output_file import make_directories, new_file
 
 MAX_MEMBERS = 100_000
 _TARGET = 1023  # bytes of what a link says that every system takes

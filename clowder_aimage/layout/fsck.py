@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.copy_plan import MAX_DEPTH
+from clowder_aimage.content.graph import MAX_DEPTH
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import check

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, sync_directory
-from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_file
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory
+from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
 from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
@@ -235,4 +236,4 @@ def _replace(root: Path, name: str, data: bytes) -> None:
     """Replace a file of the store, durably, by one that was written beside it."""
     with store_errors(root):
         room = make_directory(root, PRIVATE)
-        write_file(os.path.join(root, name), data, room=str(room))
+        write_shared(root / name, data, directory=room)

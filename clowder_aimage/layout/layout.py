@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.store import Body, IngestBusyError
 from clowder_aimage.content.verified_reader import read_all, readinto
@@ -36,7 +37,6 @@ from clowder_aimage.layout.lock import (
     make_directory,
     open_plain,
     open_shared,
-    sync_directory,
 )
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.layout.os_error import store_errors

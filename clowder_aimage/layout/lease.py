@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
     check_own,
-    flock,
     held,
     locks_work,
     make_directory,

@@ -13,7 +13,7 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
 from clowder_aimage.errors import AImageError, StoreError
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain
-from clowder_aimage.layout.metadata import write_file
+from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 _KIND = "listing"
@@ -45,5 +45,5 @@ def remember(root: Path, descriptor: Descriptor, manifest: Manifest) -> dict[str
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _KIND)
         path = os.path.join(directory, descriptor.digest.encoded)
-        write_file(path, json.dumps(value).encode(), durable=False)
+        write_shared(path, json.dumps(value).encode(), durable=False)
     return value

@@ -16,38 +16,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout.os_error import store_errors
 
 PRIVATE = ".aimage"  # the directory of a store that only we need
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _MOMENT = 0.01  # seconds
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-
-
-def flock(fd: int, operation: int) -> None:
-    """Lock an open file. Raises BlockingIOError with LOCK_NB where another has it."""
-    try:
-        fcntl.flock(fd, operation)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-def is_locked(path: str | Path) -> bool:
-    """Whether a file is locked; of one that we have locked, whether locks work here."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    finally:
-        os.close(fd)
-    return False
 
 
 def locks_work(root: Path) -> bool:
@@ -148,12 +124,3 @@ def make_directory(root: Path, *names: str) -> Path:
                 part.chmod(wanted)
             sync_directory(part.parent)
     return path
-
-
-def sync_directory(path: str | Path) -> None:
-    """Make renames into a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

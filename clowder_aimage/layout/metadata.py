@@ -7,25 +7,17 @@ or pinned, nothing may go.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.content.atomic_file import sync_directory, write_file
 from clowder_aimage.errors import FormatError
-from clowder_aimage.layout.lock import (
-    PRIVATE,
-    check_own,
-    make_directory,
-    open_plain,
-    share,
-    sync_directory,
-)
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain, share
 from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import read_json
 
@@ -87,7 +79,7 @@ class MetadataFiles:
         data = json.dumps({"key": key} | value).encode()
         with store_errors(self._root):
             make_directory(self._root, PRIVATE, self._kind)
-            write_file(os.path.join(self._directory, file_name(key)), data, durable=durable)
+            write_shared(os.path.join(self._directory, file_name(key)), data, durable=durable)
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
         """Put back what ``get`` gave. Raises StoreError or NoSpaceError."""
@@ -113,26 +105,16 @@ def file_name(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 
-def write_file(path: str, data: bytes, *, durable: bool = True, room: str = "") -> None:
-    """Replace a file so that every reader sees the old or the new one, whole; it is written in
-    the directory ``room``, or else beside the old one. Raises OSError."""
-    directory, name = os.path.split(path)
-    temporary = os.path.join(room or directory, f"{name}.{secrets.token_hex(8)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            share(fd, directory, 0o664)
-            written = 0
-            while written < len(data):
-                written += os.write(fd, data[written:])
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if durable:
-        sync_directory(directory)
+def write_shared(
+    path: str | Path, data: bytes, *, durable: bool = True, directory: Path | None = None
+) -> None:
+    """Replace a file of the store, which a group may share. Raises OSError."""
+    final = Path(path)
+    write_file(
+        final,
+        data,
+        mode=0o644,
+        durable=durable,
+        directory=directory,
+        prepare=lambda fd: share(fd, final.parent, 0o664),
+    )

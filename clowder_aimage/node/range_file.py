@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.lock import PRIVATE, check_own, flock, make_directory, open_plain
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain
 from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.node.rendezvous import BlobRange
 from clowder_aimage.oci import Digest
@@ -84,7 +85,7 @@ class RangeFile:
         with contextlib.suppress(OSError, StoreError):
             if shutil.disk_usage(self._layout.root).free < self._spared + part.length:
                 return False
-            path = os.path.join(  # noqa: PTH118 - nothing in it comes from elsewhere
+            path = os.path.join(
                 check_own(self._layout.root, _KIND), self._node, str(next(self._names))
             )
             _write(path, data)

@@ -36,6 +36,7 @@ OLLAMA_CONFIG = "application/vnd.ollama.image.config"  # first generation, read 
 
 MANIFESTS = frozenset({OCI_MANIFEST, DOCKER_MANIFEST, AIMAGE_MANIFEST})
 INDEXES = frozenset({OCI_INDEX, DOCKER_MANIFEST_LIST})
+DOCUMENTS = MANIFESTS | INDEXES
 
 # Annotations of a layer of an AImage
 NAME = "vnd.clowder.aimage.name"

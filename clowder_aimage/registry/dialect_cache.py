@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+from clowder_aimage.content.atomic_file import write_file
 
 _LIFE = 30 * 24 * 3600.0  # seconds; registries learn: then the usual order is tried again
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -63,11 +64,7 @@ class DialectCache:
         if self._path is None:
             return
         hosts = {host: {"refused": entry} for host, entry in known.items() if entry}
-        new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        try:
+        data = json.dumps({"registries": hosts}, indent=1) + "\n"
+        with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps({"registries": hosts}, indent=1) + "\n")
-            new.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink(missing_ok=True)
+            write_file(self._path, data.encode(), durable=False)

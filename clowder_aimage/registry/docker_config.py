@@ -9,9 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ import oras.auth.base
 import oras.auth.utils
 import oras.utils
 
+from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.errors import StoreError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
@@ -203,14 +202,9 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
         StoreError: it cannot be written.
     """
     target = path.resolve()
-    temporary = target.with_name(f".config.json.{secrets.token_hex(8)}")
+    data = json.dumps(config, indent="\t") + "\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(config, file, indent="\t")
-            file.write("\n")
-        temporary.replace(target)
+        write_file(target, data.encode(), mode=0o600)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error.strerror}") from None

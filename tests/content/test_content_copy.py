@@ -230,10 +230,10 @@ def nested(source: MemoryStore, depth: int) -> None:
 
 def test_indexes_of_indexes_are_read_once_each_and_end_somewhere():
     source, target = MemoryStore(), MemoryStore()
-    nested(source, 4)
-    assert target.exists(copy(source, NAME, target))
     nested(source, 5)
-    with pytest.raises(FormatError, match="nested more than 4 deep"):
+    assert target.exists(copy(source, NAME, target))
+    nested(source, 6)
+    with pytest.raises(FormatError, match="nested over 4 deep"):
         copy(source, NAME, target)
 
 

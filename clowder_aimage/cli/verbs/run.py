@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import sys
@@ -30,6 +29,7 @@ from clowder_aimage.cli.console.remote_worker import (
     refuse_options,
     worker,
 )
+from clowder_aimage.content.atomic_file import DISK_FULL, write_file
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -214,14 +214,10 @@ def render(
 
 def _write(path: Path, data: bytes) -> None:
     """Write a picture; it is there whole, or not at all. Raises NoSpaceError, StoreError."""
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-        temporary.replace(path)
+        write_file(path, data, durable=False)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise NoSpaceError(
                 f"no space left for the picture {path}", hint="free some space, or use -o"
             ) from None

@@ -1,0 +1,108 @@
+"""The graph of manifests: an index lists manifests, a manifest its config and layers.
+
+Every traversal of documents is ``walk``, and every depth is bounded by ``MAX_DEPTH``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from clowder_aimage.content.store import Source
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
+
+MAX_DEPTH = 4  # levels of indexes below the root
+UNKNOWN = "application/octet-stream"  # the media type of a blob that no descriptor names
+
+ReadDocument = Callable[[Descriptor], Manifest | Index | None]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """Content that the graph reaches, and the node that lists it (None for the root).
+
+    ``document`` is None for a blob, for a document that was not read, and for one that the walk
+    has already visited.
+    """
+
+    content: Descriptor
+    document: Manifest | Index | None
+    parent: GraphNode | None
+
+    @property
+    def is_document(self) -> bool:
+        return is_document(self.content)
+
+
+def is_document(content: Descriptor) -> bool:
+    """Return whether the descriptor says manifest or index."""
+    return content.media_type in mediatype.DOCUMENTS
+
+
+def read_document(source: Source, content: Descriptor) -> Manifest | Index:
+    """Read and parse a manifest or an index, verified.
+
+    Raises:
+        NotFoundError: the source does not have it.
+        VerificationError, FormatError: the bytes differ from the descriptor, or are malformed.
+        AccessError: it cannot be read.
+    """
+    raw = read_all(source.open(content), content)
+    try:
+        return parse_document(raw, content.media_type)
+    except FormatError as error:
+        raise FormatError(f"{content.digest}: {error.message}", **error.advice) from None
+
+
+def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
+    """Return the descriptors that a document refers to, in its order.
+
+    A config or a layer is a blob whatever its media type says; the ``subject`` is not included.
+    """
+    if isinstance(document, Index):
+        return document.manifests
+    return tuple(
+        replace(child, media_type=UNKNOWN) if is_document(child) else child
+        for child in document.children
+    )
+
+
+def walk(
+    read: ReadDocument, root: Descriptor, *, children_first: bool = False
+) -> Iterator[GraphNode]:
+    """Yield ``root`` and all that it reaches, in the order of the documents.
+
+    ``read`` returns a document, or None to pass over what is below it; it is called once for each
+    digest and size. A blob is yielded as often as it is listed. Parents come before their
+    children, or after them with ``children_first``.
+
+    Raises:
+        FormatError: indexes are nested more than ``MAX_DEPTH`` levels deep.
+        Whatever ``read`` raises.
+    """
+    return _walk(read, root, None, children_first, set(), 0)
+
+
+def _walk(
+    read: ReadDocument,
+    content: Descriptor,
+    parent: GraphNode | None,
+    children_first: bool,
+    visited: set[tuple[Digest, int]],
+    depth: int,
+) -> Iterator[GraphNode]:
+    document, key = None, (content.digest, content.size)
+    if (parent is None or is_document(content)) and key not in visited:
+        if depth > MAX_DEPTH and content.media_type in mediatype.INDEXES:
+            raise FormatError(f"{content.digest}: indexes are nested over {MAX_DEPTH} deep")
+        visited.add(key)
+        document = read(content)
+    node = GraphNode(content, document, parent)
+    if not children_first:
+        yield node
+    for child in successors(document) if document else ():
+        yield from _walk(read, child, node, children_first, visited, depth + 1)
+    if children_first:
+        yield node
