@@ -130,7 +130,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(full, is_there):
     if is_there:
         full.out.mkdir()
     parent = full.out if is_there else full.home
-    left = parent / ".out.export-01234567"
+    left = parent / ".out.export-0123456789abcdef"
     (left / "deep").mkdir(parents=True)
     (left / "deep/file").write_text("half")
     full.export()
@@ -139,7 +139,8 @@ def test_what_a_killed_export_left_is_removed_by_the_next(full, is_there):
 
 
 def test_what_a_running_export_writes_is_left_alone(full):
-    own, lock = place._new(full.home, ".out.export-")
+    own = full.home / ".out.export-0123456789abcdef"
+    lock = place._create(own)
     full.export()
     assert own.is_dir()
     os.close(lock)

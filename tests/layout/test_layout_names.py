@@ -183,7 +183,7 @@ def test_a_write_that_fails_gives_no_name(layout, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_module, "write_file", full)
+    monkeypatch.setattr(index_module, "write_shared", full)
     for name in ("a:v1", "c:v1"):
         with pytest.raises(Exception, match="no space left"):
             layout.tag(two.descriptor, ref(name))
