@@ -15,34 +15,33 @@ from clowder_aimage.engine.engine import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node.spec_document import Path
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.oci.position import Path
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 REFRESH = 300.0  # seconds
-HINT = "what an entry may say is in schemas/desired.schema.json"
+HINT = "schemas/desired.schema.json defines the entries"
 POLICIES = {"Never": NEVER, "IfNotPresent": IF_MISSING, "Always": ALWAYS}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
-_SHORTEST = 1.0  # seconds: more often nobody asks a registry about a tag
-_LONGEST = 100 * 365 * 86400.0
-_LISTED = 20  # violations, of which the first in the text is told
+_MIN_REFRESH = 1.0  # seconds
+_MAX_REFRESH = 100 * 365 * 86400.0
+_MAX_VIOLATIONS = 20  # of which the first in the text is reported
 
-Found = tuple["ModelSpec", Callable[[], str]]
-"""A want, and where it stands."""
+PlacedSpec = tuple["ModelSpec", Callable[[], str]]
+"""A spec, and a function that returns its place in the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model that is to be on this node. Two are equal where they ask the same, wherever they
-    come from.
+    """One model that is to be on this node. Two are equal wherever they come from.
 
-    ``reference`` has the ``digest`` in it where there is one. ``policy`` is one of the engine's,
-    and Kubernetes' default where none is given. ``priority``: the larger one first.
-    ``components`` are sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never.
-    ``origin`` is the name of the file.
+    ``reference`` includes the ``digest`` where there is one. ``policy`` is one of the engine's,
+    by default Kubernetes' default. The larger ``priority`` is pulled first. ``components`` are
+    sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never. ``origin`` is the
+    name of the file.
 
     Raises:
-        FormatError: the reference has no registry, or another digest than ``digest``.
+        FormatError: the reference has no registry, or a digest other than ``digest``.
     """
 
     reference: Reference
@@ -67,11 +66,11 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """What it is asked for by: with the tag and the digest, where there are both."""
+        """The reference as text, with the tag and the digest where there are both."""
         return str(self.reference)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of a file that says the same."""
+        """Return the entry of a file that specifies the same."""
         words = {word: name for name, word in POLICIES.items()}
         return {
             "ref": self.name,
@@ -85,65 +84,68 @@ class ModelSpec:
 
 
 def default_policy(reference: Reference) -> str:
-    """What holds where nothing is said (Kubernetes, "Images", "Default image pull policy")."""
+    """Return the policy of an entry without one (Kubernetes, "Default image pull policy")."""
     is_moving = reference.digest is None and reference.tag in (None, DEFAULT_TAG)
     return ALWAYS if is_moving else IF_MISSING
 
 
 def parse_specs(document: object, origin: str = "") -> tuple[ModelSpec, ...]:
-    """The wants in a document (schemas/desired.schema.json), each once; None is an empty one.
+    """Return the specs in a document (schemas/desired.schema.json), each once; none for None.
 
     Raises:
-        FormatError: it is no such list, or wants a model differently at two places.
+        FormatError: it is not such a list, or specifies a model differently at two places.
     """
-    return once(entries(document, origin, origin, lambda path: 0))
+    return once(entries(document, origin, origin, lambda _: 0))
 
 
 def entries(
     document: object, origin: str, file: str, line: Callable[[Path], int]
-) -> Iterator[Found]:
-    """The wants in a document. ``line`` says where a value stands, 0 for nowhere; ``file`` is what
-    people know the document by. Raises FormatError."""
+) -> Iterator[PlacedSpec]:
+    """Yield the specs in a document.
+
+    ``line`` returns the line of a value, 0 where it is unknown; ``file`` is the document's name in
+    messages. Raises FormatError.
+    """
     items = [] if document is None else document
     found = [
         (line(one.path) or line(one.path[:1]), one.path, one.message)
-        for one in islice(schema.violations("desired", items), _LISTED)
+        for one in islice(schema.violations("desired", items), _MAX_VIOLATIONS)
     ]
     if found or not isinstance(items, list):
         at, path, message = min(found, key=lambda one: one[0])
         raise FormatError(f"{position(file, at)}: {_subject(path)}{message}", hint=HINT)
     for number, entry in enumerate(items):
         try:
-            want = _want(entry, origin)
+            spec = _spec(entry, origin)
         except AImageError as error:
             raise FormatError(
                 f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
                 hint=error.hint or HINT,
             ) from None
-        yield want, partial(_place, origin, line, number)
+        yield spec, partial(_place, origin, line, number)
 
 
-def once(found: Iterable[Found]) -> tuple[ModelSpec, ...]:
-    """Each want once. What has one name in a store (``index_name``) cannot be two things.
+def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
+    """Return each spec once. A name in the store (``index_name``) has one spec.
 
     Raises:
-        FormatError: two are about the same model and differ; it names both places.
+        FormatError: two of the same model differ; the message has both places.
     """
-    wants: dict[str, Found] = {}
-    for want, place in found:
-        name = index_name(want.reference)
-        other, elsewhere = wants.setdefault(name, (want, place))
-        if other != want:
+    specs: dict[str, PlacedSpec] = {}
+    for spec, place in found:
+        name = index_name(spec.reference)
+        other, elsewhere = specs.setdefault(name, (spec, place))
+        if other != spec:
             raise FormatError(
-                f"{name} is wanted in {elsewhere()} and, differently, in {place()}: "
-                + _difference(other, want),
-                hint="let one of them go, or say the same in both",
+                f"{name} is specified in {elsewhere()} and, differently, in {place()}: "
+                + _difference(other, spec),
+                hint="remove one of them, or make them equal",
             )
-    return tuple(want for want, _ in wants.values())
+    return tuple(spec for spec, _ in specs.values())
 
 
 def position(file: str, line: int) -> str:
-    """A line of a file, where it is known."""
+    """Return a file and a line for messages; the file alone for line 0."""
     return f"{file}, line {line}" if line else file
 
 
@@ -152,7 +154,7 @@ def _place(origin: str, line: Callable[[Path], int], number: int) -> str:
 
 
 def _subject(path: Path) -> str:
-    """Which entry, and what of it."""
+    """Return the entry of a path, and its part, for messages."""
     if not path:
         return ""
     inner = "/".join(str(part + 1 if isinstance(part, int) else part) for part in path[1:])[:100]
@@ -160,11 +162,11 @@ def _subject(path: Path) -> str:
     return f"entry {int(path[0]) + 1}{shown}: "
 
 
-def _want(entry: dict[str, Any], origin: str) -> ModelSpec:
-    """An entry that the schema takes. Raises FormatError or UsageError."""
+def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
+    """Return the spec of an entry that is valid by the schema. Raises FormatError or UsageError."""
     text, digest = entry["ref"], entry.get("digest")
     if digest is not None and "@" not in text:
-        text = f"{text}@{digest}"  # so that without a tag none is made up
+        text = f"{text}@{digest}"  # without a tag, so that no default is added
     return ModelSpec(
         reference=Reference.parse(text),
         digest=None if digest is None else Digest.parse(digest),
@@ -178,20 +180,20 @@ def _want(entry: dict[str, Any], origin: str) -> ModelSpec:
 
 
 def _refresh(value: object) -> float:
-    """Seconds. Raises FormatError."""
+    """Return seconds. Raises FormatError."""
     try:
         seconds = duration(value)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"refresh: {error}") from None
-    if seconds == 0 or seconds > _LONGEST:
+    if seconds == 0 or seconds > _MAX_REFRESH:
         return FOR_EVER
-    if seconds < _SHORTEST:
+    if seconds < _MIN_REFRESH:
         raise FormatError(f"refresh: {value!r} is less than a second; 0 is never")
     return seconds
 
 
 def _difference(one: ModelSpec, other: ModelSpec) -> str:
-    """The first fact in which they differ."""
+    """Return the first key in which two specs differ, with both values."""
     first, second = ({"digest": None} | each.to_json() | {"ref": ""} for each in (one, other))
     key = next(key for key in first if first[key] != second[key])
-    return f"{key} is {json.dumps(first[key])} there, and {json.dumps(second[key])} here"
+    return f"{key} is {json.dumps(first[key])} and {json.dumps(second[key])}"

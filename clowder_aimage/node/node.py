@@ -228,7 +228,7 @@ class Node:
             await self._load()
         if self._followed_last is not self.config.state:
             self._followed_last = self.config.state
-            await self._follow({want.name: want for want in self.config.state.wants})
+            await self._follow({want.name: want for want in self.config.state.specs})
 
     async def _load(self) -> None:
         directory, config = self.options.desired, self.config
@@ -247,10 +247,10 @@ class Node:
             return
         config.error, config.loaded, config.is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a store that is only read
-            await asyncio.to_thread(self.records.put_last, directory, config.state.wants)
+            await asyncio.to_thread(self.records.put_last, directory, config.state.specs)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
-        models = len(config.state.wants)
+        models = len(config.state.specs)
         _log.info("desired state", models=models, files=len(config.state.files))
         await self._service.news.tell("desired", valid=True, models=models)
 

@@ -1,4 +1,4 @@
-"""What a node is to keep: the files of its desired state, and when they change.
+"""The files of a node's desired state, and their changes.
 
 The files are ``*.yaml``, ``*.yml`` and ``*.json`` in one directory (schemas/desired.schema.json).
 The directory may be a mounted ConfigMap: then the files are links through ``..data``, a link that
@@ -8,6 +8,7 @@ is replaced whole (Kubernetes, "ConfigMaps", "Mounted ConfigMaps are updated aut
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import os
 import stat
@@ -16,77 +17,76 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AccessError, AImageError, FormatError, NotFoundError
-from clowder_aimage.node.model_spec import HINT, Found, ModelSpec, entries, once, position
-from clowder_aimage.node.plain_yaml import NotYAMLError, read_yaml
+from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once, position
+from clowder_aimage.node.spec_document import NotYAMLError, json_lines, read_yaml
 from clowder_aimage.oci import read_json
-from clowder_aimage.oci.position import LineIndex, find_positions
-from clowder_aimage.oci.position import Path as Place
 
-__all__ = ["ModelSpec", "SpecFiles", "SpecWatcher", "read_directory", "shown"]
 MAX_SIZE = 1024 * 1024  # bytes of a file
 _SUFFIXES = (".yaml", ".yml", ".json")
 _DATA = "..data"
-_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # what a link leads to
-_TRIES = 5  # at a directory that changes while it is read
+_DANGLING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # errors of a link without a target
+_ATTEMPTS = 5  # at a directory that changes while it is read
 
 
 @dataclass(frozen=True, slots=True)
 class SpecFiles:
-    """What the files of a directory say, by name and then in their order. ``fingerprint`` is
-    another one where a byte or a name of them is."""
+    """The specs of a directory's files, by name of the file and then in their order.
 
-    wants: tuple[ModelSpec, ...] = ()
+    ``fingerprint`` changes with any byte or name of the files.
+    """
+
+    specs: tuple[ModelSpec, ...] = ()
     files: tuple[str, ...] = ()
     fingerprint: str = ""
 
 
 def read_directory(directory: Path) -> SpecFiles:
-    """What the files of ``directory`` say now, all of them at one moment.
+    """Return the specs of the files in ``directory``, all read at one moment.
 
-    A file that another program is still writing is read as it is; whoever wants it whole writes it
-    beside (with a name that begins with a dot) and renames it.
+    A file that another program is writing is read as it is; a writer that needs it read whole
+    writes beside it (with a name that begins with a dot) and renames.
 
     Raises:
-        NotFoundError: there is no such directory.
+        NotFoundError: the directory does not exist.
         AccessError: it cannot be read.
-        FormatError: a file is not what it should be, or two want the same model differently; with
-            the file, and the line where it is known.
+        FormatError: a file is invalid, or two specify the same model differently; with the file,
+            and the line where it is known.
     """
-    for _ in range(_TRIES):
-        before = _facts(directory)
+    for _ in range(_ATTEMPTS):
+        before = _fingerprint(directory)
         try:
             found: SpecFiles | AImageError = _read(directory)
         except AImageError as error:
             found = error
-        if _facts(directory) != before:
-            continue  # half of the old, half of the new
+        if _fingerprint(directory) != before:
+            continue  # some files are of the old state, some of the new
         if isinstance(found, AImageError):
             raise found
         return found
     raise FormatError(
-        f"the files in {shown(directory)} change while they are read",
+        f"the files in {printable(directory)} change while they are read",
         hint="replace files whole: write beside them, and rename",
     )
 
 
 class SpecWatcher:
-    """Notices that a directory's files may say something else. Costs a few system calls a file."""
+    """Detects changes of a directory's files by a few system calls a file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._seen: object = None
 
     def changed(self) -> bool:
-        """Whether anything is different from the last call; the first call says so, too.
+        """Return whether anything changed since the last call; True at the first.
 
-        Ask first and read then: what changes in between is noticed at the next call.
+        Call this first and read then: a change in between is detected by the next call.
         """
-        before, self._seen = self._seen, _facts(self._directory)
+        before, self._seen = self._seen, _fingerprint(self._directory)
         return before != self._seen
 
 
-def shown(path: Path | str) -> str:
-    """A path as it may be printed."""
+def printable(path: Path | str) -> str:
+    """Return a path without characters that cannot be printed."""
     text = str(path)
     return text if text.isprintable() else ascii(text)
 
@@ -94,27 +94,27 @@ def shown(path: Path | str) -> str:
 def _read(directory: Path) -> SpecFiles:
     names = _names(directory)
     hasher = hashlib.sha256()
-    found: list[Found] = []
+    found: list[PlacedSpec] = []
     for name in names:
         raw = _content(directory / name)
         for part in (os.fsencode(name), raw):
             hasher.update(len(part).to_bytes(8, "big") + part)
         found += _of_file(directory / name, raw)
-    return SpecFiles(once(found), tuple(map(shown, names)), hasher.hexdigest())
+    return SpecFiles(once(found), tuple(map(printable, names)), hasher.hexdigest())
 
 
 def _names(directory: Path) -> list[str]:
-    """The files that count. Raises NotFoundError or AccessError."""
+    """Return the names of the files that count. Raises NotFoundError or AccessError."""
     try:
         return sorted(entry.name for entry in directory.iterdir() if _counts(entry.name))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(
-            f"there is no directory {shown(directory)}",
-            hint="make it, or name another one with --desired; an empty one wants nothing",
+            f"there is no directory {printable(directory)}",
+            hint="create the directory of the desired state; an empty one specifies no models",
         ) from None
     except OSError as error:
         raise AccessError(
-            f"cannot read the directory {shown(directory)}: {error.strerror or error}"
+            f"cannot read the directory {printable(directory)}: {error.strerror or error}"
         ) from None
 
 
@@ -123,27 +123,27 @@ def _counts(name: str) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a plain file; a pipe in its place is not waited for. Raises FormatError."""
+    """Return the bytes of a regular file; do not wait for a pipe. Raises FormatError."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            is_plain = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            raw = file.read(MAX_SIZE + 1) if is_plain else b""
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            raw = file.read(MAX_SIZE + 1) if is_regular else b""
     except IsADirectoryError:
-        is_plain, raw = False, b""
+        is_regular, raw = False, b""
     except OSError as error:
-        is_lost = error.errno in _NOWHERE and path.is_symlink()
-        reason = "it is a link to nothing" if is_lost else error.strerror or error
-        raise FormatError(f"cannot read {shown(path)}: {reason}") from None
-    if not is_plain:
-        raise FormatError(f"{shown(path)} is no file", hint="call it something else")
+        is_dangling = error.errno in _DANGLING and path.is_symlink()
+        reason = "its link has no target" if is_dangling else error.strerror or error
+        raise FormatError(f"cannot read {printable(path)}: {reason}") from None
+    if not is_regular:
+        raise FormatError(f"{printable(path)} is not a regular file", hint="give it another suffix")
     if len(raw) > MAX_SIZE:
-        raise FormatError(f"{shown(path)} is larger than {MAX_SIZE} bytes", hint="divide it")
+        raise FormatError(f"{printable(path)} is larger than {MAX_SIZE} bytes", hint="divide it")
     return raw
 
 
-def _of_file(path: Path, raw: bytes) -> Iterator[Found]:
-    """The wants in a file. Raises FormatError."""
-    file, origin = shown(path), shown(path.name)
+def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
+    """Yield the specs in a file. Raises FormatError."""
+    file, origin = printable(path), printable(path.name)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -151,22 +151,20 @@ def _of_file(path: Path, raw: bytes) -> Iterator[Found]:
         raise FormatError(f"{at}: not UTF-8", hint="save it in UTF-8") from None
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None
-        return entries(value, origin, file, lambda place: _json_line(text, place))
+        lines = functools.cache(lambda: json_lines(text))  # only needed for an error
+        return entries(value, origin, file, lambda place: lines().get(place, 0))
     try:
-        written = read_yaml(text)
+        document = read_yaml(text)
     except NotYAMLError as error:
         raise FormatError(f"{position(file, error.line)}: {error.message}", hint=HINT) from None
-    return entries(written.value, origin, file, lambda place: written.lines.get(place, 0))
+    return entries(document.value, origin, file, lambda place: document.lines.get(place, 0))
 
 
-def _json_line(text: str, place: Place) -> int:
-    offset = find_positions(text, {place}).of.get(place)
-    return 0 if offset is None else LineIndex(text).find(offset)[0]
+def _fingerprint(directory: Path) -> object:
+    """Return a value that changes when a file is written, replaced, removed, or linked elsewhere.
 
-
-def _facts(directory: Path) -> object:
-    """What is another when a file was written, replaced or removed, or a link now leads elsewhere;
-    the error's number where the directory cannot be read."""
+    It is the error's number where the directory cannot be read.
+    """
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:

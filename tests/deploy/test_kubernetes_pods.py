@@ -252,7 +252,7 @@ def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
     desired = read_directory(tmp_path)
     assert len(desired.files) == 1
     if file.parent in OVERLAYS:
-        assert desired.wants
+        assert desired.specs
 
 
 def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
 
     (block,) = [b for b in Document(GUIDE).blocks if b.text.startswith("- ref:")]
     (tmp_path / "models.yaml").write_text(block.text)
-    first, second = sorted(read_directory(tmp_path).wants, key=lambda want: -want.priority)
+    first, second = sorted(read_directory(tmp_path).specs, key=lambda want: -want.priority)
     assert (first.pin, first.policy, first.refresh) == (True, "always", 300.0)
     assert second.components == ("vae",) and second.digest is not None
 
@@ -271,7 +271,7 @@ def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
     text = (KUBERNETES / "node" / "desired" / "models.yaml").read_text()
     lines = [line[2:] for line in text.splitlines() if re.match(r"# (- |  )", line)]
     (tmp_path / "models.yaml").write_text("\n".join(lines))
-    (want,) = read_directory(tmp_path).wants
+    (want,) = read_directory(tmp_path).specs
     assert want.pin and want.refresh == 300.0
 
 

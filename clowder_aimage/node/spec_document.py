@@ -1,0 +1,134 @@
+"""Values of YAML and JSON texts, with the lines where they begin.
+
+Of YAML 1.2.2 only what JSON can express: no aliases (a few lines of them unfold to gigabytes), no
+tags (some readers construct any Python object from them), no duplicate keys, one document. Plain
+scalars are resolved by the core schema (10.3.2 "Tag Resolution"), so that ``no``, ``012`` and
+``2026-01-31`` do not change their meaning. Octal and hexadecimal numbers are strings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from clowder_aimage.errors import FormatError
+
+MAX_DEPTH = 20  # of lists and objects
+Path = tuple[str | int, ...]
+"""The keys and positions that lead to a value; empty for the whole document."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML was built with it
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
+_FORBIDDEN = re.compile(
+    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # YAML 1.2.2, 5.1
+)
+
+
+class NotYAMLError(FormatError):
+    """A text is not YAML of this kind; ``line`` counts from 1 and is 0 where it is unknown."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(slots=True)
+class SpecDocument:
+    """A value, and the lines where it and its parts begin (of an object's value: its key)."""
+
+    value: Any
+    lines: dict[Path, int] = field(default_factory=dict)
+
+
+def read_yaml(text: str) -> SpecDocument:
+    """Return the value of ``text``; None for an empty one. Raises NotYAMLError."""
+    try:
+        _check(text)
+        found = SpecDocument(None)
+        if (root := yaml.compose(text, Loader=_LOADER)) is not None:
+            found.value = _value(root, (), found.lines)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, text) from None
+    return found
+
+
+def json_lines(text: str) -> dict[Path, int]:
+    """Return the lines of the values in a JSON text, which YAML includes; empty if it cannot."""
+    try:
+        return read_yaml(text.replace("\t", " ")).lines
+    except NotYAMLError:
+        return {}
+
+
+def _check(text: str) -> None:
+    """Refuse aliases, tags, further documents and deep nesting before nodes are built.
+
+    libyaml's composer recurses in C: without a limit deep nesting overflows the stack.
+    """
+    depth = documents = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused("aliases (*name) are not accepted: write the value out", event)
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise _refused(f"the tag {tag[:60]!a} is not accepted: remove it", event)
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if documents > 1:
+            raise _refused("a second document begins: put all in one", event)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _refused(f"nested more than {MAX_DEPTH} deep", event)
+
+
+def _value(node: Any, path: Path, lines: dict[Path, int]) -> Any:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        return node.value if node.style else _plain(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, (*path, at), lines) for at, item in enumerate(node.value)]
+    found: dict[str, Any] = {}
+    for key_node, value in node.value:
+        key = _value(key_node, (), lines) if isinstance(key_node, yaml.ScalarNode) else None
+        if not isinstance(key, str):
+            raise _refused("a key must be a string: quote what looks like another type", key_node)
+        if key in found:
+            raise _refused(f"the key {key[:60]!a} occurs twice", key_node)
+        lines[(*path, key)] = key_node.start_mark.line + 1
+        found[key] = _value(value, (*path, key), lines)
+    return found
+
+
+def _plain(text: str) -> Any:
+    """Return the value of a plain scalar."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and not math.isinf(float(text)):
+        return float(text)
+    return text
+
+
+def _syntax_error(error: Any, text: str) -> NotYAMLError:
+    """Return the parser's error as one sentence. For a forbidden character it has no line."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is not None:
+        said = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
+        return NotYAMLError(str(said), mark.line + 1)
+    if (forbidden := _FORBIDDEN.search(text)) is None:
+        return NotYAMLError("not YAML", 0)
+    line = text.count("\n", 0, forbidden.start()) + 1
+    return NotYAMLError(f"a character that YAML forbids: {forbidden[0]!a}", line)
+
+
+def _refused(message: str, part: Any) -> NotYAMLError:
+    return NotYAMLError(message, part.start_mark.line + 1)
