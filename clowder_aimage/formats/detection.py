@@ -15,7 +15,6 @@ from clowder_aimage.formats.model_card import sole
 from clowder_aimage.formats.model_tree import check_inside, check_not_pointer
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
-from clowder_aimage.formats.zip_directory import MAGIC
 
 DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -52,7 +51,7 @@ def _detect_file(path: Path) -> str:
     check_not_pointer(path, start)
     if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
         return gguf.FORMAT
-    if start.startswith(MAGIC):
+    if start.startswith(torchscript.MAGIC):
         return _detect_archive(path, ending)
     if torchscript.is_pickle(start):
         raise torchscript.pickled(path)
@@ -81,7 +80,7 @@ def _by_ending(path: Path, ending: str) -> str:
 
 def _detect_archive(path: Path, ending: str) -> str:
     with path.open("rb") as file:
-        if torchscript.is_archive(file, path.stat().st_size) or ending in torchscript.ENDINGS:
+        if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
             return torchscript.FORMAT
     if is_pickled(path):
         raise torchscript.pickled(path)

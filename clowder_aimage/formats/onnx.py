@@ -20,7 +20,6 @@ from clowder_aimage.formats.format_result import (
     reading,
     source_file,
     taken,
-    text,
     walk,
 )
 from clowder_aimage.formats.onnx_graph import Need, OnnxModel, read_model
@@ -71,8 +70,6 @@ def _take_directory(root: Path) -> FormatResult:
 def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
     versions = {_version(model) for model in models}
     return {
-        "name": text(models[0].name) if len(models) == 1 else None,
-        "parameters": sum(model.parameters for model in models) or None,
         "formatVersion": versions.pop() if len(versions) == 1 else None,
     }
 

@@ -1,4 +1,4 @@
-"""What an ONNX model says of itself, and which bytes of other files it needs. No tensor is loaded.
+"""The versions of an ONNX model, and the bytes of other files that it needs. No tensor is loaded.
 
 Format: onnx/onnx, onnx/onnx.proto3 (the field numbers below are of the messages there), and
 docs/ExternalData.md. Every place where a tensor can be is visited: initializers, attributes,
@@ -71,24 +71,18 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The first ``end`` bytes of an external file, for ``tensor``; ``offset`` is where it begins,
-    in bytes."""
+    """The first ``end`` bytes of an external file, which ``tensor`` needs."""
 
     tensor: str
-    offset: int
     end: int
 
 
 @dataclass(slots=True)
 class OnnxModel:
-    """``parameters`` are the elements of all initializers; ``external`` has what is needed of each
-    location."""
+    """Versions of a model, and the need of each location of external data."""
 
     ir_version: int = 0
-    producer: str = ""
     opset: int = 0
-    name: str = ""
-    parameters: int = 0
     external: dict[str, Need] = field(default_factory=dict)
 
 
@@ -96,12 +90,11 @@ class OnnxModel:
 class _Message:
     kind: _Kind
     fields: Iterator[WireField]
-    is_initializer: bool = False
     seen: set[int] = field(default_factory=set)
 
 
 def is_model(file: BinaryIO, size: int) -> bool:
-    """Whether a file could be an ONNX model, by the outermost fields."""
+    """Return whether a file could be an ONNX model, by its outermost fields."""
     found = set()
     try:
         for one in WireReader(file, size).fields(0, size):
@@ -117,7 +110,7 @@ def read_model(file: BinaryIO, size: int) -> OnnxModel:
     """Read an open ONNX file of ``size`` bytes.
 
     Raises:
-        FormatError: it is none, truncated, or says of a tensor what cannot be.
+        FormatError: It is not an ONNX model, is truncated, or describes an impossible tensor.
     """
     wire, model = WireReader(file, size), OnnxModel()
     open_messages = [_Message(_Kind.MODEL, wire.fields(0, size))]
@@ -130,24 +123,23 @@ def read_model(file: BinaryIO, size: int) -> OnnxModel:
         elif inner := _inner(message, one):
             if len(open_messages) > MAX_DEPTH:
                 raise FormatError(f"at byte {one.place}, nested over {MAX_DEPTH} deep")
-            weighs = _weighs(message, one)
             if inner is _Kind.TENSOR:
-                _tensor(wire, one, model, weighs)
+                _read_tensor(wire, one, model)
             else:
-                open_messages.append(_Message(inner, wire.fields(one.start, one.end), weighs))
+                open_messages.append(_Message(inner, wire.fields(one.start, one.end)))
         elif message.kind is _Kind.MODEL:
-            _model_field(wire, one, model)
-        elif message.kind is _Kind.GRAPH and one.number == 2 and len(open_messages) == 2:
-            model.name = wire.text(one, _MAX_TEXT)
+            _read_versions(wire, one, model)
         if message.kind is _Kind.MODEL and one:
             found.add(one.number)
     if not {1, 7} <= found or model.ir_version < 1:
-        raise FormatError("this is no ONNX model: it has no IR version, or no graph", hint=OTHER)
+        raise FormatError(
+            "this is not an ONNX model: it has no IR version, or no graph", hint=OTHER
+        )
     return model
 
 
 def _inner(message: _Message, one: WireField) -> _Kind | None:
-    """What message a field is, if it is one that may lead to a tensor."""
+    """Return the kind of message that a field holds, if it may lead to a tensor."""
     if one.number in _ONCE.get(message.kind, ()):
         if one.number in message.seen:
             raise FormatError(f"at byte {one.place}, {message.kind.value} has a field twice")
@@ -158,26 +150,17 @@ def _inner(message: _Message, one: WireField) -> _Kind | None:
     return inner
 
 
-def _weighs(message: _Message, one: WireField) -> bool:
-    """Whether a field is an initializer, or the values of a sparse one."""
-    if message.kind is _Kind.SPARSE:
-        return message.is_initializer and one.number == 1
-    return message.kind is _Kind.GRAPH and one.number in (5, 15)
-
-
-def _model_field(wire: WireReader, one: WireField, model: OnnxModel) -> None:
+def _read_versions(wire: WireReader, one: WireField, model: OnnxModel) -> None:
     if one.number == 1:
         expect(one, VARINT)
         model.ir_version = signed(one.value)
-    elif one.number == 2:
-        model.producer = wire.text(one, _MAX_TEXT)
     elif one.number == 8:
         expect(one, BYTES)
         model.opset = max(model.opset, _opset(wire, one))
 
 
 def _opset(wire: WireReader, message: WireField) -> int:
-    """The version of an operator set, if it is ONNX's own (OperatorSetIdProto)."""
+    """Return the version of an operator set if it is ONNX's own, else 0 (OperatorSetIdProto)."""
     domain, version = "", 0
     for one in wire.fields(message.start, message.end):
         if one.number == 1:
@@ -188,77 +171,63 @@ def _opset(wire: WireReader, message: WireField) -> int:
     return version if domain in ("", "ai.onnx") else 0
 
 
-def _tensor(wire: WireReader, message: WireField, model: OnnxModel, weighs: bool) -> None:
-    """Count a tensor, and note what it needs of another file."""
+def _read_tensor(wire: WireReader, message: WireField, model: OnnxModel) -> None:
+    """Note the bytes that a tensor needs of another file."""
     dims: list[int] = []
-    kind, raw, name, is_external = 0, 0, "", False
-    said: dict[str, str] = {}
+    kind, name, is_external = 0, "", False
+    stated: dict[str, str] = {}
     for one in wire.fields(message.start, message.end):
         if one.number == 1:
             dims += map(signed, wire.varints(one, MAX_RANK))
             if len(dims) > MAX_RANK or min(dims, default=0) < 0:
-                raise FormatError(f"at byte {one.place}, no tensor has such dimensions")
+                raise FormatError(f"at byte {one.place}, impossible dimensions of a tensor")
         elif one.number == 2:
             expect(one, VARINT)
             kind = one.value
         elif one.number == 8:
             name = wire.text(one, _MAX_TEXT)
-        elif one.number == 9:
-            expect(one, BYTES)
-            raw = one.end - one.start
         elif one.number == 13:
-            _entry(wire, one, said)
+            _read_entry(wire, one, stated)
         elif one.number == 14:
             expect(one, VARINT)
             is_external = one.value == 1
-    name = name or f"at byte {message.place}"
-    size = _size(name, dims, kind, raw)
-    model.parameters += math.prod(dims) if weighs else 0
-    if is_external or said:
-        _need(model, name, said, size)
+    if is_external or stated:
+        name = name or f"at byte {message.place}"
+        elements = math.prod(dims)
+        if elements > MAX_ELEMENTS:
+            raise FormatError(f"tensor {name[:200]!r} has too many elements")
+        _add_need(model, name, stated, (elements * _BITS.get(kind, 0) + 7) // 8)
 
 
-def _size(name: str, dims: list[int], kind: int, raw: int) -> int:
-    """The bytes of a tensor's raw data, which are ``raw`` where they are in the model; 0 where the
-    type is not known."""
-    elements = math.prod(dims)
-    if elements > MAX_ELEMENTS:
-        raise FormatError(f"tensor {name[:200]!r} has more elements than can be")
-    size = (elements * _BITS.get(kind, 0) + 7) // 8
-    if raw and kind in _BITS and raw != size:
-        raise FormatError(f"tensor {name[:200]!r} takes {size} bytes, and has {raw}")
-    return size
-
-
-def _entry(wire: WireReader, message: WireField, said: dict[str, str]) -> None:
-    """One of external_data (StringStringEntryProto)."""
+def _read_entry(wire: WireReader, message: WireField, stated: dict[str, str]) -> None:
+    """Add an entry of external_data (StringStringEntryProto)."""
     expect(message, BYTES)
     pair = {1: "", 2: ""}
     for one in wire.fields(message.start, message.end):
         if one.number in pair:
             pair[one.number] = wire.text(one, _MAX_TEXT)
-    if pair[1] in said:
-        raise FormatError(f"at byte {message.place}, external data say {pair[1][:60]!r} twice")
-    said[pair[1]] = pair[2]
+    if pair[1] in stated:
+        raise FormatError(f"at byte {message.place}, external data have {pair[1][:60]!r} twice")
+    stated[pair[1]] = pair[2]
 
 
-def _need(model: OnnxModel, name: str, said: Mapping[str, str], size: int) -> None:
-    location = said.get("location")
+def _add_need(model: OnnxModel, name: str, stated: Mapping[str, str], size: int) -> None:
+    location = stated.get("location")
     if not location:
-        raise FormatError(f"tensor {name[:200]!r} is in another file, and does not say in which")
-    offset = _number(name, said, "offset", 0)
-    length = _number(name, said, "length", size)
+        raise FormatError(f"tensor {name[:200]!r} is in another file, which is not named")
+    offset = _number(name, stated, "offset", 0)
+    length = _number(name, stated, "length", size)
     if length < size:
         raise FormatError(f"tensor {name[:200]!r} takes {size} bytes, and has {length} of them")
     known = model.external.get(location)
     if known is None or known.end < offset + length:
-        model.external[location] = Need(name, offset, offset + length)
+        model.external[location] = Need(name, offset + length)
     if len(model.external) > MAX_LOCATIONS:
         raise FormatError(f"tensors are in over {MAX_LOCATIONS} other files")
 
 
-def _number(name: str, said: Mapping[str, str], key: str, default: int) -> int:
-    word = said.get(key, str(default))
+def _number(name: str, stated: Mapping[str, str], key: str, default: int) -> int:
+    word = stated.get(key, str(default))
     if not word.isascii() or not word.isdecimal() or len(word) > 30:
-        raise FormatError(f"tensor {name[:200]!r} has an {key} that is no number: {word[:60]!r}")
+        raise FormatError(f"tensor {name[:200]!r} has an {key} that is not a number: {word[:60]!r}")
     return int(word)

@@ -68,7 +68,7 @@ class WireReader:
         if length > end - position:
             raise FormatError(
                 f"at byte {place}, a field takes {length} bytes, of which {end - position} are "
-                "there: truncated, or a lie"
+                "there"
             )
         return WireField(number, wire, 0, place, position, position + length)
 

@@ -1,19 +1,22 @@
-"""TorchScript: an archive of a program and its weights. Its directory is read, nothing unpickled.
+"""TorchScript: an archive of a program and its weights. Only its directory is read.
 
-Format: pytorch/pytorch, torch/csrc/jit/docs/serialization.md and
-caffe2/serialize/inline_container.cc: a zip archive with one directory in it, that holds
-``version``, ``constants.pkl``, ``data.pkl`` and ``code/``. What ``torch.save`` writes is such an
-archive without ``code/``, or a pickle.
+Nothing is unpickled. Format: pytorch/pytorch, torch/csrc/jit/docs/serialization.md and
+caffe2/serialize/inline_container.cc: a zip archive with one directory in it, which holds
+``version``, ``constants.pkl``, ``data.pkl`` and ``code/``. ``torch.save`` writes such an archive
+without ``code/``, or a pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.format_result import (
+    OTHER,
     FormatResult,
     naming,
     reading,
@@ -21,25 +24,29 @@ from clowder_aimage.formats.format_result import (
     start_of,
     taken,
 )
-from clowder_aimage.formats.zip_directory import ZipEntry, read_directory, read_member
 from clowder_aimage.oci import mediatype
 
 FORMAT = "torchscript"
 ENDINGS = (".pt", ".pth", ".ts", ".torchscript")
+MAGIC = b"PK\x03\x04"
 CONVERT = "convert the weights to safetensors, or the model to TorchScript with torch.jit.save"
+MAX_DIRECTORY = 64 * 1024 * 1024  # bytes
+_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"  # APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14
+_TAIL = 22 + 0xFFFF + 76  # bytes: the end of the directory, its comment, the records of 64 bits
+_FULL = 0xFFFFFFFF  # the number is in the record of 64 bits
 _NEEDED = ("data.pkl", "constants.pkl")
-_VERSIONS = (".data/version", "version")  # the first that there is counts
+_VERSIONS = (".data/version", "version")  # the first one found counts
 _MAX_VERSION = 64  # bytes
 _PICKLED = 0x80  # the opcode PROTO (Python, pickletools); its argument is the protocol
 _PROTOCOLS = range(2, 6)
 
 
 def take(path: Path) -> FormatResult:
-    """The archive, which says that loading it runs code.
+    """Return the archive as one file, with the fact that loading it runs code.
 
     Raises:
-        FormatError: it is no TorchScript archive, truncated, or lies.
-        ModelError: it is a pickled checkpoint, or cannot be read.
+        FormatError: It is not a TorchScript archive, or it is truncated.
+        ModelError: It is a pickled checkpoint, or cannot be read.
     """
     with reading(path):
         if path.is_dir():
@@ -51,60 +58,95 @@ def take(path: Path) -> FormatResult:
         if is_pickle(start_of(path)):
             raise pickled(path)
         with naming(path), path.open("rb") as opened:
-            entries = read_directory(opened, file.size)
-            version = _version(opened, _records(path, entries))
+            version = _version(*_open(opened, path))
     return taken(FORMAT, [file], {"pickled": True, "formatVersion": version})
 
 
 def is_pickle(start: bytes) -> bool:
-    """Whether a file begins as a pickle does, of any protocol that is written today."""
+    """Return whether a file begins as a pickle of any protocol that is written today."""
     return len(start) > 1 and start[0] == _PICKLED and start[1] in _PROTOCOLS
 
 
 def pickled(path: Path) -> ModelError:
-    """That a file holds a pickled checkpoint."""
+    """Return the error for a pickled checkpoint."""
     return ModelError(
         f"{path} is a pickled checkpoint: loading it could run any code, so it is not packed",
         hint=CONVERT,
     )
 
 
-def is_archive(file: BinaryIO, size: int) -> bool:
-    """Whether a zip archive holds a program of TorchScript."""
+def is_archive(file: BinaryIO) -> bool:
+    """Return whether a zip archive holds a program of TorchScript."""
     try:
-        entries = read_directory(file, size)
+        names = _read_directory(file).namelist()
     except FormatError:
         return False
-    return any(_inner(entry.name).startswith("code/") for entry in entries)
+    return any(name.partition("/")[2].startswith("code/") for name in names)
 
 
-def _inner(name: str) -> str:
-    """A member's name in the one directory that an archive has."""
-    return name.partition("/")[2]
+def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
+    """Open an archive whose directory is of a reasonable size: zipfile loads all of it."""
+    if _read_at(file, 0, len(MAGIC)) != MAGIC:
+        raise FormatError("this is not a zip archive", hint=OTHER)
+    size = file.seek(0, 2)
+    tail = _read_at(file, max(0, size - _TAIL), _TAIL)
+    end, end64 = tail.rfind(_END), tail.rfind(_END64)
+    try:
+        spans = [struct.unpack_from("<I", tail, end + 12)[0]] if end >= 0 else []
+        if end64 >= 0:
+            spans.append(struct.unpack_from("<Q", tail, end64 + 40)[0])
+        if any(MAX_DIRECTORY < span != _FULL for span in spans):
+            raise FormatError(f"the directory of the archive is over {MAX_DIRECTORY} bytes")
+        return zipfile.ZipFile(file)
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        EOFError,
+        ValueError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        raise FormatError(f"truncated, or not a zip archive: {error}") from None
+    except NotImplementedError as error:  # a version of the format from the future
+        raise FormatError(str(error)) from None
 
 
-def _records(path: Path, entries: Iterable[ZipEntry]) -> dict[str, ZipEntry]:
-    """The members, called as they are in the archive's one directory."""
-    entries = list(entries)
-    records = {_inner(entry.name): entry for entry in entries}
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    """Return at most ``count`` bytes from ``position`` on."""
+    file.seek(position)
+    return file.read(count)
+
+
+def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
+    """Return the archive and its members by their names in its one directory."""
+    archive = _read_directory(file)
+    members = archive.infolist()
+    records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
     if "data.pkl" in records and not is_program:
         raise pickled(path)
     if not is_program:
         raise FormatError("this zip archive holds no program of TorchScript", hint=CONVERT)
-    if len({entry.name.partition("/")[0] for entry in entries}) > 1 or "" in records:
+    if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:
         raise FormatError("the archive's members are not in one directory")
+    if len(records) < len(members):
+        raise FormatError("two members of the archive have one name")
     for name in _NEEDED:
         if name not in records:
             raise FormatError(f"the archive has no {name}")
-    return records
+    return archive, records
 
 
-def _version(file: BinaryIO, records: dict[str, ZipEntry]) -> str:
-    for name in _VERSIONS:
-        if name in records:
-            word = read_member(file, records[name], _MAX_VERSION).strip()
-            if not word.isdigit():
-                raise FormatError(f"the archive's version is no number: {word[:20]!r}")
-            return word.decode()
-    raise FormatError("the archive does not say its version")
+def _version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> str:
+    """Return the version of the format that the archive states."""
+    name = next((name for name in _VERSIONS if name in records), None)
+    if name is None:
+        raise FormatError("the archive does not state its version")
+    try:
+        with archive.open(records[name]) as member:
+            word = member.read(_MAX_VERSION + 1).strip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error) as error:
+        raise FormatError(f"the archive's version cannot be read: {error}") from None
+    if not word.isdigit() or len(word) > _MAX_VERSION:
+        raise FormatError(f"the archive's version is not a number: {word[:20]!r}")
+    return word.decode()

@@ -10,7 +10,6 @@ import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
 from clowder_aimage.formats.onnx import take
-from clowder_aimage.formats.onnx_graph import read_model
 from clowder_aimage.oci.mediatype import AIMAGE_FILE, AIMAGE_ONNX
 from tests.importer import formats_protobuf as pb
 from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
@@ -48,16 +47,14 @@ def test_a_model_says_what_it_is(path):
     path.write_bytes(pb.plain_model())
     taken = take(path)
     assert taken.format == "onnx"
-    assert taken.facts == {"name": "main", "parameters": 9, "formatVersion": "ir 9, opset 18"}
+    assert taken.facts == {"formatVersion": "ir 9, opset 18"}
     (file,) = taken.files
     assert (file.name, file.media_type) == ("model.onnx", AIMAGE_ONNX)
-    with path.open("rb") as opened:
-        assert read_model(opened, file.size).producer == "by hand"
 
 
 def test_a_model_without_operators_of_onnx_has_no_opset(path):
     path.write_bytes(pb.number(1, 3) + pb.message(7, pb.graph()))
-    assert take(path).facts == {"name": "main", "formatVersion": "ir 3"}
+    assert take(path).facts == {"formatVersion": "ir 3"}
 
 
 def test_external_data_go_with_the_model(path):
@@ -66,7 +63,6 @@ def test_external_data_go_with_the_model(path):
     taken = take(path)
     assert [file.name for file in taken.files] == ["model.onnx", "weights/model.bin"]
     assert {file.media_type for file in taken.files} == {AIMAGE_ONNX}
-    assert taken.facts["parameters"] == 6
 
 
 def test_tensors_share_a_file(path):
@@ -140,25 +136,6 @@ def test_external_data_are_found_wherever_a_tensor_can_be(path, place):
     refused(path, "'hidden'", "../secret")
 
 
-def test_parameters_are_those_of_initializers(path):
-    path.write_bytes(
-        pb.model(
-            pb.graph(
-                pb.initializer("a", (10, 10)),
-                pb.node("C", pb.attribute("v", pb.message(5, pb.tensor("c", (7,))))),
-                pb.message(
-                    15,
-                    pb.message(1, pb.tensor("s", (3,))),
-                    pb.message(2, pb.tensor("i", (3,))),
-                    pb.number(3, 1000),
-                ),
-                pb.initializer("scalar", ()),
-            )
-        )
-    )
-    assert take(path).facts["parameters"] == 100 + 3 + 1
-
-
 # -- directories
 
 
@@ -185,7 +162,7 @@ def test_a_directory_of_models_with_what_belongs_to_them(tmp_path):
         "onnx/tokenizer.json": AIMAGE_FILE,
         "vocab.txt": AIMAGE_FILE,
     }
-    assert taken.facts == {"parameters": 12, "formatVersion": "ir 9, opset 18"}
+    assert taken.facts == {"formatVersion": "ir 9, opset 18"}
     assert taken.license == "mit"
 
 
@@ -270,11 +247,11 @@ def test_external_data_that_are_no_file(path):
         ({"offset": 1}, 24, "ends at byte 25"),
         ({"offset": 0, "length": 25}, 24, "ends at byte 25"),
         ({"length": 23}, 24, "takes 24 bytes, and has 23"),
-        ({"offset": -1}, 24, "offset that is no number: '-1'"),
-        ({"offset": "0x0"}, 24, "no number"),
-        ({"length": "٢٤"}, 24, "no number"),
+        ({"offset": -1}, 24, "offset that is not a number: '-1'"),
+        ({"offset": "0x0"}, 24, "not a number"),
+        ({"length": "٢٤"}, 24, "not a number"),
         ({"length": "9" * 5000}, 24, "over 4096"),
-        ({"length": "9" * 31}, 24, "no number"),
+        ({"length": "9" * 31}, 24, "not a number"),
         ({"offset": 2**64}, 24, "ends at byte"),
     ],
 )
@@ -285,9 +262,9 @@ def test_sizes_that_lie(path, said, size, word):
 
 def test_external_data_without_a_location(path):
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={"offset": "0"}))))
-    refused(path, "does not say in which")
+    refused(path, "which is not named")
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={}))))
-    refused(path, "does not say in which")
+    refused(path, "which is not named")
 
 
 def test_external_data_count_even_where_a_tensor_does_not_say_external(path):
@@ -299,7 +276,7 @@ def test_external_data_count_even_where_a_tensor_does_not_say_external(path):
 def test_what_two_readers_would_see_differently_is_refused(path):
     twice = pb.tensor("w", (2,), external=pb.external("w.bin")) + pb.entry("location", "../x")
     path.write_bytes(pb.model(pb.graph(pb.message(5, twice))))
-    refused(path, "say 'location' twice")
+    refused(path, "have 'location' twice")
     path.write_bytes(pb.plain_model() + pb.message(7, pb.graph()))
     refused(path, "ModelProto has a field twice")
     half = pb.message(5, pb.tensor("w", (2,)))
@@ -313,7 +290,7 @@ def test_what_two_readers_would_see_differently_is_refused(path):
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (b"", "no ONNX model"),
+        (b"", "not an ONNX model"),
         (b"<!DOCTYPE html>", "wire type"),
         (b"GGUF" + bytes(100), "at byte"),
         (pb.number(1, 9), "no graph"),
@@ -321,12 +298,14 @@ def test_what_two_readers_would_see_differently_is_refused(path):
         (pb.model(pb.graph(), ir=0), "no IR version"),
         (pb.model(pb.graph(), ir=-1), "no IR version"),
         (pb.number(7, 1) + pb.number(1, 9), "wire type 0"),
-        (pb.model(pb.graph(pb.initializer("w", (-1,), raw=b""))), "such dimensions"),
+        (pb.model(pb.graph(pb.initializer("w", (-1,), raw=b""))), "impossible dimensions"),
         (pb.model(pb.graph(pb.initializer("w", (1,) * 65, packed=True))), "over 64 numbers"),
-        (pb.model(pb.graph(pb.initializer("w", (1,) * 65))), "such dimensions"),
-        (pb.model(pb.graph(pb.initializer("w", (2**40, 2**40), raw=b""))), "more elements"),
-        (pb.model(pb.graph(pb.initializer("w", (2, 3), raw=bytes(23)))), "takes 24 bytes"),
-        (pb.model(pb.graph(pb.message(2, b"\xff"))), "not UTF-8"),
+        (pb.model(pb.graph(pb.initializer("w", (1,) * 65))), "impossible dimensions"),
+        (
+            pb.model(pb.graph(pb.initializer("w", (2**40, 2**40), external=pb.external("w")))),
+            "too many elements",
+        ),
+        (pb.model(pb.graph(pb.message(5, pb.message(8, b"\xff")))), "not UTF-8"),
         (b"\x08" + b"\xff" * 20, "does not end"),
         (b"\x0f", "wire type 7"),
         (b"\x0b\x0c", "wire type 3"),
@@ -444,11 +423,7 @@ def test_the_onnx_package_writes_what_we_read(tmp_path):
         onnx.checker.check_model(path)
         taken = take(path)
         assert [file.name for file in taken.files] == names
-        assert taken.facts == {
-            "name": "real",
-            "parameters": sum(value.size for value in weights.values()),
-            "formatVersion": "ir 10, opset 21",
-        }
+        assert taken.facts == {"formatVersion": "ir 10, opset 21"}
 
 
 def test_data_types_are_as_large_as_the_onnx_package_says():

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
-from clowder_aimage.formats.format_result import FormatResult
 from clowder_aimage.formats.savedmodel import take
 from clowder_aimage.oci.mediatype import AIMAGE_SAVEDMODEL
 from tests.importer import formats_protobuf as pb
-from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
 
 TEXT = """saved_model_schema_version: 1
 meta_graphs {
@@ -49,7 +47,7 @@ def refused(root: Path, *said: str, kind: type[ContentError] = FormatError) -> C
 def test_every_file_becomes_a_layer(model):
     taken = take(model)
     assert taken.format == "savedmodel"
-    assert taken.facts == {"formatVersion": "2.16.1"}
+    assert taken.facts == {}
     assert [file.name for file in taken.files] == [
         "assets.extra/requests",
         "assets/vocab.bin",
@@ -65,8 +63,8 @@ def test_every_file_becomes_a_layer(model):
 def test_a_model_in_text(model):
     (model / "saved_model.pb").unlink()
     (model / "saved_model.pbtxt").write_text(TEXT)
-    assert take(model).facts == {"formatVersion": "1.15.0"}
-    for words in ("", "GGUF", "meta_graphs", "meta_graphs {\0"):
+    assert "saved_model.pbtxt" in {file.name for file in take(model).files}
+    for words in ("", "GGUF", "meta_graphs"):
         (model / "saved_model.pbtxt").write_text(words)
         refused(model, "saved_model.pbtxt", "holds no graph")
 
@@ -84,10 +82,6 @@ def test_missing_variables_are_told(model):
     refused(model, "variables", "has 1 of 2 shards")
     (model / "variables" / "variables.data-00000-of-00002").unlink()
     refused(model, "the shards of the variables missing")
-    (model / "variables" / "variables.index").unlink()
-    refused(model, "variables/variables.index of the variables missing")
-    (model / "variables").rmdir()
-    refused(model, "variables/variables.index of the variables missing")
 
 
 def test_an_index_that_is_missing(model):
@@ -129,47 +123,16 @@ def test_no_directory_and_no_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"", "holds no graph"),
-        (pb.number(1, 1), "holds no graph"),
-        (b"PK\x03\x04" + bytes(50), "at byte"),
-        (pb.saved_model(schema=2), "version 2"),
-        (pb.number(1, 1) + pb.number(2, 1), "wire type 0"),
-        (pb.number(1, 1) + pb.message(2, pb.message(1, pb.message(5, b"\xff"))), "not UTF-8"),
-        (pb.number(1, 1) + pb.message(2, b"\x08"), "does not end"),
-        (pb.number(1, 1) + pb.message(2, b"") * 1001, "over 1000 graphs"),
-    ],
+    "raw",
+    [b"", b"PK\x03\x04" + bytes(50), pb.saved_model(schema=2)],
+    ids=["empty", "zip", "schema"],
 )
-def test_what_is_no_saved_model(model, raw, said):
+def test_a_file_that_does_not_begin_as_a_saved_model(model, raw):
     (model / "saved_model.pb").write_bytes(raw)
-    refused(model, str(model / "saved_model.pb"), said)
+    refused(model, str(model / "saved_model.pb"), "not a SavedModel")
 
 
 def test_a_pointer_is_no_model(model):
     pointer = b"version https://git-lfs.github.com/spec/v1\n"
     (model / "variables" / "variables.data-00000-of-00002").write_bytes(pointer)
     refused(model, "Git LFS pointer", kind=ModelError)
-
-
-def take_file(path: Path) -> FormatResult:
-    return take(path.parent)
-
-
-def test_a_truncated_file_is_refused_wherever_it_ends(model):
-    took, refused = survives(take_file, model / "saved_model.pb", cuts(pb.saved_model()))
-    assert (took, refused) == (0, len(pb.saved_model()))
-
-
-def test_damaged_files_are_refused_in_words(model):
-    took, refused = survives(take_file, model / "saved_model.pb", mutants(pb.saved_model(), 1500))
-    assert took > 100
-    assert refused > 300
-
-
-def test_lies_cost_no_memory(model):
-    path = model / "saved_model.pb"
-    with path.open("wb") as file:
-        file.write(pb.number(1, 1) + pb.varint(2 << 3 | 2) + pb.varint(2**31))
-        file.truncate(2**30)
-    assert memory_of(take_file, path) < 1 << 20

@@ -1,9 +1,10 @@
-"""TorchScript archives: told from pickled checkpoints by the directory of the zip. torch judges."""
+"""TorchScript archives, told apart from pickled checkpoints by the directory of the zip."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from clowder_aimage.errors import ContentError, FormatError, ModelError
 from clowder_aimage.formats.torchscript import take
-from clowder_aimage.formats.zip_directory import read_directory, read_member
 from clowder_aimage.oci.mediatype import AIMAGE_TORCHSCRIPT
 from tests.importer.formats_mutate import cuts, memory_of, mutants, survives
 
@@ -119,14 +119,14 @@ def test_a_checkpoint_is_said_to_be_pickled(path):
 
 def test_other_archives_are_refused(path):
     refused(path, archive({"word/document.xml": b"x"}), "no program of TorchScript")
-    refused(path, archive({}), "no zip archive")
-    refused(path, b"GGUF" + bytes(100), "no zip archive")
-    refused(path, b"", "truncated")
+    refused(path, archive({}), "not a zip archive")
+    refused(path, b"GGUF" + bytes(100), "not a zip archive")
+    refused(path, b"", "not a zip archive")
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "constants.pkl", "version"])
 def test_members_that_must_be_there(path, name):
-    word = "does not say its version" if name == "version" else f"has no {name}"
+    word = "does not state its version" if name == "version" else f"has no {name}"
     refused(path, archive(without(f"m/{name}")), word)
 
 
@@ -146,86 +146,33 @@ def test_a_directory_and_a_missing_file(tmp_path, path):
         take(path)
 
 
-# -- archives that lie
-
-
-def at(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
-    """The archive with ``value`` that far behind the last ``magic``."""
-    place = raw.rindex(magic) + offset
-    return raw[:place] + value + raw[place + len(value) :]
-
-
-ENTRY, END = b"PK\x01\x02", b"PK\x05\x06"
-FULL = b"\xff\xff\xff\x7f"
-
-
-@pytest.mark.parametrize(
-    ("magic", "offset", "value", "said"),
-    [
-        (END, 8, b"\xff\x7f\xff\x7f", "as it says"),  # members
-        (END, 8, b"\x05\x00\x05\x00", "goes on after its last member"),
-        (END, 8, b"\x05\x00", "several parts"),
-        (END, 12, FULL, "in a directory of"),
-        (END, 12, b"\x00\x01\x00\x00", "as it says"),  # shorter than its members
-        (END, 16, FULL, "as it says"),  # offset of the directory
-        (END, 16, b"\x01\x00\x00\x00", "as it says"),
-        (END, 20, b"\x01\x00", "does not end where"),  # length of the comment
-        (ENTRY, 8, b"\x01\x00", "encrypted"),
-        (ENTRY, 10, b"\x0c\x00", "unusual"),  # bzip2
-        (ENTRY, 20, FULL, "says two sizes"),  # packed size of a stored member
-        (ENTRY, 24, b"\x07\x00\x00\x00", "says two sizes"),
-        (ENTRY, 42, FULL, "behind the members"),  # offset of the local header
-        (ENTRY, 42, b"\x00\x00\x00\x00", "begins inside another"),
-        (ENTRY, 28, b"\xff\xff", "no member"),  # length of the name
-        (ENTRY, 20, b"\xff" * 4, "does not say its size"),
-    ],
-)
-def test_directories_that_lie(path, magic, offset, value, said):
-    refused(path, at(archive(MEMBERS), magic, offset, value), said)
-
-
-def test_names_that_lead_elsewhere(path):
-    for name in ("/m/x", "m/../x", "m//x", "./m", "m\\x", "m/code/.."):
-        refused(path, archive(MEMBERS | {name: b"x"}), "cannot be called that")
+# -- damaged archives
 
 
 def test_a_name_twice(path):
     raw = archive(without("m/byteorder") | {"m/versioN": b"3"})
-    refused(path, raw.replace(b"m/versioN", b"m/version"), "or there are two")
+    refused(path, raw.replace(b"m/versioN", b"m/version"), "have one name")
 
 
-def test_a_bomb_of_members_that_overlap(path):
-    """One compressed stream that a directory names many times (David Fifield, "A better zip bomb",
-    USENIX WOOT 2019)."""
+def test_an_encrypted_version(path):
     raw = archive(MEMBERS)
-    found = [i for i in range(len(raw)) if raw.startswith(ENTRY, i)]
-    first = raw[found[2] + 42 : found[2] + 46]
-    refused(path, raw[: found[3] + 42] + first + raw[found[3] + 46 :], "begins inside another")
+    flags = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"m/version")) + 8
+    refused(path, raw[:flags] + b"\x01" + raw[flags + 1 :], "cannot be read")
 
 
-def test_a_directory_out_of_reason_is_not_loaded(path):
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_a_directory_out_of_reason_is_not_loaded(path, wide):
     raw = archive(MEMBERS)
+    span = 2**31 - 1
+    record = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, 9, 9, span, 0)
+    locator = b"PK\x06\x07" + struct.pack("<IQI", 0, 2**31, 1)
+    narrow = b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, 9, 9, 2**32 - 1 if wide else span, 0, 0)
     with path.open("wb") as file:
         file.write(raw)
         file.truncate(2**31)
         file.seek(0, 2)
-        file.write(b"PK\x05\x06" + bytes(4) + b"\xfe\xff\xfe\xff" + b"\0\0\0\x7f" + bytes(6))
+        file.write((record + locator if wide else b"") + narrow)
     assert memory_of(take, path) < 1 << 20
-
-
-def test_a_member_is_not_read_where_it_is_not(path):
-    raw = archive(MEMBERS)
-    path.write_bytes(raw)
-    with path.open("rb") as file:
-        entries = {entry.name: entry for entry in read_directory(file, len(raw))}
-        assert read_member(file, entries["m/version"], 64) == b"3\n"
-        with pytest.raises(FormatError, match="longer than 1 bytes"):
-            read_member(file, entries["m/version"], 1)
-        with pytest.raises(FormatError, match="is compressed"):
-            read_member(file, entries["m/code/__torch__.py"], 10_000)
-
-
-# -- any bytes at all
 
 
 def test_a_truncated_archive_is_refused_wherever_it_ends(path):
@@ -237,22 +184,6 @@ def test_damaged_archives_are_refused_in_words(path):
     took, refused = survives(take, path, mutants(archive(MEMBERS), 2500))
     assert took > 100
     assert refused > 1000
-
-
-def test_the_standard_library_sees_the_same_members(path):
-    """Whatever is taken, Python's own reader finds the same in it."""
-    for raw in mutants(archive(MEMBERS), 1500):
-        try:
-            ours = read_directory(io.BytesIO(raw), len(raw))
-        except FormatError:
-            continue
-        try:
-            with zipfile.ZipFile(io.BytesIO(raw)) as archived:
-                found = archived.filelist
-        except NotImplementedError:  # it says that it needs a newer reader
-            continue
-        theirs = [(one.filename, one.file_size, one.header_offset) for one in found]
-        assert [(one.name, one.size, one.offset) for one in ours] == theirs
 
 
 # -- torch
