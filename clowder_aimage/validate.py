@@ -1,45 +1,88 @@
-"""validate: documents against their schemas: a file, an image layout, or what a name names."""
+"""validate: documents against their schemas, and against rules that a schema cannot express.
+
+A document is recognised by its media type, its artifact type and its structure. Beyond its schema
+no key and no name of a layer may occur twice, embedded content must match its descriptor, and the
+package's own reader must accept the rest.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import json
 import os
 import pathlib
-from collections import deque
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
+from clowder_aimage import schema as schemas
 from clowder_aimage.dialect import detect
+from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config
-from clowder_aimage.document import (
-    MAX_SIZE,
-    SCHEMAS,
-    CheckedDocument,
-    DocumentViolation,
-    check,
-    check_tensors,
-)
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.oci.position import Path, pointer
-from clowder_aimage.schema import names
-from clowder_aimage.tensor.header import MAX_HEADER_SIZE
+from clowder_aimage.oci import (
+    MAX_MANIFEST_SIZE,
+    Descriptor,
+    Digest,
+    Manifest,
+    Reference,
+    mediatype,
+    parse_document,
+    read_json,
+)
+from clowder_aimage.oci.strict_json import is_too_deep
+from clowder_aimage.schema import JSONPath, Violation
 
-_CONFIG: Path = ("config",)
+MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
+MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes in which lines are looked for, at 1 MiB/s or so
+SAFETENSORS = "safetensors"  # shown in the place of a schema's name
+AIMAGE_MANIFEST, AIMAGE_CONFIG, OCI_INDEX = "aimage-manifest", "aimage-config", "oci-index"
+_MANIFESTS = {
+    mediatype.OCI_MANIFEST: "oci-manifest",
+    mediatype.DOCKER_MANIFEST: "docker-manifest",
+    mediatype.AIMAGE_MANIFEST: AIMAGE_MANIFEST,
+}
+_INDEXES = {
+    mediatype.OCI_INDEX: OCI_INDEX,
+    mediatype.DOCKER_MANIFEST_LIST: "docker-manifest-list",
+}
+_SCHEMAS = _MANIFESTS | _INDEXES | {mediatype.AIMAGE_CONFIG: AIMAGE_CONFIG}
+_GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}  # schemas of documents with descriptors
+_LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
 _LENGTH = 8  # bytes before a safetensors header
-_LAYOUT = (("oci-layout", "oci-layout"), ("index.json", "oci-index"))
+# Dialects that name the layers without the config
+_SELF_CONTAINED = ("clowder", "custom", "ollama", "modelpack")
+
+
+@dataclass(slots=True)
+class CheckedDocument:
+    """A document with its violations.
+
+    ``schema`` is empty for an unknown kind of document, and ``note`` then gives the reason why
+    nothing was checked.
+    """
+
+    name: str
+    schema: str
+    violations: list[Violation] = field(default_factory=list)
+    note: str = ""
+    value: Any = None
 
 
 @dataclass(slots=True)
 class ValidationReport:
-    """What was looked at, the document that was asked for first."""
+    """The documents in the order they were checked, the requested one first."""
 
     documents: list[CheckedDocument] = field(default_factory=list)
 
     @property
     def is_valid(self) -> bool:
+        """True without violations."""
         return not any(one.violations for one in self.documents)
 
 
@@ -47,17 +90,17 @@ def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
     """Check a JSON document, or the header of a safetensors file.
 
     Raises:
-        NotFoundError: there is no such file.
-        UsageError: it cannot be read, or nobody knows what it should be.
+        NotFoundError: the file does not exist.
+        UsageError: the file cannot be read, or is of an unknown kind.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(_LENGTH + 1)
-            if not schema and (path.suffix == ".safetensors" or _is_tensors(start, size)):
-                header = int.from_bytes(start[:_LENGTH], "little")
-                start += file.read(min(header, MAX_HEADER_SIZE + 1))
-                return ValidationReport([check_tensors(str(path), start, size)])
+            length = int.from_bytes(start[:_LENGTH], "little")
+            is_tensors = start[_LENGTH:] == b"{" and length <= size - _LENGTH
+            if not schema and (path.suffix == ".safetensors" or is_tensors):
+                return ValidationReport([_check_tensors(str(path), start, length, file, size)])
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
         raise NotFoundError(f"there is no file {path}") from None
@@ -65,172 +108,388 @@ def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _is_tensors(start: bytes, size: int) -> bool:
-    return start[_LENGTH:] == b"{" and int.from_bytes(start[:_LENGTH], "little") <= size - _LENGTH
-
-
 def validate_stream(
     file: BinaryIO, name: str, schema: str = "", start: bytes = b""
 ) -> ValidationReport:
-    """Check the JSON document that comes out of ``file``. Raises UsageError."""
-    if schema and schema not in names():
-        raise UsageError(f"there is no schema {schema}", hint=f"there are {', '.join(names())}")
+    """Check the JSON document of the bytes ``start`` and the rest of ``file``.
+
+    Raises:
+        UsageError: the schema or the kind of document is unknown.
+    """
+    if schema and schema not in schemas.names():
+        raise UsageError(
+            f"there is no schema {schema}", hint=f"there are {', '.join(schemas.names())}"
+        )
     raw = start + file.read(MAX_SIZE + 1)
     if len(raw) > MAX_SIZE:
-        wrong = DocumentViolation("", f"more than {MAX_SIZE} bytes: no document is as large")
+        wrong = Violation((), f"more than {MAX_SIZE} bytes, which is too large for a document")
         return ValidationReport([CheckedDocument(name, schema, [wrong])])
     checked = check(name, raw, schema)
     if not checked.schema and not checked.violations:
         raise UsageError(
-            f"{name} is JSON, and none of the documents that have a schema here",
-            hint=f"--schema NAME says what it should be: {', '.join(names())}",
+            f"{name} is JSON, but not a document that a schema is known for",
+            remedy="choose_schema",
+            names=", ".join(schemas.names()),
         )
     return ValidationReport([checked])
 
 
 def validate_reference(layout: ImageLayout, reference: Reference) -> ValidationReport:
-    """Check what a name in the store names: a manifest or an index, and all documents under it.
+    """Check the manifest or index of ``reference`` and all documents under it.
 
     Raises:
-        NotFoundError: there is nothing of that name, or its manifest is not there.
+        NotFoundError: the reference is unknown, or its manifest is missing.
     """
     descriptor = layout.resolve(reference)
     layout.path(descriptor)
-    walk = _Walk(layout)
-    walk.begin(descriptor, str(reference))
-    return walk.finish()
+    return _Walk(layout).run(_Step(descriptor, str(reference)))
 
 
 def is_layout(path: pathlib.Path) -> bool:
-    """Whether a directory is an OCI image layout, if a broken one."""
+    """Return whether a directory is an OCI image layout, even a broken one."""
     return any((path / name).is_file() for name, _ in _LAYOUT)
 
 
 def validate_layout(path: pathlib.Path) -> ValidationReport:
-    """Check the documents of an OCI image layout: ``oci-layout``, ``index.json``, and every
-    manifest and AImage config that it leads to. Raises UsageError."""
+    """Check ``oci-layout``, ``index.json`` and all documents under that.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
     walk = _Walk(ImageLayout(path), shows_paths=True)
     for name, schema in _LAYOUT:
         if (path / name).is_file():
             (checked,) = validate_file(path / name, schema).documents
         else:
-            missing = DocumentViolation("", "there is no such file, and every image layout has it")
+            missing = Violation((), "the file is missing, and every image layout has it")
             checked = CheckedDocument(str(path / name), schema, [missing])
         walk.add(checked)
-    return walk.finish()
+    return walk.run()
+
+
+def check(
+    name: str, raw: bytes, schema: str = "", *, media_type: str = "", has_lines: bool = True
+) -> CheckedDocument:
+    """Check one JSON document.
+
+    Args:
+        name: The document's name in the report.
+        raw: The bytes of the document.
+        schema: The name of its schema; by default it is recognised.
+        media_type: The media type that a descriptor has for the document.
+        has_lines: Report the line and column of violations.
+    """
+    value, found = _read(raw)
+    schema = schema or kind_of(value) or _SCHEMAS.get(media_type, "")
+    if value is None and found:
+        return CheckedDocument(name, schema, found)
+    if schema:
+        found += schemas.violations(schema, value)
+    if schema in _GRAPH and isinstance(value, dict):
+        found += _check_graph(schema, value, raw, {one.path for one in found})
+        found = found or _check_reader(raw, media_type)
+    if found and has_lines:
+        found = _with_lines(raw.decode(), found)
+    note = "" if schema else f"no schema is known for {media_type or 'it'}"
+    return CheckedDocument(name, schema, found, note, value)
+
+
+def kind_of(value: object) -> str:
+    """Return the name of the schema for a document, or nothing."""
+    if not isinstance(value, dict):
+        return ""
+    config, media_type = value.get("config"), value.get("mediaType")
+    is_manifest = "layers" in value or ("config" in value and "schemaVersion" in value)
+    if (
+        mediatype.AIMAGE_MANIFEST in (media_type, value.get("artifactType"))
+        or (isinstance(config, dict) and config.get("mediaType") == mediatype.AIMAGE_CONFIG)
+    ) and "manifests" not in value:
+        return AIMAGE_MANIFEST
+    if isinstance(media_type, str) and media_type in _MANIFESTS | _INDEXES:
+        return (_MANIFESTS | _INDEXES)[media_type]
+    if is_manifest or "manifests" in value:
+        return "oci-manifest" if is_manifest else OCI_INDEX
+    for key, schema in (
+        ("imageLayoutVersion", "oci-layout"),
+        ("registries", "config"),
+        ("components", AIMAGE_CONFIG),
+    ):
+        if key in value:
+            return schema
+    return AIMAGE_CONFIG if "schemaVersion" in value and "fsLayers" not in value else ""
+
+
+def _check_tensors(
+    name: str, start: bytes, length: int, file: BinaryIO, size: int
+) -> CheckedDocument:
+    from clowder_aimage.tensor import read_header
+    from clowder_aimage.tensor.header import MAX_HEADER_SIZE
+
+    raw = start + file.read(min(length, MAX_HEADER_SIZE + 1))
+    try:
+        read_header(io.BytesIO(raw), size)
+    except FormatError as error:
+        return CheckedDocument(name, SAFETENSORS, [Violation((), error.message)])
+    return CheckedDocument(name, SAFETENSORS)
+
+
+def _read(raw: bytes) -> tuple[Any, list[Violation]]:
+    """Return the value of a JSON text, and the keys that occur twice; of two the last counts."""
+    try:
+        return read_json(raw, "it"), []
+    except FormatError as error:
+        reason = error.message.removeprefix("it is ")
+    try:
+        text = raw.decode()
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        text = raw[: error.start].decode()
+        line, column = _line(text, len(text))
+        return None, [Violation((), "not JSON: not UTF-8", line, column)]
+    except json.JSONDecodeError as error:
+        return None, [Violation((), f"not JSON: {error.msg}", error.lineno, error.colno)]
+    except (ValueError, RecursionError):
+        return None, [Violation((), reason)]
+    twice = []
+    if not is_too_deep(value):  # libyaml recurses without a limit
+        twice = [path for path, places in json_positions(text).items() if len(places) > 1]
+    if not twice:
+        return None, [Violation((), reason)]
+    return value, [Violation(path, "the key occurs twice") for path in twice]
+
+
+def _check_graph(
+    schema: str, value: dict[str, Any], raw: bytes, known: set[JSONPath]
+) -> Iterator[Violation]:
+    """Yield what a schema cannot express, except at paths that are ``known`` to be wrong."""
+    if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:  # an index.json may be larger
+        yield Violation((), f"{len(raw)} bytes, of which registries accept {MAX_MANIFEST_SIZE}")
+    names: dict[str, JSONPath] = {}
+    for path, descriptor in _descriptors(value):
+        if (*path, "data") not in known:
+            yield from _check_data(path, descriptor)
+        if path[0] != "layers" or not (found := _layer_name(descriptor)):
+            continue
+        path, name = (*path, *found[0]), found[1]
+        if path in known:
+            continue
+        if name in names:
+            other = schemas.pointer(names[name])
+            yield Violation(path, f"two layers have the name {name[:100]!r}: also {other}")
+        names.setdefault(name, path)
+        try:
+            check_name(name)
+        except FormatError as error:
+            yield Violation(path, error.message)
+
+
+def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, Any]]]:
+    for key in ("config", "subject"):
+        if isinstance(value.get(key), dict):
+            yield (key,), value[key]
+    for key in ("layers", "manifests"):
+        items = value.get(key)
+        for position, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict):
+                yield (key, position), item
+
+
+def _layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
+    """Return the name of a layer and its path in the descriptor, by either way to write it."""
+    annotations = layer.get("annotations")
+    name = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
+    if isinstance(name, str):
+        return ("annotations", mediatype.NAME), name
+    name = layer.get("name")
+    return (("name",), name) if isinstance(name, str) else None
+
+
+def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violation]:
+    """Compare embedded content with its descriptor (OCI image-spec, descriptor.md, "data")."""
+    data = descriptor.get("data")
+    if not isinstance(data, str):
+        return
+    try:
+        content = base64.b64decode(data, validate=True)
+        expected = Descriptor.from_json(descriptor)
+    except (binascii.Error, ValueError, FormatError):  # a violation of the schema
+        return
+    for name, message in _differences(content, expected):
+        yield Violation((*path, "data"), f"another {name} than the descriptor's: {message}")
+        return
+
+
+def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
+    """Return what the package's own reader refuses."""
+    try:
+        document = parse_document(raw, media_type)
+    except FormatError as error:
+        return [Violation((), error.message)]
+    if isinstance(document, Manifest):
+        with suppress(FormatError):
+            dialect = detect(document)
+            if dialect.name in _SELF_CONTAINED:
+                return _read_layers(document, b"")
+    return []
+
+
+def _read_layers(manifest: Manifest, config: bytes) -> list[Violation]:
+    try:
+        detect(manifest).read(manifest, config)
+    except FormatError as error:
+        return [Violation((), error.message)]
+    return []
+
+
+def _with_lines(text: str, found: list[Violation]) -> list[Violation]:
+    """Return the violations with the nearest lines, in the order of the text."""
+    positions = json_positions(text)
+    if not positions:
+        return found
+    placed = []
+    for one in found:
+        path = one.path
+        while path not in positions:
+            path = path[:-1]
+        placed.append((positions[path][-1], one))  # the second of two keys is the one too many
+    placed.sort(key=lambda pair: pair[0])
+    found = []
+    for offset, one in placed:
+        line, column = _line(text, offset)
+        found.append(replace(one, line=line, column=column))
+    return found
+
+
+def json_positions(text: str) -> dict[JSONPath, list[int]]:
+    """Return where the values of a JSON text begin: the value in a list, the key in an object.
+
+    PyYAML reads the text, in which what YAML does not allow is replaced at the same length:
+    tabs, control characters, escaped surrogates.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    if len(text) > MAX_POSITIONED_SIZE:
+        return {}
+    plain = re.sub("[^ -~]", " ", text).replace("\\ud", "\\u0").replace("\\uD", "\\u0")
+    try:
+        root = yaml.compose(plain, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError):  # such as a key of more than 1,024 characters
+        return {}
+    positions: dict[JSONPath, list[int]] = {(): [root.start_mark.index]}
+    nodes: list[tuple[JSONPath, Any]] = [((), root)]
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                positions[*path, number] = [item.start_mark.index]
+                nodes.append(((*path, number), item))
+        elif isinstance(node, yaml.MappingNode):
+            for key, item in node.value:
+                start = key.start_mark.index
+                inner = (*path, json.loads(text[start : key.end_mark.index]))
+                positions.setdefault(inner, []).append(start)
+                nodes.append((inner, item))
+    return positions
+
+
+def _line(text: str, offset: int) -> tuple[int, int]:
+    """Return the line and column of a character; both count from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A blob to be looked at; the document that names it, its bytes, and the place in it."""
+    """A blob to be checked; the document with its descriptor, that document's bytes, the path."""
 
     descriptor: Descriptor
     name: str
     parent: CheckedDocument | None = None
     raw: bytes = b""
-    place: Path = ()
+    path: JSONPath = ()
 
 
 class _Walk:
-    """From a document to those that it names, each once."""
+    """A walk over the documents of a layout, which reads each once and passes over broken ones."""
 
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
         self._layout = layout
         self._shows_paths = shows_paths
         self._report = ValidationReport()
-        self._steps: deque[_Step] = deque()
-        self._seen: set[tuple[Digest, int]] = set()
+        self._steps: list[_Step] = []
 
-    def begin(self, descriptor: Descriptor, name: str) -> None:
-        self._steps.append(_Step(descriptor, name))
-
-    def finish(self) -> ValidationReport:
-        while self._steps:
-            step = self._steps.popleft()
+    def run(self, *first: _Step) -> ValidationReport:
+        """Check the blobs of ``first``, and all under these and under the added documents."""
+        self._steps += first
+        seen: set[tuple[Digest, int]] = set()
+        for step in self._steps:  # which grows
             key = step.descriptor.digest, step.descriptor.size
-            if key not in self._seen:
-                self._seen.add(key)
-                self._look(step)
+            if key not in seen:
+                seen.add(key)
+                self._check(step)
         return self._report
 
-    def add(self, checked: CheckedDocument, raw: bytes = b"") -> CheckedDocument:
-        """Take a document into the report; what it names is next."""
+    def add(self, checked: CheckedDocument, raw: bytes = b"") -> None:
+        """Add a document to the report, and the documents that it refers to to the walk."""
         self._report.documents.append(checked)
         value, checked.value = checked.value, None
-        for place, found in _named(value):
+        for path, found in _children(value):
             name = self._layout.place(found) if self._shows_paths else str(found.digest)
-            self._steps.append(_Step(found, name, checked, raw, place))
-        return checked
+            self._steps.append(_Step(found, name, checked, raw, path))
 
-    def _look(self, step: _Step) -> None:
-        """Read a blob, compare it with what names it, and check what is in it."""
-        descriptor, schema = step.descriptor, SCHEMAS.get(step.descriptor.media_type, "")
-        if descriptor.size > MAX_SIZE:
-            self.add(CheckedDocument(step.name, schema, note="it is too large for a document"))
-            return
-        try:
-            with self._layout.open(descriptor) as file:
-                raw = file.read(MAX_SIZE + 1)
-        except NotFoundError:
-            self.add(CheckedDocument(step.name, schema, note="it is not in the store"))
-            return
-        if step.place == _CONFIG:
-            self._config(step, raw)
+    def _check(self, step: _Step) -> None:
+        media_type = step.descriptor.media_type
+        note, raw = "", b""
+        if step.descriptor.size > MAX_SIZE:
+            note = "it is too large for a document"
         else:
-            kind = descriptor.media_type
-            lines = self._shows_paths
-            self.add(check(step.name, raw, media_type=kind, has_lines=lines), raw)
-        where = step.parent or self._report.documents[-1]
-        for field_name, message in _differences(raw, descriptor):
-            place = (*step.place, field_name) if step.parent else ()
-            where.violations.append(DocumentViolation(pointer(place), message))
-
-    def _config(self, step: _Step, raw: bytes) -> None:
-        """The config of a manifest: an AImage's own, or one in which an AImage's travels."""
-        if step.descriptor.media_type == mediatype.AIMAGE_CONFIG:
-            self.add(check(step.name, raw, "aimage-config", has_lines=self._shows_paths))
+            try:
+                with self._layout.open(step.descriptor) as file:
+                    raw = file.read(MAX_SIZE + 1)
+            except NotFoundError:
+                note = "it is not in the store"
+        if note:
+            self.add(CheckedDocument(step.name, _SCHEMAS.get(media_type, ""), note=note))
             return
+        if step.path == ("config",) and media_type != mediatype.AIMAGE_CONFIG:
+            self._check_foreign_config(step, raw)
+        else:
+            checked = check(step.name, raw, media_type=media_type, has_lines=self._shows_paths)
+            self.add(checked, raw)
+        document = step.parent or self._report.documents[-1]
+        for key, message in _differences(raw, step.descriptor):
+            document.violations.append(Violation((*step.path, key) if step.parent else (), message))
+
+    def _check_foreign_config(self, step: _Step, raw: bytes) -> None:
+        """Check the AImage config that is embedded in a config of another media type."""
         with suppress(FormatError):
             if (inner := carried_config(raw)) is not None:
                 name = f"{CARRIED_CONFIG} in {step.name}"
-                self.add(check(name, inner, "aimage-config", has_lines=False))
-                _read_carried(step, raw)
+                self.add(check(name, inner, AIMAGE_CONFIG, has_lines=False))
+                if step.parent and not step.parent.violations:
+                    # in these dialects the config names the layers
+                    step.parent.violations += _read_layers(Manifest.parse(step.raw), raw)
                 return
         kind = step.descriptor.media_type or "a config without a media type"
         self.add(CheckedDocument(step.name, "", note=f"no schema is known for {kind}"))
 
 
-def _named(value: Any) -> Iterator[tuple[Path, Descriptor]]:
-    """The descriptors of a document's config, or of the manifests in an index."""
+def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
+    """Yield the valid descriptors of a manifest's config, or of the manifests in an index."""
     if not isinstance(value, dict):
         return
-    entries = value.get("manifests")
-    if not isinstance(entries, list):
-        with suppress(FormatError):  # what is no descriptor has been told
-            yield _CONFIG, Descriptor.from_json(value.get("config"))
-        return
-    for position, entry in enumerate(entries):
-        with suppress(FormatError):
-            found = Descriptor.from_json(entry)
-            if found.media_type in mediatype.MANIFESTS | mediatype.INDEXES:
-                yield ("manifests", position), found
+    is_index = isinstance(value.get("manifests"), list)
+    for path, item in _descriptors(value):
+        if path[0] == ("manifests" if is_index else "config"):
+            with suppress(FormatError):
+                found = Descriptor.from_json(item)
+                if not is_index or found.media_type in _MANIFESTS | _INDEXES:
+                    yield path, found
 
 
 def _differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
-    """In which of its fields a descriptor is not that of the bytes."""
+    """Yield the fields in which a descriptor differs from that of ``raw``."""
     if len(raw) != descriptor.size:
-        yield "size", f"the content has {len(raw)} bytes, and not {descriptor.size}"
+        yield "size", f"the content has {len(raw)} bytes, not {descriptor.size}"
     found = Digest.of(raw, descriptor.digest.algorithm)
     if found != descriptor.digest:
-        yield "digest", f"the content hashes to {found}, and not to {descriptor.digest}"
-
-
-def _read_carried(step: _Step, raw: bytes) -> None:
-    """Read the AImage as ``run`` does: in these dialects the config says what the layers are."""
-    if step.parent is None or step.parent.violations:
-        return
-    try:
-        manifest = Manifest.parse(step.raw)
-        detect(manifest).read(manifest, raw)
-    except FormatError as error:
-        step.parent.violations.append(DocumentViolation("", error.message))
+        yield "digest", f"the content hashes to {found}, not to {descriptor.digest}"

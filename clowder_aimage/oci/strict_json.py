@@ -10,16 +10,15 @@ from typing import Any, NoReturn
 from clowder_aimage.errors import FormatError
 
 _NESTS = {dict, list}
-MAX_NESTING = 100  # of lists and objects; whatever writes JSON by recursion can write that again
+MAX_NESTING = 100  # of lists and objects, which writers that recurse can write, too
 
 
 def read_json(raw: bytes, what: str) -> Any:
-    """The value that ``raw`` is; ``what`` it should have been is told where it is none.
+    """Return the value of a JSON text; ``what`` is its name in messages.
 
     Raises:
-        FormatError: not UTF-8, not JSON (``NaN`` is none, and what is read as infinite would be
-            written as no JSON), nested too deep, or an object has a key twice, of which one reader
-            would believe the first and another the last.
+        FormatError: not UTF-8, not JSON (which has neither NaN nor infinity), nested too deep, or
+            an object has a key twice, of which one reader takes the first and another the last.
     """
     try:
         value = json.loads(
@@ -28,10 +27,17 @@ def read_json(raw: bytes, what: str) -> Any:
             parse_constant=_no_constant,
             parse_float=_finite,
         )
+        if not is_too_deep(value):
+            return value
     except RecursionError:
-        raise _too_deep(what) from None
+        pass
     except ValueError as error:
         raise FormatError(f"{what} is not JSON: {error}") from None
+    raise FormatError(f"{what} is nested more than {MAX_NESTING} deep")
+
+
+def is_too_deep(value: object) -> bool:
+    """Return whether lists and objects are nested more than ``MAX_NESTING`` deep."""
     level = [value]
     for _ in range(MAX_NESTING):
         level = [
@@ -42,12 +48,8 @@ def read_json(raw: bytes, what: str) -> Any:
             if type(item) in _NESTS
         ]
         if not level:
-            return value
-    raise _too_deep(what)
-
-
-def _too_deep(what: str) -> FormatError:
-    return FormatError(f"{what} is nested more than {MAX_NESTING} deep")
+            return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -59,11 +61,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:60]} is too large a number")
+        raise ValueError(f"the number {text[:60]} is too large")
     return value

@@ -1,4 +1,4 @@
-"""``aimage validate``"""
+"""``aimage validate``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from clowder_aimage.document import CheckedDocument
-    from clowder_aimage.validate import ValidationReport
+    from clowder_aimage.validate import CheckedDocument, ValidationReport
 
 _INVALID = FormatError.exit_code
 
@@ -26,78 +25,71 @@ _INVALID = FormatError.exit_code
     "--schema",
     default="",
     metavar="NAME",
-    help="What FILE should be. [default: what it says it is]",
+    help="The schema of FILE. [default: recognised by its content]",
 )
 @common_options
 def validate(what: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
 
     FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON; - is stdin), a
-    safetensors file, or the directory of an OCI image layout. Everything that is wrong is listed,
-    with its place, and makes it fail with exit code 5.
+    safetensors file, or the directory of an OCI image layout. All violations are listed, each with
+    its place, and make it fail with exit code 5.
     """
-    chosen = settings()
-    report = _report(what, schema)
-    result(_value(report), "\n".join(_lines(report)), as_json=chosen.as_json)
-    return 0 if report.is_valid else _INVALID
-
-
-def _report(what: str, schema: str) -> ValidationReport:
     try:
-        return _checked(what, schema)
+        report = _report(what, schema)
     except OSError as error:
         raise UsageError(
             f"cannot read {error.filename or what}: {error.strerror or error}"
         ) from None
+    result(_value(report), "\n".join(_lines(report)), as_json=settings().as_json)
+    return 0 if report.is_valid else _INVALID
 
 
-def _checked(what: str, schema: str) -> ValidationReport:
+def _report(what: str, schema: str) -> ValidationReport:
+    from clowder_aimage import validate as validation
     from clowder_aimage.oci import Reference
-    from clowder_aimage.validate import (
-        is_layout,
-        validate_file,
-        validate_layout,
-        validate_reference,
-        validate_stream,
-    )
 
     path = Path(what)
     if what == "-":
-        return validate_stream(sys.stdin.buffer, "stdin", schema)
-    try:
-        is_there = path.exists() and not path.is_dir()
-    except OSError as error:  # too long for a path, or in a directory that may not be entered
-        is_there = error.errno != errno.ENAMETOOLONG
-    if is_there:
-        return validate_file(path, schema)
+        return validation.validate_stream(sys.stdin.buffer, "stdin", schema)
+    if _is_file(path):
+        return validation.validate_file(path, schema)
     if schema:
-        raise UsageError("--schema says what a file is", hint=f"{what} is no file")
-    if path.is_dir() and is_layout(path):
-        return validate_layout(path)
+        raise UsageError("--schema is for a file", hint=f"{what} is not a file")
+    if path.is_dir() and validation.is_layout(path):
+        return validation.validate_layout(path)
     try:
-        return validate_reference(settings().layout, Reference.parse(what))
+        return validation.validate_reference(settings().layout, Reference.parse(what))
     except (NotFoundError, UsageError) as error:
-        raise _none(what, path, error) from None
+        raise _not_found(what, path, error) from None
 
 
-def _none(what: str, path: Path, error: NotFoundError | UsageError) -> NotFoundError | UsageError:
-    """Why it is neither a file nor a name."""
+def _is_file(path: Path) -> bool:
+    try:
+        return path.exists() and not path.is_dir()
+    except OSError as error:  # too long for a path, or in a directory that may not be entered
+        return error.errno != errno.ENAMETOOLONG
+
+
+def _not_found(
+    what: str, path: Path, error: NotFoundError | UsageError
+) -> NotFoundError | UsageError:
     if path.is_dir():
         return UsageError(
-            f"{what} is a directory, and no OCI image layout",
+            f"{what} is a directory, but not an OCI image layout",
             hint="name a file in it; 'aimage create' packs a model directory",
         )
     if isinstance(error, UsageError) or what.endswith(".json"):
         return NotFoundError(f"there is no file {what}")
-    return NotFoundError(f"there is no file {what}, and {error.message}", hint=error.hint)
+    return NotFoundError(f"there is no file {what}, and {error.message}", **error.advice)
 
 
 def _lines(report: ValidationReport) -> list[str]:
-    """The violations; where there are none, what each document was found to be."""
+    """Return a line for each violation, or for each document where there are none."""
     if report.is_valid:
         return [f"{one.name}: {_verdict(one)}" for one in report.documents]
     return [
-        f"{one.name}{_where(wrong.line, wrong.column)}: "
+        f"{one.name}{_position(wrong.line, wrong.column)}: "
         + (f"{wrong.pointer}: " if wrong.pointer else "")
         + wrong.message.replace("\n", " ")
         for one in report.documents
@@ -109,7 +101,7 @@ def _verdict(one: CheckedDocument) -> str:
     return f"not checked, {one.note}" if one.note else f"valid {one.schema}"
 
 
-def _where(line: int, column: int) -> str:
+def _position(line: int, column: int) -> str:
     return f":{line}:{column}" if line else ""
 
 

@@ -1,0 +1,87 @@
+"""Positions in JSON texts, and texts that are not JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from clowder_aimage.validate import MAX_POSITIONED_SIZE, check, json_positions
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # not half a surrogate pair, which cannot be written as UTF-8
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=12,
+)
+
+
+def paths(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], Any]:
+    found = {path: value}
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        found |= paths(inner, (*path, key))
+    return found
+
+
+@given(value=VALUES, indent=st.sampled_from([None, 1, "\t"]), ascii_only=st.booleans())
+@example(["\\ud800", "\U0001f600", "\x7f\x85\u2028\ufeff/", {"---": "# & * ? ! | > %"}], 1, True)
+def test_positions_of_all_values(value, indent, ascii_only):
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    if value and isinstance(value, list) and indent == 1:
+        text = text.replace("\n", "\r\n")
+    wanted = paths(value)
+    positions = json_positions(text)
+    assert positions.keys() == wanted.keys()
+    for path, (at,) in positions.items():
+        found, _ = json.JSONDecoder().raw_decode(text, at)
+        is_member = path and isinstance(path[-1], str)
+        assert found == (path[-1] if is_member else wanted[path])
+
+
+def test_positions_of_a_key_that_occurs_twice():
+    assert json_positions('{"a":1,\n"a":2}') == {(): [0], ("a",): [1, 8]}
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 900 + "1" + "}" * 900, '{"' + "k" * 2000 + '": 1}'])
+def test_texts_without_positions_are_not_an_error(text):
+    assert check("it", text.encode(), "aimage-config").violations
+
+
+def test_a_large_document_is_checked_without_positions():
+    text = json.dumps({"schemaVersion": 1, "x": "x" * MAX_POSITIONED_SIZE})
+    (wrong,) = check("it", text.encode(), "aimage-config").violations
+    assert (wrong.pointer, wrong.line) == ("", 0)
+
+
+def test_a_valid_document_does_not_import_yaml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert not check("it", b'{"schemaVersion":1,"components":{}}').violations
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        (b"", "1:1", "not JSON: Expecting value"),
+        (b'{\n  "a": 1\n  "b": 2\n}', "3:3", "not JSON: Expecting ',' delimiter"),
+        (b"{} {}", "1:4", "not JSON: Extra data"),
+        (b"\xef\xbb\xbf{}", "1:1", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
+        (b'{"a":\n "\xff"}', "2:3", "not JSON: not UTF-8"),
+        (b'{"a": NaN}', "0:0", "not JSON: NaN is not a JSON number"),
+        (b'{"a": 1e999}', "0:0", "not JSON: the number 1e999 is too large"),
+        (b"[" * 3000 + b"]" * 3000, "0:0", "nested more than 100 deep"),
+    ],
+)
+def test_not_json(text, place, message):
+    (wrong,) = check("it", text).violations
+    assert (wrong.pointer, wrong.message) == ("", message)
+    assert f"{wrong.line}:{wrong.column}" == place
