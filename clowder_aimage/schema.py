@@ -1,7 +1,7 @@
 """The JSON Schemas in schemas/: one loader, for a checkout and for an installed wheel.
 
-They are JSON Schema 2020-12 and refer to each other by their ``$id``. They are never fetched from the
-network. A pattern's ``$`` matches at the end of the text only, as in ECMA-262, which the
+They are JSON Schema 2020-12 and refer to each other by their ``$id``; they are never
+fetched. A pattern's ``$`` matches at the end of the text only, as in ECMA-262, which the
 specification refers to (JSON Schema Validation, 6.3.3); Python's also matches before a last line
 feed. And 7.0 is not an integer: readers in other languages refuse it as a size.
 """

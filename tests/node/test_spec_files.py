@@ -196,7 +196,12 @@ def test_a_want_without_a_registry_cannot_be_made():
 @pytest.mark.parametrize(
     ("entry", "where"),
     [
-        *(("text", "entry 1: "), ([], "entry 1: "), (None, "entry 1: "), ({}, "'ref' is a required property")),
+        *(
+            ("text", "entry 1: "),
+            ([], "entry 1: "),
+            (None, "entry 1: "),
+            ({}, "'ref' is a required property"),
+        ),
         *(({"ref": 5}, "entry 1, ref: "), ({"ref": None}, "entry 1, ref: ")),
         *(({"ref": "a:v1"}, "its registry"), ({"ref": "team/a:v1"}, "its registry")),
         *(({"ref": "h.io/A"}, "names are lower case"), ({"ref": "h.io/../a"}, "h.io/../a")),
@@ -340,7 +345,10 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path):
     ("text", "said"),
     [
         ("- [", "a.yaml, line "),
-        ("- ref: h.io/a\n- ref: h.io/b\n  pin: yes\n", "line 3: entry 2, pin: 'yes' is not of type 'boolean'"),
+        (
+            "- ref: h.io/a\n- ref: h.io/b\n  pin: yes\n",
+            "line 3: entry 2, pin: 'yes' is not of type 'boolean'",
+        ),
         ("- ref: h.io/a\n\n-\n  pin: true\n", "line 4: entry 2: 'ref' is a required property"),
         ("- ref: h.io/a\n- ref: h.io/B\n", "line 2: entry 2: 'h.io/B' is not a reference"),
         ("- ref: h.io/a\n  ref: h.io/b\n", "line 2: the key 'ref' occurs twice"),
@@ -389,7 +397,7 @@ def test_an_alias_bomb_is_refused(tmp_path, loaders):
         ("[", "a.json is not JSON: "),
         ("- ref: h.io/a", "a.json is not JSON: "),
         ('[{"ref": "h.io/a", "pin": true, "pin": true}]', "the key 'pin' twice"),
-        ('[{"ref": "h.io/a", "refresh": NaN}]', "NaN is no number"),
+        ('[{"ref": "h.io/a", "refresh": NaN}]', "NaN is not a JSON number"),
         ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/b",\n"pin": 1}\n]', "a.json, line 4: entry 2, pin"),
         ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/B"}]', "a.json, line 3: entry 2: "),
         ("[" * 100_000, "nested"),
