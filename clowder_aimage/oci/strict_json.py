@@ -36,7 +36,7 @@ def read_json(raw: bytes, what: str) -> Any:
     raise FormatError(f"{what} is nested more than {MAX_NESTING} deep")
 
 
-def is_too_deep(value: object) -> bool:
+def is_too_deep(value: Any) -> bool:
     """Return whether lists and objects are nested more than ``MAX_NESTING`` deep."""
     level = [value]
     for _ in range(MAX_NESTING):
