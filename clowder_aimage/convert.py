@@ -16,7 +16,7 @@ from clowder_aimage.importer.conversion_plan import plan_conversion
 from clowder_aimage.importer.packer import pack
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
 from clowder_aimage.model.config_fields import parse_object
 from clowder_aimage.oci import Reference
@@ -57,11 +57,7 @@ def convert(
         hold(store, reference, lease)
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-        if missing := absence(store, stored):
-            raise NotFoundError(
-                f"{reference} is not complete: the store lacks {missing.words}",
-                hint=remedy(store, reference, stored.descriptor),
-            )
+        require_complete(store, reference, stored)
         inflate(store, stored)
         layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)

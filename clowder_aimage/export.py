@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.errors import NotFoundError
 from clowder_aimage.exporter import (
     SHARD,
     ExportPlan,
@@ -19,7 +18,7 @@ from clowder_aimage.exporter import (
     whole_directory,
     write_files,
 )
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -84,8 +83,4 @@ def _check_whole(store: ContentStore, reference: Reference, stored: StoredAImage
     pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
     if all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
         return
-    missing = absence(store, stored)
-    raise NotFoundError(
-        f"{reference} is not complete: the store lacks {missing.words}",
-        hint=remedy(store, reference, stored.descriptor),
-    )
+    require_complete(store, reference, stored)

@@ -10,12 +10,12 @@ from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Made, Pipeline
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import pull, stored_name
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.schema import validate
@@ -106,7 +106,7 @@ def _pull(
 ) -> Descriptor:
     """Pull what is not here. What is here in part is completed, whatever its tag means in the
     registry by now; where that fails, what is missing is said, too."""
-    if not isinstance(incomplete, _PartError):
+    if not isinstance(incomplete, IncompleteError):
         return pull(reference, store, connection, on_event=on_event)
     try:
         meant = replace(reference, digest=incomplete.digest)
@@ -114,14 +114,6 @@ def _pull(
     except AImageError as error:
         error.hint = "; ".join(filter(None, (error.hint, incomplete.message)))
         raise
-
-
-class _PartError(NotFoundError):
-    """An AImage of which something is in the store, but not all: the manifest of ``digest``."""
-
-    def __init__(self, message: str, digest: Digest, *, hint: str) -> None:
-        super().__init__(message, hint=hint)
-        self.digest = digest
 
 
 def _complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
@@ -136,12 +128,7 @@ def _complete(store: ContentStore, reference: Reference, lease: Lease) -> Stored
         ),  # what compressed ones unpack to
     )
     validate("aimage-config", stored.aimage.properties)
-    if missing := absence(store, stored):
-        raise _PartError(
-            f"{reference} is not complete: the store lacks {missing.words}",
-            stored.descriptor.digest,
-            hint=remedy(store, reference, stored.descriptor),
-        )
+    require_complete(store, reference, stored)
     return stored
 
 

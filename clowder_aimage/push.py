@@ -27,7 +27,7 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
@@ -153,11 +153,11 @@ def _absent_first(
     absent = {blob.digest for blob in plan.blobs if not source.exists(blob)}
     if not absent:
         return source, plan
-    missing = absence(store, stored)
+    words = describe_missing(stored, check_stored(store, stored))
     error = NotFoundError(
         f"{reference} is not complete, and {reference.registry} has not got the rest: the store "
-        f"lacks {missing.words or f'{len(absent)} of its blobs'}",
-        hint=remedy(store, reference, stored.descriptor, elsewhere=True),
+        f"lacks {words or f'{len(absent)} of its blobs'}",
+        **completion(store, reference, stored.descriptor, prefer_other=True),
     )
     return _Partial(source, absent, error), plan.beginning(absent)
 

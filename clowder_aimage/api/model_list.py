@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,13 +17,13 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import same_name
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
-_DEEPEST = 8  # an index in an index in ...
 _log = structlog.get_logger("aimage.worker")
 
 
@@ -67,20 +66,8 @@ def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
 
 def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:
     """What a name means that stands for a manifest. Raises as ``item``."""
-    try:
-        blobs = {blob.digest: blob for blob in _needed(store, descriptor)}
-    except NotFoundError:  # the manifest itself, or one below it
-        return ModelEntry(reference, descriptor, descriptor.size, (descriptor,))
-    missing = tuple(blob for blob in blobs.values() if not store.exists(blob))
-    return ModelEntry(reference, descriptor, sum(blob.size for blob in blobs.values()), missing)
-
-
-def _needed(store: ImageLayout, root: Descriptor, depth: int = 0) -> Iterator[Descriptor]:
-    """The blobs that a document names, and those of the documents below it."""
-    for child in parse_document(store.read(root), root.media_type).children:
-        yield child
-        if child.media_type in mediatype.MANIFESTS | mediatype.INDEXES and depth < _DEEPEST:
-            yield from _needed(store, child, depth + 1)
+    found = check_completeness(store, descriptor)
+    return ModelEntry(reference, descriptor, found.total, found.missing)
 
 
 def properties(store: ImageLayout, reference: Reference) -> dict[str, Any]:

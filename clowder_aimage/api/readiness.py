@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.fingerprint import ANEW
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.completeness import (
+    Completeness,
+    CompletenessCache,
+    check_completeness,
+)
 from clowder_aimage.oci import Reference
 
 BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
@@ -25,7 +27,7 @@ class Readiness:
 
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
-        self._seen: tuple[Hashable, float, frozenset[str]] = (None, 0.0, frozenset())
+        self._completeness = CompletenessCache(store)
 
     def against(
         self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
@@ -38,37 +40,20 @@ class Readiness:
         except (AImageError, OSError):  # which models are to be here, nobody knows
             pinned = []
             found = found or [{"reason": "store not readable"}]
-        lacking = self._lacking([*wanted, *pinned])
-        for name in dict.fromkeys((*missing, *lacking)):
+        others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
+        for name in dict.fromkeys((*missing, *others)):
             found.append({"reason": "model missing", "model": name})
         return found
 
-    def _lacking(self, names: Sequence[str]) -> list[str]:
-        """Which of these models are not here in full."""
-        if not names:
-            return []
-        now = self._mark()
-        known, end, seen = self._seen
-        if now is None or known != now or time.monotonic() > end:
-            end, seen = time.monotonic() + ANEW, frozenset()
-        # what lacks is looked for again: it may only not have been readable for a moment
-        here = frozenset(name for name in names if name in seen or self._is_here(name))
-        if self._mark() == now:
-            self._seen = now, end, here
-        return [name for name in names if name not in here]
-
-    def _mark(self) -> Hashable:
+    def _is_complete(self, name: str) -> bool:
         try:
-            return self._store.mark()
-        except (AImageError, OSError):
-            return None
-
-    def _is_here(self, name: str) -> bool:
-        try:
-            stored = read_aimage(self._store, Reference.parse(name))
-            return all(self._store.exists(blob) for blob in stored.manifest.children)
+            return self._completeness.find(name, lambda: _check(self._store, name)).is_complete
         except (AImageError, OSError):
             return False
+
+
+def _check(store: ImageLayout, name: str) -> Completeness:
+    return check_completeness(store, store.resolve(Reference.parse(name)))
 
 
 def _is_writable(store: ImageLayout) -> bool:

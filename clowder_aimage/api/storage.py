@@ -242,8 +242,8 @@ def _here(item: model_list.ModelEntry) -> dict[str, Any]:
         "status": "partial" if item.missing else "complete",
     }
     if item.missing:
-        lacking = sum(blob.size for blob in item.missing)
-        value["missing"] = {"blobs": len(item.missing), "size": lacking}
+        size = sum(blob.size for blob in item.missing)
+        value["missing"] = {"blobs": len(item.missing), "size": size}
     return value
 
 

@@ -23,7 +23,7 @@ from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
 from clowder_aimage.layout.index import LAYOUT_FILE
 from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.layout.stored_aimage import hold, read_aimage
@@ -157,10 +157,10 @@ class _Archive:
             stored = read_aimage(self._layout, reference)
         except AImageError:  # another kind of artifact, or an index
             return
+        words = describe_missing(stored, check_stored(self._layout, stored))
         raise NotFoundError(
-            f"{reference} is not complete: {absence(self._layout, stored).words} of it are not in "
-            "the store",
-            hint=remedy(self._layout, reference, stored.descriptor),
+            f"{reference} is not complete: {words} of it are not in the store",
+            **completion(self._layout, reference, stored.descriptor),
         ) from None
 
     def _index_document(self) -> dict[str, object]:

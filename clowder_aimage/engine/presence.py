@@ -9,7 +9,7 @@ from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import absence, remedy
+from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference
 
@@ -32,16 +32,16 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         ) from None
     try:
         stored = read_aimage(store, reference)
-        missing = absence(store, stored)
+        found = check_stored(store, stored)
     except (NotFoundError, VerificationError):  # the manifest or the config
-        lacking = "its manifest or config"
+        missing = "its manifest or config"
     else:
-        if not missing:
+        if found.is_complete:
             return stored
-        lacking = missing.words
+        missing = describe_missing(stored, found)
     raise NotFoundError(
-        f"the model {reference} is incomplete or damaged: the store lacks {lacking}",
-        hint=remedy(store, reference, root),
+        f"the model {reference} is incomplete or damaged: the store lacks {missing}",
+        **completion(store, reference, root),
     )
 
 

@@ -1,45 +1,134 @@
-"""What a store lacks of an AImage that is here in part, for people to read."""
+"""Completeness of an AImage in a store: its size, and the blobs of it that are missing."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from clowder_aimage.content.graph import walk
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.selection import listed
-from clowder_aimage.errors import AImageError, UsageError
-from clowder_aimage.layout.stored_aimage import StoredAImage, read_manifest
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.layout.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.oci import (
+    Descriptor,
+    Digest,
+    Index,
+    Manifest,
+    Reference,
+    mediatype,
+    parse_document,
+)
+
+MAX_AGE = 300.0  # seconds that an answer is remembered: no fingerprint shows a damaged blob
 
 
 @dataclass(frozen=True, slots=True)
-class MissingContent:
-    """The ``blobs`` that are missing, each once, and what of the AImage is in them, in ``words``.
-    False where nothing is missing."""
+class Completeness:
+    """The content below ``root``: ``total`` bytes, and what is ``missing``, each blob once.
 
-    blobs: tuple[Descriptor, ...]
-    words: str
+    ``root`` is None where no manifest has the name.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self.blobs)
+    root: Descriptor | None = None
+    total: int = 0
+    missing: tuple[Descriptor, ...] = ()
 
     @property
-    def size(self) -> int:
-        """The bytes of the blobs."""
-        return sum(blob.size for blob in self.blobs)
+    def is_complete(self) -> bool:
+        return self.root is not None and not self.missing
+
+    @property
+    def digest(self) -> Digest | None:
+        return self.root.digest if self.root else None
+
+    @property
+    def missing_size(self) -> int:
+        return sum(blob.size for blob in self.missing)
 
 
-def absence(store: ContentStore, stored: StoredAImage) -> MissingContent:
-    """What ``store`` lacks of the blobs that the manifest names. Raises AccessError."""
-    children = {blob.digest: blob for blob in stored.manifest.children}
-    blobs = tuple(blob for blob in children.values() if not store.exists(blob))
-    missing = {blob.digest for blob in blobs}
-    return MissingContent(blobs, listed(_words(stored, missing)) if blobs else "")
+def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
+    """Return what is missing of all content below ``root``, by its documents.
+
+    Raises:
+        ContentError: a manifest is damaged.
+        StoreError: the store cannot be read.
+    """
+
+    def read(content: Descriptor) -> Manifest | Index | None:
+        """Return a document; a missing one hides what is below it."""
+        if not layout.exists(content):
+            return None
+        return parse_document(layout.read(content), content.media_type)
+
+    first, *below = walk(read, root)
+    if first.document is None:
+        return Completeness(root, root.size, (root,))
+    return check_blobs(layout, root, (node.content for node in below))
 
 
-def _words(stored: StoredAImage, missing: set[Digest]) -> Iterator[str]:
-    """The parts in the order of the manifest: a component with a count, a file at the top alone."""
+def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
+    """Return which blobs of a manifest that was read are missing. Raises StoreError."""
+    return check_blobs(store, stored.descriptor, stored.manifest.children)
+
+
+def check_blobs(store: ContentStore, root: Descriptor, blobs: Iterable[Descriptor]) -> Completeness:
+    """Return which of ``blobs``, which ``root`` needs, are missing. Raises StoreError."""
+    found = {blob.digest: blob for blob in blobs}
+    missing = tuple(blob for blob in found.values() if not store.exists(blob))
+    return Completeness(root, sum(blob.size for blob in found.values()), missing)
+
+
+def require_complete(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
+    """Raise IncompleteError, with the missing parts, where a blob of an AImage is missing."""
+    found = check_stored(store, stored)
+    if found.missing:
+        words = describe_missing(stored, found)
+        raise IncompleteError(
+            f"{reference} is not complete: the store lacks {words}",
+            stored.descriptor.digest,
+            **completion(store, reference, stored.descriptor),
+        )
+
+
+class IncompleteError(NotFoundError):
+    """Blobs of the AImage with the manifest ``digest`` are missing in the store."""
+
+    def __init__(self, message: str, digest: Digest, **advice: Any) -> None:
+        super().__init__(message, **advice)
+        self.digest = digest
+
+
+def completion(
+    store: ContentStore, reference: Reference, root: Descriptor, *, prefer_other: bool = False
+) -> dict[str, Any]:
+    """Return the advice of an error: a name of ``root`` with a registry to complete it from.
+
+    That is ``reference`` or, rather with ``prefer_other``, another name in the store.
+    """
+    names = []
+    for name, descriptor in store.tags():
+        with contextlib.suppress(UsageError):  # another tool's name
+            names += [Reference.parse(name)] if descriptor.digest == root.digest else []
+    for known in sorted([reference, *names], key=lambda one: (one == reference) == prefer_other):
+        if known.registry is not None:
+            return dict(remedy="complete", reference=known)
+    return dict(hint="pull or create it again")
+
+
+def describe_missing(stored: StoredAImage, found: Completeness) -> str:
+    """Return the missing parts in words: ``its config, vae (2 of 9 layers)``."""
+    missing = {blob.digest for blob in found.missing}
+    return listed(_missing_parts(stored, missing)) if missing else ""
+
+
+def _missing_parts(stored: StoredAImage, missing: set[Digest]) -> Iterator[str]:
+    """Yield components with a count, and files at the top by name, in the manifest's order."""
     if stored.manifest.config.digest in missing:
         yield "its config"
     counts: dict[str, tuple[int, int]] = {}
@@ -47,36 +136,72 @@ def _words(stored: StoredAImage, missing: set[Digest]) -> Iterator[str]:
         is_missing = blob.digest in missing
         if not layer.component and is_missing:
             yield layer.name
-        lacking, total = counts.get(layer.component, (0, 0))
-        counts[layer.component] = (lacking + is_missing, total + 1)
-    for component, (lacking, total) in counts.items():
-        if component and lacking:
-            count = f"{lacking} of {total}" if lacking < total else str(total)
-            yield f"{component} ({count} layer{'' if total == 1 else 's'})"
+        count, total = counts.get(layer.component, (0, 0))
+        counts[layer.component] = (count + is_missing, total + 1)
+    for component, (count, total) in counts.items():
+        if component and count:
+            share = f"{count} of {total}" if count < total else str(total)
+            yield f"{component} ({share} layer{'' if total == 1 else 's'})"
 
 
-def is_partial(store: ContentStore, descriptor: Descriptor) -> bool:
-    """Whether an entry of the index is marked as one of which only a part is here, and something
-    is missing indeed: other names may have brought it."""
+def is_partial(layout: ImageLayout, descriptor: Descriptor) -> bool:
+    """Return whether an entry of the index is marked as partial and blobs are missing indeed.
+
+    The mark may be outdated: a pull of another name may have brought the rest.
+    """
     if descriptor.annotations.get(mediatype.PARTIAL) != "true":
         return False
     try:
-        children = read_manifest(store, descriptor).children
+        return not check_completeness(layout, descriptor).is_complete
     except AImageError:
         return True
-    return any(not store.exists(blob) for blob in children)
 
 
-def remedy(
-    store: ContentStore, reference: Reference, root: Descriptor, *, elsewhere: bool = False
-) -> str:
-    """The command that completes it: by this name, or by another one that has a registry; with
-    ``elsewhere`` the other one is better."""
-    names = []
-    for name, descriptor in store.tags():
-        with contextlib.suppress(UsageError):  # another tool's name
-            names += [Reference.parse(name)] if descriptor.digest == root.digest else []
-    for known in sorted([reference, *names], key=lambda one: (one == reference) == elsewhere):
-        if known.registry is not None:
-            return f"to complete it: aimage pull {known}"
-    return "pull or create it again"
+class CompletenessCache:
+    """Complete AImages of one store, remembered while its fingerprint stays the same.
+
+    Only what is complete is remembered, for MAX_AGE at most. What is missing or cannot be read is
+    checked again each time: it may not have been readable for a moment. Threads may share it.
+
+    Args:
+        store: The store that is checked.
+        clock: Monotonic seconds.
+        chance: A number in [0, 1) that shortens the age of an answer by up to a half, so that
+            many answers do not all end at once.
+    """
+
+    def __init__(
+        self,
+        store: ImageLayout,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._store, self._clock, self._chance = store, clock, chance
+        self._lock = threading.Lock()
+        self._fingerprint: Hashable = None
+        self._known: dict[Hashable, tuple[Hashable, float, Completeness]] = {}
+
+    def find(
+        self, key: Hashable, check: Callable[[], Completeness], version: Hashable = None
+    ) -> Completeness:
+        """Return the remembered answer for ``key`` and ``version``, else that of ``check``.
+
+        Raises:
+            AImageError: as ``check`` does; that is not remembered.
+        """
+        now, before = self._clock(), self._store.fingerprint()
+        with self._lock:
+            if before is None or before != self._fingerprint:
+                self._fingerprint, self._known = before, {}
+            known = self._known.get(key)
+        if known is not None and known[0] == version and now < known[1]:
+            return known[2]
+        found = check()
+        end = now + MAX_AGE * (1.0 - self._chance() / 2.0)
+        is_settled = before is not None and before == self._store.fingerprint()
+        with self._lock:
+            self._known.pop(key, None)
+            if found.is_complete and is_settled and before == self._fingerprint:
+                self._known[key] = version, end, found
+        return found

@@ -1,4 +1,4 @@
-"""Whether names or blobs have come or gone, told without a look at each of them."""
+"""The fingerprint of stores: it changes when a name or a blob comes or goes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from pathlib import Path
 
 from clowder_aimage.layout.lock import PRIVATE
 
-# What changed within so many nanoseconds may change again and look the same: file systems count
-# time in steps, some of two seconds, and a server's clock may be another.
-_SETTLED = 5 * 10**9
-ANEW = 300.0  # seconds, at most, that what was found under a mark counts: see ``mark``
+# A file that changed within this time may change again and look the same: file systems count time
+# in steps of up to two seconds, and a server's clock may differ.
+_SETTLED = 5 * 10**9  # nanoseconds
 _Stamp = tuple[int, int, int, int, int]
 
 
-def mark(roots: Iterable[Path]) -> Hashable:
-    """What is another one as soon as a name or a blob of these stores has come or gone; None where
-    that cannot be told: something changed just now, or cannot be read.
+def fingerprint(roots: Iterable[Path]) -> Hashable:
+    """Return a value that changes as soon as a name or a blob of these stores comes or goes.
 
-    A blob that is changed in place shows in no directory, and so not here.
+    None where that cannot be known: something changed a moment ago, or cannot be read. A blob that
+    is changed in place shows in no directory, and so not here.
     """
     try:
-        stamps = [(path, _stamp(path)) for root in roots for path in _places(root)]
+        stamps = [(path, _stamp(path)) for root in roots for path in _watched(root)]
     except OSError:
         return None
     newest = max((max(stamp[3:]) for _, stamp in stamps if stamp is not None), default=0)
     return tuple(stamps) if time.time_ns() - newest > _SETTLED else None
 
 
-def _places(root: Path) -> list[str]:
-    """Where a name or a blob that comes or goes is seen."""
+def _watched(root: Path) -> list[str]:
+    """Return the paths that change when a name or a blob comes or goes."""
     blobs = os.path.join(root, "blobs")
     try:
         algorithms = sorted(os.listdir(blobs))

@@ -18,7 +18,7 @@ from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.store import Body, IngestBusyError
 from clowder_aimage.content.verified_reader import read_all, readinto
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
-from clowder_aimage.layout.fingerprint import mark
+from clowder_aimage.layout.fingerprint import fingerprint
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
     edit_index,
@@ -77,11 +77,10 @@ class ImageLayout:
         """The names that only another store has, and which: they are none of ours to change."""
         return {}
 
-    def mark(self) -> Hashable:
-        """What is another one as soon as a name or a blob has come or gone (``mark``); None also
-        while blobs wait that count as here."""
+    def fingerprint(self) -> Hashable:
+        """Return the fingerprint of the stores; None also while a group commit is pending."""
         batch = self._batch
-        return None if batch is not None and batch.has_some else mark(self.roots)
+        return None if batch is not None and batch.has_some else fingerprint(self.roots)
 
     # -- reading
 

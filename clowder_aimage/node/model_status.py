@@ -6,7 +6,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clowder_aimage.engine.backoff import TIME, WRONG, Backoff
 from clowder_aimage.engine.engine import FOR_EVER
@@ -16,9 +16,6 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.node.model_spec import POLICIES, ModelSpec
 from clowder_aimage.oci import Digest, Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.node.pinner import SeenModel
 
 UNKNOWN, PRESENT, PULLING, WAITING, FAILED = (
     "unknown",
@@ -66,7 +63,6 @@ class ModelStatus:
     changed: datetime = field(default_factory=lambda: datetime.now(UTC))
     transfer: SharedTransfer | None = None
     sources: dict[str, int] = field(default_factory=dict)  # what brought what is here
-    seen: SeenModel | None = None  # how it was found to be here in full
     forced: int = 0  # how often it was to be looked at anew
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -110,7 +106,7 @@ class ModelStatus:
 
     def look_anew(self) -> None:
         """Look for all of its blobs in the store, and soon; also where a look is under way."""
-        self.due, self.seen = 0.0, None
+        self.due = 0.0
         self.forced += 1
 
     def begin_anew(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -16,6 +14,7 @@ from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.http.thread_pool import aside
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import Completeness, check_blobs, check_completeness
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.node.model_spec import ModelSpec
@@ -30,64 +29,37 @@ PIN = {"by": BY_NODE}  # what a pin says that the node has set
 _log = structlog.get_logger("aimage.node")
 
 
-@dataclass(frozen=True, slots=True)
-class Presence:
-    """``descriptor`` is the manifest that the name means here, if it means any; ``missing`` are the
-    bytes that lack of what is wanted of it."""
+def check_model(store: ImageLayout, want: ModelSpec, reference: Reference) -> Completeness:
+    """Return what is here of a model; ``reference`` is its name in the store.
 
-    descriptor: Descriptor | None = None
-    missing: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return self.descriptor is not None and not self.missing
-
-    @property
-    def digest(self) -> Digest | None:
-        return self.descriptor.digest if self.descriptor else None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenModel:
-    """What was found of what was ``meant``: a want, its name here, and the store's mark. Until
-    ``end`` it counts for the same."""
-
-    meant: tuple[ModelSpec, Reference, Hashable]
-    end: float
-    found: Presence
-
-
-def presence(store: ImageLayout, want: ModelSpec, reference: Reference) -> Presence:
-    """What is here of a want; ``reference`` is what the store calls it.
-
-    What cannot be read is not here: a pull mends it.
+    What cannot be read counts as missing: a pull mends it.
 
     Raises:
         StoreError: the index cannot be read; no pull mends that.
     """
     try:
-        found = model_list.entry(store, reference)
+        root = model_list.entry(store, reference)
     except AImageError as error:
-        raise StoreError(error.message, hint=error.hint) from error
-    if found is None:
-        return Presence()
+        raise StoreError(error.message, **error.advice) from error
+    if root is None:
+        return Completeness()
     try:
-        lacking: Iterable[Descriptor] = model_list.item_of(store, reference, found).missing
-        if want.components:  # also where nothing is missing: they may be none of its
-            lacking = _lacking(store, want, reference)
-        return Presence(found, sum(blob.size for blob in lacking))
+        found = check_completeness(store, root)
+        if want.components:  # also where nothing is missing: the AImage may have none of them
+            return check_blobs(store, root, _wanted(store, want, reference))
+        return found
     except NotFoundError:  # it has no such component: a pull will say so
-        return Presence(found, 1)
+        return Completeness(root, root.size, (root,))
     except AImageError:
-        return Presence()
+        return Completeness()
 
 
-def _lacking(store: ImageLayout, want: ModelSpec, reference: Reference) -> list[Descriptor]:
-    """Of the components that are wanted."""
+def _wanted(store: ImageLayout, want: ModelSpec, reference: Reference) -> list[Descriptor]:
+    """Return the blobs of the components that are wanted."""
     stored = read_aimage(store, reference)
     names = LayerSelection(components=want.components).names(stored.aimage, reference)
     wanted = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
-    return [blob for blob in (stored.manifest.config, *wanted) if not store.exists(blob)]
+    return [stored.manifest.config, *wanted]
 
 
 class Pinner:
@@ -98,7 +70,7 @@ class Pinner:
         self._store, self._records, self._owner = store, records, records.owner
         self._unnoted: set[str] = set()  # the models of which nothing can be written down
 
-    def keep(self, one: ModelStatus, found: Presence) -> None:
+    def keep(self, one: ModelStatus, found: Completeness) -> None:
         """Remember that it is wanted, and lease it: no other node on this store, and nobody who
         makes room, is to take it. A store that cannot be written serves all the same."""
         name, failed = one.want.name, None
@@ -107,8 +79,8 @@ class Pinner:
                 note(one, found)
             except (StoreError, NoSpaceError) as error:
                 failed = error
-        if found.descriptor is not None:
-            self._store.use(found.descriptor)
+        if found.root is not None:
+            self._store.use(found.root)
         if failed is None:
             self._unnoted.discard(name)
             return
@@ -123,16 +95,16 @@ class Pinner:
         except StoreError:  # what is here is here, whatever was written down of it
             return ""
 
-    def remember(self, one: ModelStatus, _: Presence | None = None) -> None:
+    def remember(self, one: ModelStatus, _: Completeness | None = None) -> None:
         """That it is wanted, and what the store calls it. Raises StoreError or NoSpaceError."""
         other = str(one.name) if one.name != one.want.reference else ""
         self._records.remember(one.want.name, other)
 
-    def _lease(self, one: ModelStatus, found: Presence) -> None:
+    def _lease(self, one: ModelStatus, found: Completeness) -> None:
         if found.digest is not None:
             one.hold(self._store, found.digest)
 
-    def _pin(self, one: ModelStatus, _: Presence) -> None:
+    def _pin(self, one: ModelStatus, _: Completeness) -> None:
         """Set the pin that is wanted; let one of ours go that is not. Another node's stays."""
         name, pins = index_name(one.name), self._store.pins
         known = pins.get(name)

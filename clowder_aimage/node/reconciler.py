@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -27,16 +28,9 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH, TransferQueue
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.fingerprint import ANEW
+from clowder_aimage.layout.completeness import Completeness, CompletenessCache
 from clowder_aimage.node.model_status import FAILED, PRESENT, PULLING, UNKNOWN, WAITING, ModelStatus
-from clowder_aimage.node.pinner import (
-    CrowdedError,
-    Pinner,
-    Presence,
-    RegistryLimiter,
-    SeenModel,
-    presence,
-)
+from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import stored_name
@@ -68,6 +62,7 @@ class Reconciler:
         self._metrics = metrics
         self._store, self._connection, self._transfers = store, connection, transfers
         self._news, self._clock, self._chance, self._relieve = news, clock, chance, relieve
+        self._completeness = CompletenessCache(store, clock=clock, chance=chance)
         self._questions, self._keeper = RegistryLimiter(connection), Pinner(store, records)
 
     async def tend(self, one: ModelStatus) -> None:
@@ -97,7 +92,7 @@ class Reconciler:
         except AImageError as error:
             await self._failed(one, error, is_here=found.is_complete)
 
-    async def _look(self, one: ModelStatus) -> Presence:
+    async def _look(self, one: ModelStatus) -> Completeness:
         try:
             found = await asyncio.to_thread(self._found, one)
         except Exception:
@@ -106,22 +101,17 @@ class Reconciler:
         one.digest, one.is_here = found.digest, found.is_complete
         return found
 
-    def _found(self, one: ModelStatus) -> Presence:
-        """What is here of it. All of it stays here while nothing has come to the store or gone:
-        hundreds of models would else read the whole index, and look for all of their blobs."""
+    def _found(self, one: ModelStatus) -> Completeness:
+        """Return what is here of it, remembered while nothing comes to the store or goes.
+
+        Hundreds of models would else read the whole index, and look for all of their blobs.
+        """
         if one.state == UNKNOWN and (known := self._keeper.stored(one)):
             one.name = Reference.parse(known)
-        now, seen, forced = self._clock(), one.seen, one.forced
-        meant = (one.want, one.name, self._store.mark())
-        if seen is not None and seen.meant == meant and now < seen.end:
-            return seen.found
-        found = presence(self._store, one.want, one.name)
-        end = now + ANEW * (1.0 - self._chance() / 2.0)  # not all of them together
-        is_settled = meant[-1] is not None and meant[-1] == self._store.mark()
-        # what lacks may only not have been readable for a moment
-        is_known = found.is_complete and is_settled and forced == one.forced
-        one.seen = SeenModel(meant, end, found) if is_known else None
-        return found
+        want, name = one.want, one.name
+        version = want, name, one.forced
+        check = partial(check_model, self._store, want, name)
+        return self._completeness.find(want.name, check, version)
 
     async def _unreadable(self, one: ModelStatus, error: AImageError) -> None:
         """Nobody knows what is here. No registry mends that: the store is looked at again soon."""
@@ -145,7 +135,7 @@ class Reconciler:
 
     # -- here
 
-    async def _present(self, one: ModelStatus, found: Presence) -> None:
+    async def _present(self, one: ModelStatus, found: Completeness) -> None:
         now = self._clock()
         if one.state != PRESENT:
             one.attempts, one.again, one.root = 0, None, None
@@ -157,7 +147,7 @@ class Reconciler:
         if one.is_moving and one.want.policy != NEVER:
             one.rest(now, LOCAL)
 
-    async def _has_moved(self, one: ModelStatus, found: Presence) -> bool:
+    async def _has_moved(self, one: ModelStatus, found: Completeness) -> bool:
         """Whether the tag means something else now that is to be fetched. Asks the registry where
         that is due: one conditional request for a manifest."""
         now = self._clock()
@@ -187,7 +177,7 @@ class Reconciler:
             one.attempts = 0
         return is_to_come  # also where it could not be had the last time
 
-    async def _note_drift(self, one: ModelStatus, found: Presence, chosen: Digest) -> None:
+    async def _note_drift(self, one: ModelStatus, found: Completeness, chosen: Digest) -> None:
         if chosen == found.digest:
             one.drift = None
         elif one.drift != chosen:
@@ -202,7 +192,7 @@ class Reconciler:
         return await self._questions.ask(one.want.reference, known, LOCAL)
 
     async def _checked(
-        self, one: ModelStatus, found: Presence
+        self, one: ModelStatus, found: Completeness
     ) -> tuple[Descriptor, Descriptor] | None:
         """What the tag of a model that is here means; what came of the question is counted."""
         registry = one.want.reference.registry or ""

@@ -10,6 +10,7 @@ import pytest
 
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import fingerprint
+from clowder_aimage.layout.completeness import MAX_AGE
 from clowder_aimage.node import reconciler
 from clowder_aimage.oci import Reference
 from tests.node.test_node_clock import Bench, want
@@ -18,13 +19,13 @@ from tests.node.test_node_clock import Bench, want
 @pytest.fixture
 def looks(monkeypatch):
     """The names of the models for which the store was looked through."""
-    seen, presence = [], reconciler.presence
+    seen, check_model = [], reconciler.check_model
 
     def counted(store, wanted, reference):
         seen.append(wanted.name)
-        return presence(store, wanted, reference)
+        return check_model(store, wanted, reference)
 
-    monkeypatch.setattr(reconciler, "presence", counted)
+    monkeypatch.setattr(reconciler, "check_model", counted)
     return seen
 
 
@@ -110,7 +111,7 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
         path.chmod(0o644)
         with path.open("r+b") as file:
             file.truncate(10)
-        for _ in range(int(fingerprint.ANEW / 11.0) + 1):
+        for _ in range(int(MAX_AGE / 11.0) + 1):
             await bench.turn(11.0)
         return bench.node.missing()
 
@@ -120,14 +121,14 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
 def test_a_model_that_is_looked_at_is_not_missing_meanwhile(tmp_path, shop, monkeypatch, settled):
     async def play():
         bench, _ = await idle(tmp_path, shop)
-        missing, looked, presence = [], [], reconciler.presence
+        missing, looked, check_model = [], [], reconciler.check_model
 
         def watched(*asked):
             looked.append(asked)
             missing.extend(bench.node.missing())
-            return presence(*asked)
+            return check_model(*asked)
 
-        monkeypatch.setattr(reconciler, "presence", watched)
+        monkeypatch.setattr(reconciler, "check_model", watched)
         bench.node.look_again()
         await bench.turn(11.0)
         return missing, len(looked)
@@ -139,7 +140,7 @@ def test_a_model_of_which_nobody_knows_is_missing(tmp_path, shop, monkeypatch, s
     async def play():
         bench, names = await idle(tmp_path, shop, count=1)
         monkeypatch.setattr(
-            reconciler, "presence", lambda *_: fail(OSError(5, "Input/output error"))
+            reconciler, "check_model", lambda *_: fail(OSError(5, "Input/output error"))
         )
         bench.node.look_again()
         await bench.turn(11.0)
@@ -153,16 +154,16 @@ def test_a_look_that_is_to_be_made_anew_while_one_is_under_way_is_not_the_last(
 ):
     async def play():
         bench, _ = await idle(tmp_path, shop, count=1)
-        presence = reconciler.presence
+        check_model = reconciler.check_model
 
         def interrupted(*asked):
-            found = presence(*asked)
+            found = check_model(*asked)
             if len(looks) == 1:
                 bench.node.look_again()
             return found
 
         looks.clear()
-        monkeypatch.setattr(reconciler, "presence", interrupted)
+        monkeypatch.setattr(reconciler, "check_model", interrupted)
         bench.node.look_again()
         for _ in range(3):
             await bench.turn(11.0)

@@ -7,6 +7,7 @@ from clowder_aimage.errors import AImageError
 # code: sentence; {names} are facts of the error
 REMEDIES = {
     "choose_schema": "--schema NAME says which document it should be: {names}",
+    "complete": "to complete it: aimage pull {reference}",
     "not_in_store": "'aimage ls' lists what is there",
 }
 

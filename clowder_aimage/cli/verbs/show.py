@@ -15,7 +15,7 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import MissingContent, absence
+from clowder_aimage.layout.completeness import Completeness, check_stored, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
@@ -48,14 +48,14 @@ def show(ref: str, layers: bool) -> None:
         result(value, _index_text(value), as_json=chosen.as_json)
         return
     stored = read_aimage(chosen.layout, reference)
-    missing = absence(chosen.layout, stored)
-    text = _text(reference, stored, missing)
+    found = check_stored(chosen.layout, stored)
+    text = _text(reference, stored, found)
     if layers:
         text += "\n\n" + _layers(stored.aimage)
-    result(_value(reference, stored, missing), text, as_json=chosen.as_json)
+    result(_value(reference, stored, found), text, as_json=chosen.as_json)
 
 
-def _value(reference: Reference, stored: StoredAImage, missing: MissingContent) -> dict[str, Any]:
+def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> dict[str, Any]:
     layers = stored.aimage.layers
     return {
         "reference": str(reference),
@@ -63,15 +63,15 @@ def _value(reference: Reference, stored: StoredAImage, missing: MissingContent) 
         "mediaType": stored.descriptor.media_type,
         "dialect": stored.dialect.name,
         "size": sum(layer.descriptor.size for layer in layers),
-        **({"partial": True, "missing": _sum(missing)} if missing else {}),
+        **({"partial": True, "missing": _sum(found)} if found.missing else {}),
         **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
         "config": stored.aimage.properties,
         "layers": [_layer(layer) for layer in layers],
     }
 
 
-def _sum(missing: MissingContent) -> dict[str, int]:
-    return {"blobs": len(missing.blobs), "size": missing.size}
+def _sum(found: Completeness) -> dict[str, int]:
+    return {"blobs": len(found.missing), "size": found.missing_size}
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _index_text(value: dict[str, Any]) -> str:
     return f"{lines}\n\n{table(rows)}"
 
 
-def _text(reference: Reference, stored: StoredAImage, missing: MissingContent) -> str:
+def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> str:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
     facts = [
@@ -132,8 +132,9 @@ def _text(reference: Reference, stored: StoredAImage, missing: MissingContent) -
         *((key, one_line(str(config[key]))) for key in _KIND if key in config),
         ("size", size(total)),
     ]
-    if missing:
-        lacks = f"{missing.words}; {plural(len(missing.blobs), 'blob')}, {size(missing.size)}"
+    if found.missing:
+        blobs = plural(len(found.missing), "blob")
+        lacks = f"{describe_missing(stored, found)}; {blobs}, {size(found.missing_size)}"
         facts.append(("missing", lacks))
     if isinstance(config.get("parameters"), int):
         dtype = config.get("dtype", "")

@@ -1,4 +1,4 @@
-"""A store's mark: another one as soon as a name or a blob has come or gone, the same one else."""
+"""The fingerprint of a store changes when a name or a blob comes or goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import fingerprint as module
-from clowder_aimage.layout.fingerprint import mark
+from clowder_aimage.layout.fingerprint import fingerprint
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Reference
@@ -104,47 +104,47 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_comes_or_goes_makes_it_another_one(store, later, change):
-    before = mark(store.roots)
-    assert before is not None and mark(store.roots) == before
+    before = fingerprint(store.roots)
+    assert before is not None and fingerprint(store.roots) == before
     time.sleep(0.02)  # longer than a step of the file system's clock
     change(store)
-    assert mark(store.roots) != before
+    assert fingerprint(store.roots) != before
 
 
 def test_what_only_reads_leaves_it_the_same(store, later):
-    before = mark(store.roots)
+    before = fingerprint(store.roots)
     found = store.resolve(Reference.parse(NAME))
     store.read(found)
     store.use(found)
     store.lease(found.digest).close()
     store.ingest("begun").abort()
-    assert mark(store.roots) == before
+    assert fingerprint(store.roots) == before
 
 
 def test_it_is_not_told_while_blobs_wait_that_count_as_here(store, later):
     with store.batch():
-        assert store.mark() == mark(store.roots)
+        assert store.fingerprint() == fingerprint(store.roots)
         waiting = put(store, b"three")
         assert store.exists(waiting) and not blob_of(store, waiting).exists()
-        assert store.mark() is None
+        assert store.fingerprint() is None
     assert blob_of(store, waiting).exists()
-    assert store.mark() == mark(store.roots) is not None
+    assert store.fingerprint() == fingerprint(store.roots) is not None
 
 
 def test_it_is_not_told_right_after_a_change(store):
-    assert mark(store.roots) is None
+    assert fingerprint(store.roots) is None
 
 
 def test_it_is_told_of_a_store_that_is_not_there(tmp_path, later):
-    assert mark([tmp_path / "none"]) == mark([tmp_path / "none"]) is not None
-    before = mark([tmp_path / "none"])
+    assert fingerprint([tmp_path / "none"]) == fingerprint([tmp_path / "none"]) is not None
+    before = fingerprint([tmp_path / "none"])
     put_artifact(ImageLayout(tmp_path / "none"), NAME, b"one")
-    assert mark([tmp_path / "none"]) != before
+    assert fingerprint([tmp_path / "none"]) != before
 
 
 def test_of_several_stores_each_counts(store, tmp_path, later):
     both = LayeredStore([tmp_path / "first", store.root])
-    before = mark(both.roots)
+    before = fingerprint(both.roots)
     time.sleep(0.02)
     removes_a_blob(store)
-    assert mark(both.roots) != before
+    assert fingerprint(both.roots) != before
