@@ -19,7 +19,7 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.model_status import ModelStatus
-from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, presence
+from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import ClientOptions
@@ -273,7 +273,7 @@ def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
 
     def keep():
         for keeper, one in nodes:
-            keeper.keep(one, presence(store, one.want, one.name))
+            keeper.keep(one, check_model(store, one.want, one.name))
         return store.pins.get(name)
 
     assert {keep()["owner"] for _ in range(3)} == {"a"}
