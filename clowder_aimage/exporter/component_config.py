@@ -1,4 +1,4 @@
-"""What a component's config.json says of its quantized weights, and has to say when they are files.
+"""Quantization in a component's config.json, as read, and as written for exported files.
 
 Blobs tell themselves how they are quantized, files do not: MLX reads ``quantization`` in
 config.json (MLX-LM, ``load_model``: one entry for all, and one for each module that differs), other
@@ -23,7 +23,7 @@ _METHODS = ("modelopt", "modelopt_fp4")
 
 
 def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None:
-    """A config.json that says how ``weights`` are quantized; None where ``config`` does."""
+    """Return a config.json that says how ``weights`` are quantized; None where ``config`` does."""
     made = dict(config)
     mlx = {
         stem(weight): weight.quantization
@@ -42,8 +42,10 @@ def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None
 
 
 def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
-    """How a module is quantized, as whoever reads the directory finds it. A group size that is left
-    out could be told by the shapes, which is not relied upon here."""
+    """Return how a module is quantized, as readers of the directory will find it.
+
+    A group size that is left out could be told by the shapes, which is not relied upon here.
+    """
     said = next((config[key] for key in KEYS if config.get(key) is not None), None)
     if not isinstance(said, dict):
         return None
@@ -55,7 +57,7 @@ def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
 
 
 def _table(mlx: Mapping[str, Quantization]) -> dict[str, Any]:
-    """The entry for all, which most modules have, and those that differ."""
+    """Return the entry for all, which most modules have, and those that differ."""
     count = Counter(mlx.values())
     usual = max(count, key=lambda kind: (count[kind], kind.type.name, kind.group_size))
     differing = {name: _entry(kind) for name, kind in sorted(mlx.items()) if kind != usual}
@@ -72,7 +74,7 @@ def _is_modelopt(config: Mapping[str, Any]) -> bool:
 
 
 def _modelopt(weights: Sequence[Weight]) -> dict[str, Any]:
-    """As ModelOpt's "unified checkpoint" has it: the algorithm, and which matrices are left out."""
+    """Return ModelOpt's form ("unified checkpoint"): the algorithm, and modules left out."""
     left = [w for w in weights if w.quantization is None and len(w.shape) == 2]
     return {
         METHOD: "modelopt",

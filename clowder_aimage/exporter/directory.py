@@ -30,8 +30,9 @@ _TRIES = 4  # a thread that is being stopped may still make a file
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """A new directory to fill. It is called ``path`` once the block has ended well; else nothing of
-    it stays.
+    """Yield a new directory to fill.
+
+    It is called ``path`` once the block has ended well; else nothing of it stays.
 
     One that does not exist is filled beside its place and renamed. One that exists, and is empty,
     stays the same directory, perhaps a mount or somebody's working directory: what it is to hold is
@@ -62,7 +63,10 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 
 def is_folding(directory: Path) -> bool:
-    """Whether the file system takes ``A`` and ``a`` for one name; ``directory`` is one of ours."""
+    """Return whether the file system takes ``A`` and ``a`` for one name.
+
+    ``directory`` is one of ours.
+    """
     return directory.with_name(directory.name.swapcase()).exists()
 
 
@@ -128,7 +132,7 @@ def _rename(path: Path, final: Path, temporary: Path) -> None:
 
 
 def _move_up(path: Path, final: Path, temporary: Path) -> None:
-    """What is in ``temporary`` into ``final``, around it; all of it, or nothing."""
+    """Move the contents of ``temporary`` into ``final``, around it: all of it, or nothing."""
     if list(final.iterdir()) != [temporary]:
         raise _occupied(path)
     moved: list[Path] = []

@@ -1,5 +1,7 @@
-"""What an export writes, decided before the first byte: from the manifest, the headers of the
-tensors' blobs and the configurations."""
+"""Plan of an export, made before the first byte is written.
+
+From the manifest, the headers of the tensors' blobs and the configurations.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """``made`` files begin with what is here and have this size in the end; ``pieces`` are the rest
-    of them, by the blobs that they come from. ``whole`` layers are files as they are, ``packed``
-    ones are unpacked into a file, and ``tars`` into whatever is in them. ``quantized`` says for
-    components in whose form their weights are."""
+    """``made`` files begin with what is here and have this size in the end.
+
+    ``pieces`` are the rest of them, by the blobs that they come from. ``whole`` layers are files as
+    they are, ``packed`` ones are unpacked into a file, and ``tars`` into whatever is in them.
+    ``quantized`` says for components in whose form their weights are.
+    """
 
     names: FileNames
     made: Mapping[str, tuple[bytes, int]]
@@ -59,13 +63,13 @@ class ExportPlan:
 
     @property
     def size(self) -> int:
-        """The bytes that are read of the store, before they are unpacked."""
+        """Return the bytes that are read of the store, before they are unpacked."""
         layers = [*self.whole, *self.packed, *self.tars]
         return sum(content.size for content in (*self.pieces, *(x.descriptor for x in layers)))
 
     @property
     def needed(self) -> int:
-        """The least bytes that the directory takes."""
+        """Return the least bytes that the directory takes."""
         packed = [layer.content or layer.descriptor for layer in (*self.packed, *self.tars)]
         return (
             sum(size for _, size in self.made.values())
@@ -77,8 +81,9 @@ class ExportPlan:
 def plan_export(
     blobs: LayerStore, aimage: AImage, *, shard: int = SHARD, is_ours: bool = True
 ) -> ExportPlan:
-    """Decide everything; files of weights have at most ``shard`` bytes of tensors. What is not
-    ``is_ours`` is a neighbour's, to which nothing is added.
+    """Decide everything; files of weights have at most ``shard`` bytes of tensors.
+
+    What is not ``is_ours`` is a neighbour's, to which nothing is added.
 
     Raises:
         NotFoundError: a blob is not in the store.
@@ -127,7 +132,7 @@ class _Planner:
         )
 
     def _read(self) -> dict[str, list[Weight]]:
-        """The weights of each component; where they are, too."""
+        """Return the weights of each component; where they are, too."""
         for layer in self._tensors:
             self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
@@ -155,7 +160,7 @@ class _Planner:
             offset += entry.nbytes
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
-        """A model card with the licence, where create looks for it, if no other file says it."""
+        """Add a model card with the licence where no other file states it."""
         said = self._aimage.properties
         made = card(said.get("license"))
         is_carded = has_weights or said.get("format") in _CARDED
@@ -164,15 +169,18 @@ class _Planner:
             names.add_file(CARD)
 
     def _is_said_by_gguf(self, said: Mapping[str, Any]) -> bool:
-        """Whether a GGUF file says the licence itself, where create reads it."""
+        """Return whether a GGUF file says the licence itself, where create reads it."""
         if said.get("format") != "gguf":
             return False
         found = (x for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
         return any(_says(self._store, layer.descriptor, said["license"]) for layer in found)
 
     def _stem(self, component: str) -> str:
-        """What a component's library calls its weights; the library is told by the AImage config,
-        the pipeline's index, or else by the component's own configuration."""
+        """Return the stem of weight files that a component's library expects.
+
+        The library is told by the AImage config, the pipeline's index, or else by the component's
+        own configuration.
+        """
         if not component:
             return STEMS["transformers"]
         known = self._aimage.properties.get("components")
@@ -186,12 +194,12 @@ class _Planner:
         return STEMS.get(str(library), STEMS["transformers"])
 
     def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
-        """What the configurations say of how a tensor is quantized whose blob does not."""
+        """Return the quantization of a tensor as the configurations state it."""
         config = self._object(_inside(component, _CONFIG))
         return QuantizationConfig(config, self._object(_INDEX)).of(name)
 
     def _object(self, name: str) -> dict[str, Any]:
-        """A JSON file of the AImage; nothing if it has none, or one that is too large."""
+        """Return a JSON file of the AImage; nothing if it has none, or one that is too large."""
         if name not in self._objects:
             self._objects[name] = self._parse(name)
         return self._objects[name]

@@ -40,7 +40,7 @@ OnWritten = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportedFiles:
-    """How many files of how many bytes there are now, and how whole ones came."""
+    """Counts of files and bytes, and of the ways that whole files were made."""
 
     files: int
     size: int
@@ -70,7 +70,7 @@ def write_files(
 
 
 class _Writer:
-    """What the threads of one export share."""
+    """State that the threads of one export share."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class _Writer:
         return ExportedFiles(self._files, self._size, self._ways)
 
     def _linkable(self) -> set[Descriptor]:
-        """The whole layers that lie on the same file system."""
+        """Return the whole layers that lie on the same file system."""
         with faults(self._path):
             device = self._root.stat().st_dev
             found = {x.descriptor for x in self._plan.whole if self._blobs.is_there(x.descriptor)}
             return {one for one in found if self._blobs.path(one).stat().st_dev == device}
 
     def _check_room(self) -> int:
-        """The bytes that may be written. Raises NoSpaceError where that is not enough."""
+        """Return the bytes that may be written. Raises NoSpaceError where that is not enough."""
         free = shutil.disk_usage(self._root).free
         shared = [x.descriptor.size for x in self._plan.whole if x.descriptor in self._shared]
         needed = self._plan.needed - sum(shared)
@@ -136,7 +136,7 @@ class _Writer:
         return min(MAX_PLAIN, free * _SHARE // 100)
 
     def _make(self) -> None:
-        """The directories, and the files whose beginnings are here."""
+        """Make the directories, and the files up to their headers."""
         for name in self._plan.names.directories:
             make_directories(self._root, name)
         for name, (start, size) in self._plan.made.items():
@@ -157,14 +157,14 @@ class _Writer:
 
     @property
     def _buffer(self) -> memoryview:
-        """The calling thread's."""
+        """Return the calling thread's."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = new_buffer()
         buffer: memoryview = self._own.buffer
         return buffer
 
     def _chunks(self, content: Descriptor, *, is_counted: bool = True) -> Iterator[memoryview]:
-        """The bytes of a blob, verified once there are no more."""
+        """Yield the bytes of a blob, verified once there are no more."""
         with VerifyingReader(self._blobs.open(content), content) as reader:
             while True:
                 if self._stopped.is_set():
@@ -178,7 +178,7 @@ class _Writer:
                     self._on_written(count)
 
     def _gather(self, blob: Descriptor, pieces: Sequence[FilePiece]) -> None:
-        """The tensors in a blob, each to its place."""
+        """Copy the tensors in a blob, each to its place."""
         left = sorted(pieces, key=lambda piece: (piece.start, piece.nbytes))  # empty ones first
         files: dict[str, int] = {}
         try:
@@ -287,7 +287,7 @@ def _reading(content: Descriptor) -> Iterator[None]:
 
 
 def _synchronise(path: Path) -> None:
-    """What was written to a file, onto the disk. Raises OSError."""
+    """Flush a file to the disk. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

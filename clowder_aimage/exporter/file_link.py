@@ -1,5 +1,6 @@
-"""A file that shares its bytes with a blob: a reflink where the file system has them, else a hard
-link.
+"""A file that shares its bytes with a blob.
+
+A reflink where the file system has them, else a hard link.
 
 A reflink (Linux, ``ioctl_ficlone(2)``) is a file of its own that shares blocks until one of both is
 written to. A hard link is the blob by another name: read-only, and never to be written to.
@@ -20,7 +21,7 @@ _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 
 
 class LinkMethod(StrEnum):
-    """How a whole file came into the directory."""
+    """The way that a whole file came into the directory."""
 
     COPIED = "copied"
     REFLINKED = "reflinked"

@@ -14,8 +14,10 @@ _PATH = 4096  # bytes of a whole path, with a zero at its end (Linux, limits.h, 
 
 
 class FileNames:
-    """Files and directories, by their names below the directory. ``is_folded`` where the file
-    system takes ``A`` and ``a`` for one name."""
+    """Files and directories, by their names below the directory.
+
+    ``is_folded`` where the file system takes ``A`` and ``a`` for one name.
+    """
 
     def __init__(self, *, is_folded: bool = False) -> None:
         self._is_folded = is_folded
@@ -25,12 +27,14 @@ class FileNames:
 
     @property
     def directories(self) -> list[str]:
-        """All of them, parents first."""
+        """Return all of them, parents first."""
         return sorted(self._directories.values())
 
     def add_file(self, name: str) -> None:
-        """Raises FormatError where ``name`` is taken, too long, or a directory, or lies below a
-        file."""
+        """Add a file's name.
+
+        Raises FormatError where ``name`` is taken, too long, a directory, or below a file.
+        """
         self._check_length(name)
         self._add_parts(name.split("/")[:-1], name)
         key = self._key(name)
@@ -41,8 +45,11 @@ class FileNames:
         self._files[key] = name
 
     def add_directory(self, name: str) -> None:
-        """Raises FormatError where ``name`` is too long, or it, or what it lies in, is a file, or
-        is there already in another spelling."""
+        """Add a directory's name.
+
+        Raises FormatError where ``name`` is too long, or it or a parent is a file, or exists in
+        another spelling.
+        """
         self._check_length(name)
         self._add_parts(name.split("/"), f"{name}/")
 
@@ -56,8 +63,10 @@ class FileNames:
                 raise _collision(own, self._directories[key])
 
     def fold(self) -> None:
-        """From now on ``A`` and ``a`` are one name, among what was added, too. Raises
-        FormatError."""
+        """Treat ``A`` and ``a`` as one name from now on, and among the names added.
+
+        Raises FormatError.
+        """
         if self._is_folded:
             return
         again = FileNames(is_folded=True)
@@ -69,8 +78,10 @@ class FileNames:
         self._files, self._directories = again._files, again._directories
 
     def fit(self, root: Path) -> None:
-        """From now on names are no longer than the file system takes below ``root``, those that
-        were added, too. Raises FormatError."""
+        """Limit the length of names to that of the file system below ``root``.
+
+        Names that were added are checked too. Raises FormatError.
+        """
         with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not tell
             self._part = min(self._part, _limit(root, "PC_NAME_MAX"))
             self._whole = min(self._whole, _limit(root, "PC_PATH_MAX"))
@@ -93,11 +104,11 @@ class FileNames:
             )
 
     def is_free(self, name: str) -> bool:
-        """Whether a file may be called so on every file system; ``name`` lies at the top."""
+        """Return whether a file may be called so on every file system; ``name`` lies at the top."""
         return all(_fold(name) != _fold(one) for one in (*self._files, *self._directories))
 
     def is_file(self, name: str) -> bool:
-        """Whether that very name is a file's."""
+        """Return whether that very name is a file's."""
         return self._files.get(self._key(name)) == name
 
     def _key(self, name: str) -> str:
@@ -109,7 +120,7 @@ def _fold(name: str) -> str:
 
 
 def _limit(root: Path, name: str) -> int:
-    """What the system says; it may say that there is none. Raises OSError, ValueError."""
+    """Return a limit of the file system; it may state none. Raises OSError, ValueError."""
     found = os.pathconf(root, name)
     return found if found > 0 else _PATH
 

@@ -1,4 +1,4 @@
-"""What becomes of a layer, by its media type: a part of a weight file, a file, or what is in it.
+"""Kinds of layers by media type: part of a weight file, a file, or an archive of files.
 
 Only what somebody's table names is opened. A layer of any other type, an execution provider's say,
 is the file that it was, however its type ends.
@@ -36,26 +36,28 @@ _NEIGHBOURS = (
 
 
 def is_ours(stored: StoredAImage) -> bool:
-    """Whether the AImage config is one that was packed, and not made of a neighbour's."""
+    """Return whether the AImage config is one that was packed, and not made of a neighbour's."""
     if stored.dialect.name == "modelpack":
         return CARRIED_CONFIG in stored.manifest.annotations
     return stored.dialect.name not in ("docker", "kitops")
 
 
 def is_gathered(layer: Layer) -> bool:
-    """Whether it is a tensor, or the experts of a layer: no whole file of such a type."""
+    """Return whether it is a tensor, or the experts of a layer: no whole file of such a type."""
     return layer.is_tensor and not layer.name.endswith(".safetensors")
 
 
 def is_tar(layer: Layer) -> bool:
-    """Whether it is an archive of a neighbour's, which stands for what is in it."""
+    """Return whether it is an archive of a neighbour's, which stands for what is in it."""
     plain, _ = mediatype.split_compression(layer.descriptor.media_type)
     return plain.startswith(_NEIGHBOURS) and plain.endswith(_TAR)
 
 
 def is_packed(layer: Layer) -> bool:
-    """Whether it is a file that was compressed on its way in: one of ours, a neighbour's raw file,
-    or one of which the manifest says what it unpacks to."""
+    """Return whether it is a file that was compressed on its way in.
+
+    One of ours, a neighbour's raw file, or one of which the manifest says what it unpacks to.
+    """
     plain, compression = mediatype.split_compression(layer.descriptor.media_type)
     if not compression or is_tar(layer):
         return False

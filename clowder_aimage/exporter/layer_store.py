@@ -17,8 +17,10 @@ from clowder_aimage.oci import Descriptor
 
 
 class LayerStore:
-    """The blobs in ``store``. ``packed`` are those that came compressed, and what they stand
-    for."""
+    """The blobs in ``store``.
+
+    ``packed`` are those that came compressed, and what they stand for.
+    """
 
     def __init__(
         self, store: ContentStore, packed: Iterable[tuple[Descriptor, Descriptor]] = ()
@@ -27,7 +29,7 @@ class LayerStore:
         self._came = {plain.digest: came for came, plain in packed}
 
     def open(self, content: Descriptor, /) -> BinaryIO:
-        """The bytes of a blob, from the first one on; those that are unpacked are verified.
+        """Return the bytes of a blob, from the first one on; those that are unpacked are verified.
 
         Raises:
             NotFoundError: it is not in the store.
@@ -43,13 +45,13 @@ class LayerStore:
 
     @property
     def source(self) -> ContentStore:
-        """The same, for whoever asks a store for ``open`` and ``path`` alone."""
+        """Return the same, for whoever asks a store for ``open`` and ``path`` alone."""
         return cast(ContentStore, self)
 
     def path(self, content: Descriptor) -> Path:
-        """The file that the blob's bytes come from. Raises NotFoundError."""
+        """Return the file that the blob's bytes come from. Raises NotFoundError."""
         return self._store.path(self._came.get(content.digest, content))
 
     def is_there(self, content: Descriptor) -> bool:
-        """Whether that file is the blob itself."""
+        """Return whether that file is the blob itself."""
         return content.digest not in self._came

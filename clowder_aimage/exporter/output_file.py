@@ -12,7 +12,7 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def new_file(path: Path, mode: int = FILE_MODE) -> int:
-    """A file that was not there, open to be written. Raises OSError."""
+    """Return a file that was not there, open to be written. Raises OSError."""
     return os.open(path, _FLAGS, mode)
 
 

@@ -36,7 +36,7 @@ class WeightFile:
 
 
 def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -> list[WeightFile]:
-    """The files that hold ``entries``.
+    """Return the files that hold ``entries``.
 
     Raises:
         FormatError: two tensors have one name, or one that cannot be.

@@ -32,7 +32,7 @@ _PROGRAM = 0o755
 
 @dataclass(slots=True)
 class ExtractedTar:
-    """How many files there were, and how many bytes."""
+    """Counts of files and bytes."""
 
     files: int = 0
     size: int = 0
@@ -87,7 +87,7 @@ class TarExtractor:
             raise self._refuse(name, "a device, a pipe or something else that is no file")
 
     def _name(self, said: str) -> str:
-        """A name below the directory; none for the directory itself. Raises FormatError."""
+        """Return a name below the directory; none for the directory itself. Raises FormatError."""
         parts = [part for part in said.split("/") if part not in ("", ".")]
         if said.startswith("/") or ".." in parts:
             raise self._refuse(said, "a name that leads out of it")
@@ -119,7 +119,7 @@ class TarExtractor:
         self.done.size += member.size
 
     def _link(self, member: tarfile.TarInfo, name: str) -> None:
-        """A symbolic link as it is, if it stays inside; a hard link to a file that came before."""
+        """Make a symbolic link that stays inside, or a hard link to an earlier file."""
         if member.islnk():
             source = self._name(member.linkname)
             if not self._names.is_file(source) or (self._root / source).is_symlink():
@@ -132,8 +132,11 @@ class TarExtractor:
         self.done.files += 1
 
     def _check_target(self, name: str, target: str) -> None:
-        """No link of ours is a directory that another name goes through, so leading ``..`` are
-        what they seem; after another link they would not be."""
+        """Check that a link's target stays inside, before any of it is resolved.
+
+        Leading ``..`` mean what they seem, since no link made here is a directory that another name
+        goes through.
+        """
         parts = [part for part in target.split("/") if part not in ("", ".")]
         climbs = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
         if (

@@ -1,4 +1,4 @@
-"""How weights are called in files: as the libraries have them, quantized ones as their makers.
+"""Names of weights in files: those of the libraries, and of the makers for quantized ones.
 
 A quantized weight becomes MLX's ``x.weight`` (codes), ``x.scales`` and ``x.biases`` (MLX-LM's
 ``save_config``, ``mlx.nn.QuantizedLinear``). nvfp4 with a factor for the whole matrix is none of
@@ -36,17 +36,17 @@ class WeightEntry:
 
 
 def is_modelopt(weight: Weight) -> bool:
-    """Whether it is quantized, and written in ModelOpt's form."""
+    """Return whether it is quantized, and written in ModelOpt's form."""
     return any(part.suffix == GLOBAL_SCALE for part in weight.parts)
 
 
 def stem(weight: Weight) -> str:
-    """The module that a weight is of."""
+    """Return the module that a weight is of."""
     return weight.name.removesuffix(_WEIGHT)
 
 
 def entries(component: str, weight: Weight) -> list[WeightEntry]:
-    """The tensors that ``weight`` becomes.
+    """Return the tensors that ``weight`` becomes.
 
     Raises:
         ModelError: it is quantized, and called as no tool calls such a weight.
@@ -71,8 +71,10 @@ def _mlx(weight: Weight) -> list[WeightEntry]:
 
 
 def _modelopt(weight: Weight) -> list[WeightEntry]:
-    """Codes are words in our blobs: the same bytes, two codes in each, the first in the low
-    half."""
+    """Codes are words in our blobs.
+
+    The same bytes, two codes in each, the first in the low half.
+    """
     made = []
     for part in weight.parts:
         if part.suffix in _MODELOPT:

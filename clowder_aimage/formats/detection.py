@@ -1,4 +1,4 @@
-"""Which format a file or a directory is in: by magic numbers and contents, then by endings."""
+"""Detection of formats: by magic numbers and contents, then by endings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KNOWN = (
 
 
 def detect(path: Path) -> str:
-    """The format of ``path``: the name of its module, or diffusers.
+    """Return the format of ``path``: the name of its module, or diffusers.
 
     Raises:
         UsageError: two formats fit.
@@ -64,7 +64,7 @@ def _detect_file(path: Path) -> str:
 
 
 def _by_ending(path: Path, ending: str) -> str:
-    """The format whose reader says what is wrong with a file."""
+    """Return the format whose reader says what is wrong with a file."""
     if ending == gguf.ENDING:
         return gguf.FORMAT
     if ending == onnx.ENDING:
@@ -103,9 +103,11 @@ def _detect_safetensors(path: Path) -> str:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are an adapter, which is what most of them are then: pairs of
-    small matrices, as peft (``lora_A``, ``lora_B``) and kohya-ss (``lora_down``, ``lora_up``) call
-    them. Some whole models bring adapters along."""
+    """Return whether tensors of these names are an adapter, which is what most of them are then.
+
+    Pairs of small matrices, as peft (``lora_A``, ``lora_B``) and kohya-ss (``lora_down``,
+    ``lora_up``) call them. Some whole models bring adapters along.
+    """
     names = list(names)
     halves = sum(1 for name in names if _LORA.search(name))
     others = sum(1 for name in names if not _LORA.search(name) and not _LORA_TOO.search(name))
@@ -143,7 +145,7 @@ def _detect_directory(root: Path) -> str:
 
 
 def _detect_sole(root: Path) -> str | None:
-    """The format of the only file in a directory, whatever it is called."""
+    """Return the format of the only file in a directory, whatever it is called."""
     path = sole(root)
     try:
         return _detect_file(path) if path is not None else None
@@ -156,7 +158,7 @@ def _has(names: Iterable[str], ending: str) -> bool:
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
-    """Whether there are weights, and a config that says what network they are of."""
+    """Return whether there are weights, and a config that says what network they are of."""
     # an adapter often brings the config of its base
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
     path = root / _CONFIG

@@ -1,4 +1,4 @@
-"""What is in a diffusers model directory: names, headers and configs, no weights.
+"""Diffusers model directories: names, headers and configs, no weights.
 
 Layout of such a directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
 transformers, "Sharded checkpoints".
@@ -47,8 +47,10 @@ _MAX_CARD = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that becomes a layer as it is. ``size`` in bytes; ``modified`` is when it was last
-    written, in nanoseconds."""
+    """A file that becomes a layer as it is.
+
+    ``size`` in bytes; ``modified`` is when it was last written, in nanoseconds.
+    """
 
     name: str
     path: Path
@@ -59,8 +61,11 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a pipeline: its class and library, as model_index.json names them; a Transformers
-    model is a single part without a name. ``ignored`` are names of tensors that are left out."""
+    """One part of a pipeline: its class and library, as model_index.json names them.
+
+    A Transformers model is a single part without a name. ``ignored`` are names of tensors that are
+    left out.
+    """
 
     name: str
     library: str
@@ -73,8 +78,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that a plan is made from. ``family`` and ``pipeline`` are empty for what is no diffusers
-    directory; ``facts`` are properties of the AImage config that its format tells."""
+    """All that a plan is made from.
+
+    ``family`` and ``pipeline`` are empty for what is no diffusers directory; ``facts`` are
+    properties of the AImage config that its format tells.
+    """
 
     family: str
     pipeline: str
@@ -121,7 +129,10 @@ def _take_inventory(directory: Path) -> Inventory:
 
 
 def _is_unknown(key: str, value: object) -> bool:
-    """Whether it is a part that we would leave out; one that the model lacks is [null, null]."""
+    """Return whether it is a part that we would leave out.
+
+    One that the model lacks is [null, null].
+    """
     return key not in COMPONENTS and _is_part(value)
 
 
@@ -206,7 +217,7 @@ def _file(root: Path, name: str) -> SourceFile:
 
 
 def read_object(root: Path, name: str) -> Mapping[str, Any]:
-    """The JSON object in a file of the model directory ``root``. Raises ModelError."""
+    """Return the JSON object in a file of the model directory ``root``. Raises ModelError."""
     value = _parse_json(root, name)
     if not isinstance(value, dict):
         raise ModelError(f"{root / name} is not a JSON object")
@@ -233,7 +244,10 @@ def _no_constant(name: str) -> None:
 
 
 def read_license(root: Path) -> str | None:
-    """The licence in the front matter of the model card (Hugging Face hub, "Model Cards")."""
+    """Return the licence in the front matter of the model card.
+
+    Source: Hugging Face hub, "Model Cards".
+    """
     path = root / "README.md"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What a reader of a format has found: the files that become layers, and the facts of the config.
+"""Results of a format's reader: files that become layers, properties of the config.
 
 Also what all readers share: which files may be read, and how a fault is told.
 """
@@ -26,8 +26,11 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """A model in the words of a format. ``files`` are sorted by name; ``facts`` are properties of
-    the AImage config (schemas/aimage-config.schema.json)."""
+    """A model in the words of a format.
+
+    ``files`` are sorted by name; ``facts`` are properties of the AImage config
+    (schemas/aimage-config.schema.json).
+    """
 
     format: str
     files: tuple[SourceFile, ...]
@@ -45,7 +48,7 @@ def taken(
 
 
 def text(value: object) -> str | None:
-    """A word that a file says of itself, if it is fit to be shown: short, and printable."""
+    """Return a word that a file says of itself, if it is fit to be shown: short, and printable."""
     if not isinstance(value, str):
         return None
     word = value.strip()
@@ -55,8 +58,10 @@ def text(value: object) -> str | None:
 def source_file(
     root: Path | None, path: Path, name: str, media_type: str = mediatype.AIMAGE_FILE
 ) -> SourceFile:
-    """A file that becomes the layer ``name``. It may not lie outside of ``root``, if there is one:
-    a link that was named by hand is followed wherever it leads.
+    """Return a file that becomes the layer ``name``.
+
+    It may not lie outside of ``root``, if there is one: a link that was named by hand is followed
+    wherever it leads.
 
     Raises:
         ModelError: it is no regular file, elsewhere, a pointer of Git LFS, or its name cannot be a
@@ -75,7 +80,7 @@ def source_file(
 
 
 def start_of(path: Path) -> bytes:
-    """The first bytes of a file."""
+    """Return the first bytes of a file."""
     with path.open("rb") as file:
         return file.read(START)
 
@@ -90,8 +95,11 @@ def _check_file(path: Path) -> None:
 
 
 def home(root: Path) -> Path:
-    """The directory that files of ``root`` may not lie outside of: itself, or the snapshot in a
-    Hugging Face cache that it is part of (huggingface_hub, "Understand caching")."""
+    """Return the directory that files of ``root`` may not lie outside of.
+
+    Itself, or the snapshot in a Hugging Face cache that it is part of (huggingface_hub, "Understand
+    caching").
+    """
     for directory in root.absolute().parents:
         cache = directory.parent.parent
         if directory.parent.name == "snapshots" and (cache / "blobs").is_dir():
@@ -100,12 +108,12 @@ def home(root: Path) -> Path:
 
 
 def is_pickled(path: Path) -> bool:
-    """Whether a file is pickled, by its name: it is not opened."""
+    """Return whether a file is pickled, by its name: it is not opened."""
     return path.suffix.lower() in PICKLED
 
 
 def walk(root: Path) -> list[Path]:
-    """All files below ``root`` but hidden ones, sorted.
+    """Return all files below ``root`` but hidden ones, sorted.
 
     Raises:
         ModelError: a link leads out of it, a directory is a link, something is no regular file, or
@@ -141,7 +149,7 @@ def _check_directory(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What the system refuses becomes a ModelError."""
+    """Turn errors of the operating system into ModelError."""
     try:
         yield
     except OSError as error:
@@ -150,7 +158,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A FormatError gets the name of the file that it is about."""
+    """Yield a FormatError gets the name of the file that it is about."""
     try:
         yield
     except FormatError as error:

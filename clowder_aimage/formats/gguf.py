@@ -58,13 +58,13 @@ class _Model:
 
     @property
     def is_projector(self) -> bool:
-        """Whether it only lets another model see or hear."""
+        """Return whether it only lets another model see or hear."""
         said = (self.metadata.get("general.type"), self.metadata.get("general.architecture"))
         return said[0] == "mmproj" or said[1] == "clip"
 
 
 def take(path: Path) -> FormatResult:
-    """The model in a file, in the parts that the file is one of, or in a directory.
+    """Return the model in a file, in the parts that the file is one of, or in a directory.
 
     Raises:
         FormatError: a file is not what it claims to be, or the parts do not belong together.
@@ -95,7 +95,7 @@ def _take_directory(root: Path) -> FormatResult:
 
 
 def _firsts(paths: Sequence[Path]) -> list[Path]:
-    """One file of each model."""
+    """Return one file of each model."""
     firsts: dict[str, Path] = {}
     for path in paths:
         match = _PART.fullmatch(path.name)
@@ -121,7 +121,7 @@ def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> 
 
 
 def _quantization(model: _Model) -> str | None:
-    """What most of it is quantized to, as the file says, or else as its tensors are."""
+    """Return the quantization that the file states, or else that of most of its values."""
     said = model.metadata.get("general.file_type")
     if type(said) is int and said != gguf_type.GUESSED:
         known = gguf_type.FILES.get(said & ~gguf_type.GUESSED)
@@ -154,13 +154,15 @@ def _adapter(model: _Model) -> dict[str, Any]:
 
 
 def _is_up(tensor: GgufTensor) -> bool:
-    """Whether it is the second matrix of a pair, ``blk.0.attn_q.weight.lora_b``: its rows are as
-    long as the rank."""
+    """Return whether it is the second matrix of a pair, ``blk.0.attn_q.weight.lora_b``.
+
+    Its rows are as long as the rank.
+    """
     return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
 
 
 def _read(path: Path) -> _Model:
-    """The model that a file is, or is a part of."""
+    """Return the model that a file is, or is a part of."""
     match = _PART.fullmatch(path.name)
     paths = _parts(path, match) if match else [path]
     files, headers = [], []
@@ -181,7 +183,7 @@ def _as_adapter(file: SourceFile) -> SourceFile:
 
 
 def _parts(path: Path, match: re.Match[str]) -> list[Path]:
-    """All parts of a split model; ``path`` is one of them.
+    """Return all parts of a split model; ``path`` is one of them.
 
     Raises:
         FormatError: some are missing.
@@ -203,7 +205,7 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
 
 
 def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
-    """What the parts say of each other must be what they are."""
+    """Check that the parts are those that each of them states."""
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
         if said != (len(paths), number):

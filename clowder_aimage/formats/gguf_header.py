@@ -43,8 +43,10 @@ _LEAST_PAIR, _LEAST_TENSOR, _LEAST_TEXT, _LEAST_LIST = 8 + 1 + 4 + 1, 8 + 4 + 4 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """``shape`` as in the file: the row's length first. ``offset``, from the file's start, and
-    ``nbytes`` are in bytes."""
+    """``shape`` as in the file: the row's length first.
+
+    ``offset``, from the file's start, and ``nbytes`` are in bytes.
+    """
 
     name: str
     type: str
@@ -103,7 +105,7 @@ class _Cursor:
         return form.unpack(self.take(form.size, what))[0]
 
     def count(self, what: str, least: int, most: int) -> int:
-        """How many follow, each of at least ``least`` bytes."""
+        """Read a count of items of at least ``least`` bytes each."""
         place = self.position
         count: int = self.number(_U64, f"the number of {what}")
         if count > most or count * least > self.left:
@@ -199,7 +201,7 @@ def _is_alignment(kind: int, value: Any) -> bool:
 
 
 def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
-    """The value; None for lists and for strings that are not kept."""
+    """Return the value; None for lists and for strings that are not kept."""
     place = cursor.position
     if form := gguf_type.SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
@@ -217,7 +219,7 @@ def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
 
 
 def _string(cursor: _Cursor, key: str, most: int) -> str | None:
-    """A string, if it is no longer than ``most`` bytes."""
+    """Return a string, if it is no longer than ``most`` bytes."""
     place = cursor.position
     length = cursor.number(_U64, f"the length of {key[:100]}")
     if length > most:
@@ -255,7 +257,7 @@ def _skip_list(cursor: _Cursor) -> None:
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """A tensor's info; its offset is from the start of the data still."""
+    """Return a tensor's info; its offset is from the start of the data still."""
     name = cursor.text("a tensor's name", MAX_NAME)
     place, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
     if rank > MAX_DIMENSIONS:
@@ -283,7 +285,7 @@ def _check_names(tensors: tuple[GgufTensor, ...]) -> None:
 
 
 def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
-    """Every tensor must lie in the file, and none in another."""
+    """Check that every tensor lies in the file, and none overlaps another."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset < end:

@@ -31,8 +31,9 @@ class StoredLayer:
 
 
 def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
-    """The same layers, with the weights that are spread over several of them in the one of the
-    codes. Codes of which nothing says how they were quantized stay U32 values.
+    """Return the same layers, with weights that span several of them in that of the codes.
+
+    Codes without any statement of their quantization stay U32 values.
 
     Raises:
         FormatError: the layers do not fit what is said of them.
@@ -67,7 +68,7 @@ def _check(stored: StoredLayer) -> None:
 def _parts(
     stored: StoredLayer, named: Mapping[str, StoredLayer]
 ) -> Iterator[tuple[str, StoredLayer]]:
-    """The layers of scales and biases for the codes in ``stored``."""
+    """Yield the layers of scales and biases for the codes in ``stored``."""
     if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
     for part, name in own_layers(stored.layer.name, named).items():

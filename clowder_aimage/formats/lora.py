@@ -41,7 +41,7 @@ _WORDS = 200  # that are kept of ss_tag_frequency
 
 
 def take(path: Path) -> FormatResult:
-    """The adapter at ``path``.
+    """Return the adapter at ``path``.
 
     Raises:
         ModelError: there is none, or it is pickled.
@@ -83,7 +83,7 @@ def _take(
 
 
 def describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's facts of the adapter in the file at ``path``. Raises FormatError."""
+    """Return the config's facts of the adapter in the file at ``path``. Raises FormatError."""
     pairs = pairs_of(path, header)
     ranks = {pair.rank for pair in pairs}
     said = header.metadata
@@ -102,7 +102,7 @@ def describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """What a pair changes: ``rows`` of ``columns`` values, by ``rank`` steps between them."""
+    """A low-rank pair: it changes ``rows`` by ``columns`` values with rank ``rank``."""
 
     target: str
     rank: int
@@ -111,12 +111,12 @@ class LoraPair:
 
 
 def read_pairs(path: Path) -> list[LoraPair]:
-    """The low-rank pairs in the file at ``path``. Raises FormatError."""
+    """Return the low-rank pairs in the file at ``path``. Raises FormatError."""
     return pairs_of(path, read_file(path))
 
 
 def pairs_of(path: Path, header: Header) -> list[LoraPair]:
-    """The low-rank pairs. Raises FormatError where one half is missing or does not fit."""
+    """Return the low-rank pairs. Raises FormatError where one half is missing or does not fit."""
     down = {match[1]: name for name in header.tensors if (match := _DOWN.fullmatch(name))}
     up = {match[1]: name for name in header.tensors if (match := _UP.fullmatch(name))}
     if not down:
@@ -156,7 +156,7 @@ def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int
 
 
 def _scalar(tensor: SourceTensor) -> float | None:
-    """The one number of a tensor; None for another kind of tensor."""
+    """Return the one number of a tensor; None for another kind of tensor."""
     if math.prod(tensor.shape) != 1 or tensor.dtype not in ("F32", "F16", "BF16", "F64"):
         return None
     with tensor.path.open("rb") as file:
@@ -177,7 +177,7 @@ def _trigger_words(said: Mapping[str, str]) -> list[str]:
 
 
 def _tags(text: str) -> list[str | None]:
-    """The tags that every picture of a data set had: kohya counts them by directory."""
+    """Return the tags that every picture of a data set had: kohya counts them by directory."""
     try:
         counts = json.loads(text) if text else {}
     except (ValueError, RecursionError):

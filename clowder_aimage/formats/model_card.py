@@ -1,4 +1,4 @@
-"""What may lie beside a model without being a part of it: its card, and adapters that travel along.
+"""Files beside a model that are not part of it: its card, and adapters.
 
 A card whose front matter says the licence and nothing else (Hugging Face hub, "Model Cards") is
 what an export writes where no other file says it.
@@ -19,7 +19,7 @@ _LONGEST = 4096  # bytes of a card that says so little
 
 
 def card(license_: object) -> bytes | None:
-    """A card that says this licence; None where it is no word that one could say."""
+    """Return a card that says this licence; None where it is no word that one could say."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None
     made = f"---\nlicense: {license_}\n---\n".encode()
@@ -27,15 +27,17 @@ def card(license_: object) -> bytes | None:
 
 
 def is_bare(path: Path) -> bool:
-    """Whether a file is a card that says nothing but the licence."""
+    """Return whether a file is a card that says nothing but the licence."""
     if path.name != CARD or path.stat().st_size > _LONGEST:
         return False
     return _BARE.fullmatch(path.read_bytes()) is not None
 
 
 def sole(root: Path) -> Path | None:
-    """The only file in a directory, but for a card and adapters beside it; hidden ones do not
-    count. Raises ModelError where it is a link that leads out."""
+    """Return the only file in a directory, but for a card and adapters beside it.
+
+    Hidden ones do not count. Raises ModelError where it is a link that leads out.
+    """
     beside = (CARD, ADAPTERS)
     paths = [p for p in root.iterdir() if not p.name.startswith(".") and p.name not in beside]
     if len(paths) != 1 or not paths[0].is_file():

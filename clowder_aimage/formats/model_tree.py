@@ -1,4 +1,4 @@
-"""Which files of a model directory may be read at all."""
+"""Checks of the files in a model directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> list[Path]:
-    """The files right in ``directory``, sorted by name.
+    """Return the files right in ``directory``, sorted by name.
 
     Raises:
         ModelError: one of them is pickled, or leads out of ``root``.

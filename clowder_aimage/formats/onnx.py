@@ -34,8 +34,7 @@ _NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentenc
 
 
 def take(path: Path) -> FormatResult:
-    """The model in a file, with its external data, or the models in a directory, with what
-    belongs to them.
+    """Return the model in a file, or the models in a directory, with their files.
 
     Raises:
         FormatError: a file is not what it claims to be, or its external data are missing, too
@@ -79,8 +78,10 @@ def _version(model: OnnxModel) -> str:
 
 
 def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
-    """The files of one model, named from ``root`` on. The model itself may be a link out of it if
-    it was named by hand, and nothing is ``inside``."""
+    """Return the files of one model, named from ``root`` on.
+
+    The model itself may be a link out of it if it was named by hand, and nothing is ``inside``.
+    """
     main = source_file(inside, path, path.relative_to(root).as_posix(), mediatype.AIMAGE_ONNX)
     with naming(path):
         with path.open("rb") as file:
@@ -105,7 +106,7 @@ def _missing(tensor: str, name: str, path: Path) -> FormatError:
 
 
 def _places(model: OnnxModel) -> Iterable[tuple[str, list[Need]]]:
-    """The external files by their names beside the model: two locations may be one."""
+    """Return the external files by their names beside the model: two locations may be one."""
     places: dict[str, list[Need]] = {}
     for location, need in model.external.items():
         places.setdefault(_name(location, need.tensor), []).append(need)
@@ -113,7 +114,7 @@ def _places(model: OnnxModel) -> Iterable[tuple[str, list[Need]]]:
 
 
 def _name(location: str, tensor: str) -> str:
-    """A location as a path below the model's directory.
+    """Return a location as a path below the model's directory.
 
     Raises:
         FormatError: it leads elsewhere, or means another path on another system.

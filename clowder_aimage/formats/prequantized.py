@@ -41,8 +41,7 @@ _FLOATS = ("F32", "F16", "BF16")
 def read_quantized(
     directory: Path, tensors: Sequence[SourceTensor], config: Mapping[str, Any]
 ) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
-    """The weights of the component in ``directory``, sorted by name, and the names of what is left
-    out.
+    """Return the weights of a component, sorted by name, and the names of ignored tensors.
 
     Raises:
         FormatError: they are quantized in a way that is not known, or cannot be told from the
@@ -76,7 +75,7 @@ def read_quantized(
 def _packed(
     named: Mapping[str, SourceTensor], tensor: SourceTensor, config: Mapping[str, Any]
 ) -> Weight | None:
-    """The weight whose codes ``tensor`` holds; None if it holds none."""
+    """Return the weight whose codes ``tensor`` holds; None if it holds none."""
     stem = tensor.name.removesuffix(".weight")
     if tensor.name.endswith(".weight_packed"):
         return _compressed(named, tensor, tensor.name.removesuffix("_packed"))
@@ -105,7 +104,7 @@ def _mlx(
 def _configured(
     codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Quantization:
-    """What config.json says of a tensor, or of all.
+    """Return the quantization that config.json states for a tensor, or for all.
 
     A module's own entry stands for itself, as MLX's ``to_quantized`` reads it: it is affine unless
     it says otherwise, whatever the mode of the rest. Its group size may be left out: the shapes
@@ -140,7 +139,7 @@ def _configured(
 
 
 def _group_size(name: str, codes: SourceTensor, scales: SourceTensor) -> int:
-    """The values of a row for each of its scales."""
+    """Return the values of a row for each of its scales."""
     values = Quantization.parse(name).shape(codes.shape)[-1] if codes.shape else 0
     groups = scales.shape[-1] if scales.shape else 0
     return values // groups if groups else -1
@@ -212,7 +211,7 @@ def _part(suffix: str, tensor: SourceTensor) -> TensorPart:
 
 
 def _check(weight: Weight) -> None:
-    """The shapes must be those of the type and its groups. Raises FormatError."""
+    """Check that the shapes are those of the type and its groups. Raises FormatError."""
     quantization = weight.quantization
     assert quantization is not None  # noqa: S101
     rows = weight.shape[:-1]

@@ -20,8 +20,11 @@ _LONGEST = 10  # bytes of a varint of 64 bits
 
 
 class WireField(NamedTuple):
-    """A field at ``place``. ``value`` is what a varint is; any other has its bytes from ``start``
-    to ``end``. All places are bytes from the file's start."""
+    """A field at ``place``.
+
+    ``value`` is what a varint is; any other has its bytes from ``start`` to ``end``. All places are
+    bytes from the file's start.
+    """
 
     number: int
     wire: int
@@ -41,7 +44,7 @@ class WireReader:
         self._seen = 0
 
     def fields(self, start: int, end: int) -> Iterator[WireField]:
-        """The fields of the message from ``start`` to ``end``. Raises FormatError."""
+        """Yield the fields of the message from ``start`` to ``end``. Raises FormatError."""
         place = start
         while place < end:
             self._seen += 1
@@ -73,7 +76,7 @@ class WireReader:
         return WireField(number, wire, 0, place, position, position + length)
 
     def varints(self, field: WireField, most: int) -> list[int]:
-        """The numbers of a repeated field, packed or not: at most ``most`` of them.
+        """Return the numbers of a repeated field, packed or not: at most ``most`` of them.
 
         Raises:
             FormatError: they are no varints, or more.
@@ -91,7 +94,7 @@ class WireReader:
         return numbers
 
     def text(self, field: WireField, most: int) -> str:
-        """A string of at most ``most`` bytes. Raises FormatError."""
+        """Return a string of at most ``most`` bytes. Raises FormatError."""
         expect(field, BYTES)
         length = field.end - field.start
         if length > most:
@@ -138,5 +141,5 @@ def expect(field: WireField, wire: int) -> None:
 
 
 def signed(value: int) -> int:
-    """What a varint of the type int64 is."""
+    """Return the value of a varint of type int64."""
     return value - (1 << 64) if value >> 63 else value

@@ -15,7 +15,7 @@ _INDEX = ".safetensors.index.json"
 
 
 def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:
-    """The tensors of a component, sorted by name.
+    """Return the tensors of a component, sorted by name.
 
     Raises:
         ModelError: there is a shard too many; the index and the shards do not agree.
@@ -43,13 +43,13 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as one; whoever reads it finds out the rest."""
+    """Return whether a file begins as one; whoever reads it finds out the rest."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def read_file(path: Path) -> Header:
-    """The header of a safetensors file. Raises FormatError."""
+    """Return the header of a safetensors file. Raises FormatError."""
     try:
         with path.open("rb") as file:
             check_not_pointer(path, file.peek(64)[:64])
@@ -61,7 +61,7 @@ def read_file(path: Path) -> Header:
 
 
 def tensors_of(path: Path, header: Header) -> list[SourceTensor]:
-    """The tensors of the file at ``path``, in its header's order."""
+    """Return the tensors of the file at ``path``, in its header's order."""
     modified = path.stat().st_mtime_ns
     return [
         SourceTensor(
@@ -78,7 +78,7 @@ def tensors_of(path: Path, header: Header) -> list[SourceTensor]:
 
 
 def _check_index(index: Path, headers: dict[Path, Header]) -> None:
-    """The index must name every tensor of every shard, each in the shard that has it."""
+    """Check that the index names every tensor in the shard that has it."""
     weight_map = _weight_map(index)
     here = {path.name for path in headers}
     wanted = set(weight_map.values())

@@ -27,8 +27,9 @@ _EXPERTS = ("experts", "shared_experts")
 def read_stored(
     store: ContentStore, aimage: AImage, stated: Stated = lambda *_: (None, None)
 ) -> list[StoredLayer]:
-    """The layers of an AImage; of tensors, the headers are read. ``stated`` is asked about codes
-    that do not say themselves how they are quantized.
+    """Return the layers of an AImage; of tensors, the headers are read.
+
+    ``stated`` is asked about codes that do not say themselves how they are quantized.
 
     Raises:
         NotFoundError: a blob is not in the store.
@@ -42,7 +43,7 @@ def read_stored(
 
 
 def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
-    """The weights of each component."""
+    """Return the weights of each component."""
     components: dict[str, list[Weight]] = {}
     for stored in layers:
         if stored.weights:
@@ -73,14 +74,15 @@ def _read(store: ContentStore, layer: Layer, stated: Stated) -> StoredLayer:
 
 
 def name_layer(layer: Layer, error: FormatError) -> FormatError:
-    """The error, with the layer that it is about, named once."""
+    """Return the error, with the layer that it is about, named once."""
     said = error.message.removeprefix(f"{layer.name}: ")
     return FormatError(f"{layer.name}: {said}", hint=error.hint)
 
 
 def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
-    """The tensor that the layer is called like, or those of a packed group, by name. Stacked
-    experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
+    """Return the tensor that the layer is called like, or those of a packed group, by name.
+
+    Stacked experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
 
     Raises:
         FormatError: they are of another place, or not what the layer promises.

@@ -37,7 +37,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_
 
 
 def take(directory: Path) -> Inventory:
-    """The model with each tensor by itself.
+    """Return the model with each tensor by itself.
 
     Raises:
         ModelError: it is no whole Transformers directory, or pickled.
@@ -53,7 +53,7 @@ def take(directory: Path) -> Inventory:
 
 
 def take_whole(directory: Path) -> FormatResult:
-    """The same with files as they are. Raises as ``take`` does."""
+    """Return the same with files as they are. Raises as ``take`` does."""
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)  # checks the shards and their index
     whole = [
@@ -69,7 +69,7 @@ def take_whole(directory: Path) -> FormatResult:
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the AImage config says, from ``config.json``."""
+    """Return the properties of the AImage config that ``config.json`` states."""
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     context = next(
@@ -129,7 +129,7 @@ def _check_json(path: Path) -> None:
 
 
 def _files(directory: Path, paths: list[Path]) -> list[SourceFile]:
-    """What belongs to the model beside its weights."""
+    """Return the files of the model beside its weights."""
     return [
         source_file(directory, path, path.name)
         for path in paths

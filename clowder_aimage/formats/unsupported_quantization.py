@@ -42,8 +42,7 @@ _WORD = "scale"  # is in the names of all factors
 
 
 def check_method(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raises FormatError where config.json speaks of a quantization that whoever runs the model
-    refuses."""
+    """Refuse a config.json with a quantization that cannot be run. Raises FormatError."""
     key = unknown_key(config)
     if key is None:
         return
@@ -60,7 +59,7 @@ def check_method(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_rest(rest: Iterable[SourceTensor]) -> None:
-    """Raises FormatError where tensors that nothing was made of are parts of quantized ones."""
+    """Refuse unused tensors that are parts of quantized ones. Raises FormatError."""
     named = {tensor.name: tensor for tensor in rest}
     scaled = {_owner(name) for name in named if _WORD in name.rpartition(".")[2].lower()}
     for name, tensor in named.items():
@@ -73,7 +72,7 @@ def check_rest(rest: Iterable[SourceTensor]) -> None:
 
 
 def _owner(name: str) -> str:
-    """What a factor is of: ``x`` for ``x.scale_weight``, ``x.weight_scale``, ``x.weight.scale``."""
+    """Return the tensor of a factor: ``x`` for ``x.scale_weight`` and ``x.weight_scale``."""
     return name.rpartition(".")[0].removesuffix(_WEIGHT)
 
 

@@ -1,4 +1,4 @@
-"""Whether an adapter belongs to a model: its pairs must fit the tensors that they change."""
+"""Check that an adapter belongs to a model: its pairs must fit the tensors they change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_fit(what: str, pairs: Sequence[LoraPair], shapes: Shapes, base: str) -
 
 
 def _find(target: str, known: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The shapes that a target may have in the model; those of its thirds, stacked."""
+    """Return the shapes that a target may have in the model; those of its thirds, stacked."""
     name = _plain(target)
     if found := known.get(name) or known.get(f"{name}_0"):
         return found

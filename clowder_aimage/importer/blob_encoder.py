@@ -30,8 +30,11 @@ CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at o
 
 
 class BlobEncoder:
-    """What one of ``threads`` makes blobs with. ``buffer`` is lent to each sink, full but for the
-    last time, and written anew when the sink returns."""
+    """Buffers and options with which one of ``threads`` encodes blobs.
+
+    ``buffer`` is lent to each sink, full but for the last time, and written anew when the sink
+    returns.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class BlobEncoder:
         self._quantizer = quantizer
         self._filled = 0
 
-    def pour(self, planned: PlannedLayer, sink: Sink) -> None:
+    def encode(self, planned: PlannedLayer, sink: Sink) -> None:
         """Give all of the blob's bytes to ``sink``; nothing for an empty one.
 
         Raises:
@@ -59,11 +62,11 @@ class BlobEncoder:
         self._filled = 0
         self._add(planned.prefix, sink)
         for piece in planned.pieces:
-            self._pour(piece, sink)
+            self._encode(piece, sink)
         if self._filled:
             sink(self.buffer[: self._filled])
 
-    def _pour(self, piece: Piece, sink: Sink) -> None:
+    def _encode(self, piece: Piece, sink: Sink) -> None:
         with SpanReader(piece.span, self._stopped) as reader:
             match piece:
                 case CopyPiece():
@@ -110,11 +113,13 @@ class BlobEncoder:
         self._add(factors(piece.name, bytes(data), piece.source, inverted=piece.inverted), sink)
 
     def _quantize(self, piece: QuantizePiece, reader: SpanReader, sink: Sink) -> None:
-        """Codes go on at once; scales and biases, a few per cent of them, wait for the end. A group
-        depends on no other, so blocks are any number of them: a row may be very long."""
+        """Codes go on at once; scales and biases, a few per cent of them, wait for the end.
+
+        A group depends on no other, so blocks are any number of them: a row may be very long.
+        """
         from clowder_aimage.importer import precision, quantization_guard
 
-        watch = quantization_guard.QuantizationGuard(piece.name, piece.target, piece.quantization)
+        guard = quantization_guard.QuantizationGuard(piece.name, piece.target, piece.quantization)
         group = nbytes(piece.source, (piece.quantization.group_size,))
         scratch = memoryview(
             bytearray(min(piece.span.nbytes, max(1, self._block // group) * group))
@@ -124,27 +129,24 @@ class BlobEncoder:
             values, lost = precision.cast(scratch[:count], piece.source, piece.target)
             if lost:
                 raise precision.overflow(piece.name, lost, piece.target)
-            codes, *others = self._quantized(piece, watch, watch.admit(values))
+            codes, *others = self._quantized(piece, guard, guard.admit(values))
             self._add(codes, sink)
             for part, data in zip(parts, others, strict=False):
                 part.append(data)
-        watch.check()
+        guard.check()
         for data in (*parts[0], *parts[1]):
             self._add(data, sink)
 
     def _quantized(
-        self, piece: QuantizePiece, watch: QuantizationGuard, values: Any
+        self, piece: QuantizePiece, guard: QuantizationGuard, values: Any
     ) -> tuple[bytes, ...]:
-        """Codes, scales and biases of a block, which ``watch`` has seen. Raises ModelError."""
+        """Return codes, scales and biases of a block. Raises ModelError."""
         assert self._quantizer is not None  # noqa: S101
-        made, restored = self._quantizer.quantize(
-            values.reshape(1, -1), piece.target, piece.quantization, watch.step(values)
-        )
-        watch.look(values, made[0], made[1], made[2] if len(made) > 2 else None)
-        watch.measure(values, restored)
+        made = self._quantizer.quantize(values.reshape(1, -1), piece.target, piece.quantization)
+        guard.count(values, made[0], made[1], made[2] if len(made) > 2 else None)
         return made
 
 
 def _bytes(values: Any) -> memoryview:
-    """A numpy array as it is in memory."""
+    """Return a numpy array as it is in memory."""
     return memoryview(values).cast("B")

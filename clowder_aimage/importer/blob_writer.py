@@ -74,7 +74,7 @@ def write_layers(
 
 
 class _Writer:
-    """What the threads of one create share."""
+    """State that the threads of one create share."""
 
     def __init__(
         self, plan: CreatePlan, store: ContentStore, lease: Lease, jobs: int, stack: ExitStack
@@ -116,8 +116,8 @@ class _Writer:
         return self._ingest(planned)
 
     @property
-    def _pourer(self) -> BlobEncoder:
-        """The calling thread's."""
+    def _encoder(self) -> BlobEncoder:
+        """Return the calling thread's."""
         if not hasattr(self._own, "pourer"):
             self._own.pourer = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
         pourer: BlobEncoder = self._own.pourer
@@ -128,9 +128,9 @@ class _Writer:
         return self._store.exists(layer.descriptor)
 
     def _push(self, planned: PlannedLayer) -> WrittenLayers:
-        """A blob that is in memory as a whole."""
+        """Return a blob that is in memory as a whole."""
         chunks: list[memoryview] = []
-        self._pourer.pour(planned, chunks.append)
+        self._encoder.encode(planned, chunks.append)
         data = chunks[0] if chunks else memoryview(b"")
         layer = planned.layer(Digest.of(data, self._algorithm))
         was_there = self._is_there(layer)
@@ -140,12 +140,14 @@ class _Writer:
 
     def _digest(self, planned: PlannedLayer) -> Digest:
         hasher = new_hasher(self._algorithm)
-        self._pourer.pour(planned, hasher.update)
+        self._encoder.encode(planned, hasher.update)
         return Digest(self._algorithm, hasher.hexdigest())
 
     def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayers:
-        """A blob that is written while it is read; the digest of one that was read before must be
-        the same again."""
+        """Return a blob that is written while it is read.
+
+        The digest of one that was read before must be the same again.
+        """
         ingest = self._store.ingest("create")
         try:
             ingest.digest(self._algorithm)
@@ -156,7 +158,7 @@ class _Writer:
                 ingest.write_at(offset, view)
                 offset += len(view)
 
-            self._pourer.pour(planned, write)
+            self._encoder.encode(planned, write)
             layer = planned.layer(ingest.digest(self._algorithm))
             if expected is not None and layer != expected:
                 raise changed(planned.path)
@@ -173,7 +175,7 @@ class _Writer:
         return WrittenLayers(layer, False)
 
     def _compress(self, planned: PlannedLayer) -> WrittenLayers:
-        """A blob that is compressed while it is written."""
+        """Return a blob that is compressed while it is written."""
         packer = compressor(planned.compression, planned.size)
         plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
         ingest = self._store.ingest("create")
@@ -191,7 +193,7 @@ class _Writer:
             write(packer.compress(view))
 
         try:
-            self._pourer.pour(planned, add)
+            self._encoder.encode(planned, add)
             write(packer.flush())
             content = Digest(self._algorithm, plain.hexdigest())
             layer = replace(
@@ -208,7 +210,7 @@ class _Writer:
         return WrittenLayers(layer, False)
 
     def _is_ours(self, digest: Digest) -> bool:
-        """Whether another thread has the same blob under way; from now on, this one has."""
+        """Return whether another thread has the same blob under way; from now on, this one has."""
         with self._lock:
             was_ours = digest in self._ours
             self._ours.add(digest)
@@ -216,7 +218,7 @@ class _Writer:
 
 
 def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
-    """The sizes, in bytes, of the blobs that a layout holds already."""
+    """Return the sizes, in bytes, of the blobs that a layout holds already."""
     sizes: set[int] = set()
     for root in store.roots:
         try:

@@ -23,17 +23,17 @@ class Compressor(Protocol):
     def compress(self, data: memoryview, /) -> bytes: ...
 
     def flush(self) -> bytes:
-        """What is left, when all was given."""
+        """Return the last bytes, when all input was given."""
         ...
 
 
 def compressor(name: str, size: int) -> Compressor:
-    """A compressor for ``size`` bytes, by its word in a media type. Raises UsageError."""
+    """Return a compressor for ``size`` bytes, by its word in a media type. Raises UsageError."""
     return _Gzip() if name == "gzip" else _zstd(size)
 
 
 def check_compression(name: str) -> None:
-    """Raises UsageError where what it needs is not installed."""
+    """Check that the package it needs is installed. Raises UsageError."""
     if name == "zstd":
         zstandard_package()
 

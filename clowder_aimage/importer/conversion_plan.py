@@ -26,8 +26,9 @@ def plan_conversion(
     recipe: Recipe,
     exact: frozenset[tuple[str, str]],
 ) -> CreatePlan:
-    """Decide everything: as ``make_plan``, from ``layers`` of ``aimage``. A layer in which nothing
-    changes stays as it is.
+    """Decide everything: as ``make_plan``, from ``layers`` of ``aimage``.
+
+    A layer in which nothing changes stays as it is.
 
     Raises:
         ModelError: the manifest would be larger than registries take.
@@ -76,7 +77,7 @@ def _config(
     decided: Mapping[str, Sequence[WeightDecision]],
     layers: Sequence[PlannedLayer],
 ) -> dict[str, Any]:
-    """The old config with what is true now of the weights that change."""
+    """Return the old config with what is true now of the weights that change."""
     components = old.get("components")
     described = dict(components) if isinstance(components, dict) else {}
     for name, decisions in decided.items():
@@ -100,8 +101,10 @@ def _config(
 
 
 def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """``old`` with what is ``told``; what is new stands where ``create`` has it, before what it
-    tells next."""
+    """``old`` with what is ``told``.
+
+    What is new stands where ``create`` has it, before what it tells next.
+    """
     keys = list(old)
     place = len(keys)
     for key in reversed(told):

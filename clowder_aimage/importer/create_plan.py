@@ -30,7 +30,7 @@ AS_STORED = Recipe()
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a directory cannot tell: given on the command line, or left out."""
+    """Properties that a directory does not state: given by the user, or absent."""
 
     license: str | None = None
     source: str | None = None
@@ -39,8 +39,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class CreatePlan:
-    """The layers in the order they will have, the bytes of the AImage config, what is to hash
-    them all, what becomes of the weights, and the manifest that the AImage belongs to."""
+    """Layers in their order, the config's bytes, hash algorithm, report and subject."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
@@ -50,7 +49,7 @@ class CreatePlan:
 
     @property
     def size(self) -> int:
-        """The bytes of all layers."""
+        """Return the bytes of all layers."""
         return sum(layer.size for layer in self.layers)
 
 
@@ -65,8 +64,10 @@ def make_plan(
     compression: str = "",
     subject: Descriptor | None = None,
 ) -> CreatePlan:
-    """Decide everything. ``exact`` is what a survey for ``recipe`` found; ``compression`` is for
-    whole files, of which ``subject`` may be the model that they belong to.
+    """Decide everything.
+
+    ``exact`` is what a survey for ``recipe`` found; ``compression`` is for whole files, of which
+    ``subject`` may be the model that they belong to.
 
     Raises:
         ModelError: a name cannot be a layer's, or the manifest would be larger than registries
@@ -94,7 +95,7 @@ def make_plan(
 def decide_all(
     components: Mapping[str, Sequence[Any]], recipe: Recipe, exact: frozenset[tuple[str, str]]
 ) -> dict[str, list[WeightDecision]]:
-    """What becomes of the weights of each component. Raises UsageError."""
+    """Decide the type of the weights of each component. Raises UsageError."""
     recipe.check_components(name for name, weights in components.items() if weights)
     decided = {name: decide(name, weights, recipe, exact) for name, weights in components.items()}
     for name, decisions in decided.items():
@@ -104,7 +105,7 @@ def decide_all(
 
 
 def check(plan: CreatePlan, dialect: Dialect) -> None:
-    """Raises ModelError where the layers cannot be those of a manifest."""
+    """Check that the layers fit into a manifest. Raises ModelError."""
     _check_names(plan.layers)
     _check_manifest(plan, dialect)
 
@@ -142,7 +143,10 @@ def _config(
     layers: Sequence[PlannedLayer],
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """The AImage config (schemas/aimage-config.schema.json): what it is, not who packed it."""
+    """Return the AImage config (schemas/aimage-config.schema.json).
+
+    What it is, not who packed it.
+    """
     weighed = totals(decision for decisions in decided.values() for decision in decisions)
     config: dict[str, Any] = {
         "schemaVersion": 1,
@@ -172,7 +176,7 @@ def _config(
 
 
 def _default_size(components: Sequence[Component]) -> int | None:
-    """The side of the square pictures that the VAE was trained on, in pixels, if it says so."""
+    """Return the side of the square pictures that the VAE was trained on, in pixels."""
     for component in components:
         size = component.config.get("sample_size")
         if component.name == "vae" and isinstance(size, int) and size > 0 and size % 16 == 0:

@@ -1,4 +1,4 @@
-"""What is decided of each weight: its type, whether it is quantized, and why not."""
+"""Decisions on each weight: its type, its quantization, and reasons against it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 
 @dataclass(frozen=True, slots=True)
 class WeightDecision:
-    """What becomes of a weight: its values are stored as ``dtype``, or quantized to
-    ``quantization``; ``reason`` is why they are not, where that was asked for."""
+    """The type and the quantization of a stored weight.
+
+    Its values are stored as ``dtype``, or quantized to ``quantization``; ``reason`` is why they are
+    not, where that was asked for.
+    """
 
     weight: Weight
     dtype: str
@@ -32,30 +35,32 @@ class WeightDecision:
 
     @property
     def changes(self) -> bool:
-        """Whether other bytes are stored than those that are there."""
+        """Return whether other bytes are stored than those that are there."""
         return self.is_cast or self.quantization is not None
 
     @property
     def result(self) -> Quantization | None:
-        """How it is quantized in the end."""
+        """Return the quantization of the stored weight."""
         return self.quantization or self.weight.quantization
 
     @property
     def stored(self) -> str:
-        """The dtype of its layer."""
+        """Return the dtype of its layer."""
         return self.result.type.name if self.result else self.dtype
 
     @property
     def nbytes(self) -> int:
-        """What is stored of it."""
+        """Return the bytes of the stored weight."""
         return sum(nbytes(dtype, shape) for _, dtype, shape in entries(self))
 
 
 def decide(
     component: str, weights: Sequence[Weight], recipe: Recipe, exact: frozenset[tuple[str, str]]
 ) -> list[WeightDecision]:
-    """What becomes of each weight; ``exact`` names (component, tensor) the F32 ones whose values
-    are BF16."""
+    """Decide the type of each weight.
+
+    ``exact`` names (component, tensor) the F32 ones whose values are BF16.
+    """
     wanted = recipe.of(component)
     made = []
     for weight in weights:
@@ -77,7 +82,7 @@ def _dtype(
 
 
 def entries(decision: WeightDecision) -> list[Entry]:
-    """What of a weight stands in a header."""
+    """Return the entries of a weight in the blob's header."""
     weight, quantization = decision.weight, decision.quantization
     if quantization is None:
         return [
@@ -103,14 +108,14 @@ def _is_plain(weight: Weight) -> bool:
 
 
 def values_of(decision: WeightDecision) -> str:
-    """The dtype that values have right before they are quantized: MLX knows no float64."""
+    """Return the dtype that values have right before they are quantized: MLX knows no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
 
 def check_quantized(
     component: str, decisions: Sequence[WeightDecision], wanted: Quantization
 ) -> None:
-    """Raises UsageError where a component is quantized already, or nothing of it can be."""
+    """Check that a component can be quantized, and is not already. Raises UsageError."""
     weights = [decision.weight for decision in decisions]
     # codes that lie in layers of their own, as ollama's first generation wrote them, are U32
     there = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
@@ -132,7 +137,7 @@ def check_quantized(
 
 
 def _way_out(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
-    """What to do where nothing can be quantized: that depends on what keeps most of the values."""
+    """Return a hint for a model of which nothing can be quantized."""
     kept = Counter[str]()
     for decision in decisions:
         kept[decision.reason or ""] += decision.weight.elements

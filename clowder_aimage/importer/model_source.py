@@ -1,4 +1,4 @@
-"""What create was pointed at, whatever its format: an inventory, and what goes with it."""
+"""Source of a create, in any format: an inventory, and the files beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExtraFile:
 
     @classmethod
     def parse(cls, text: str) -> ExtraFile:
-        """From ``TYPE=FILE``. Raises UsageError."""
+        """Parse ``TYPE=FILE``. Raises UsageError."""
         media_type, equals, path = text.partition("=")
         if mediatype.is_ours(media_type):
             raise UsageError(
@@ -52,9 +52,12 @@ class ExtraFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """How a source is to be packed. ``format`` is one of FORMATS, or found out; ``whole_files``
-    are for Transformers, ``compression`` for what stays whole files. ``adapters`` are names to
-    paths; ``extras`` other layers."""
+    """Options of packing a source.
+
+    ``format`` is one of FORMATS, or found out; ``whole_files`` are for Transformers,
+    ``compression`` for what stays whole files. ``adapters`` are names to paths; ``extras`` other
+    layers.
+    """
 
     format: str | None = None
     whole_files: bool = False
@@ -131,8 +134,7 @@ def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
 
 
 def _alone(directory: Path, kind: str) -> Path:
-    """The file that a directory stands for, if it holds a single one and its format does not look
-    into directories itself; else the directory."""
+    """Return the single file of a directory, where its format takes files; else the directory."""
     found = sole(directory)
     if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
         return directory
@@ -145,7 +147,7 @@ def _of(taken: FormatResult) -> Inventory:
 
 
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
-    """The model with adapters that travel with it, which its format may have taken for its own."""
+    """Return the model with the adapters beside it, which its format may have included."""
     described: dict[str, Any] = {}
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
@@ -164,8 +166,9 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
 
 
 def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
-    """Names and paths of the adapters in ``root/adapters``, one to a directory, as an export leaves
-    them. What there is of the model itself, which its format has taken, is none.
+    """Return names and paths of the adapters in ``root/adapters``, one to a directory.
+
+    An export leaves them so. Files that the format has taken as the model's own are passed over.
 
     Raises:
         ModelError: something else lies there, and would be left out.
@@ -222,8 +225,9 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
 
 
 def snapshot(path: Path) -> Path:
-    """The model in a Hugging Face cache directory, ``models--ORG--NAME`` (huggingface_hub,
-    "Understand caching"); any other path as it is.
+    """Return the model in a Hugging Face cache directory; any other path as it is.
+
+    The directory is called ``models--ORG--NAME`` (huggingface_hub, "Understand caching").
 
     Raises:
         UsageError: it holds several snapshots, and none is the main one.

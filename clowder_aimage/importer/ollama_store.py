@@ -23,7 +23,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """What was taken over: ``linked`` and ``copied`` blobs, and those that were ``there``."""
+    """Counts of blobs: ``linked``, ``copied``, and those that were ``there``."""
 
     descriptor: Descriptor
     linked: int
@@ -91,7 +91,10 @@ def _adopt(
 
 
 def find_manifest(directory: Path, name: str) -> Path:
-    """The file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``. Raises NotFoundError."""
+    """Return the file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``.
+
+    Raises NotFoundError.
+    """
     manifests = directory / "manifests"
     if not manifests.is_dir():
         raise NotFoundError(
@@ -113,7 +116,7 @@ def find_manifest(directory: Path, name: str) -> Path:
 
 
 def _names(manifests: Path) -> list[str]:
-    """The models of a store, as ollama shows them."""
+    """Return the models of a store, as ollama shows them."""
     names = []
     for path in manifests.glob("*/*/*/*"):
         *place, model, tag = path.relative_to(manifests).parts
@@ -125,7 +128,7 @@ def _names(manifests: Path) -> list[str]:
 
 
 def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
-    """Where ollama keeps a blob; older releases wrote a colon. Raises NotFoundError."""
+    """Return ollama's path of a blob; older releases wrote a colon. Raises NotFoundError."""
     for between in "-:":
         path = directory / "blobs" / f"{blob.digest.algorithm}{between}{blob.digest.encoded}"
         if path.is_file():

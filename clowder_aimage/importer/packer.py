@@ -25,7 +25,7 @@ class PackedModel:
 
 
 def check_config(plan: CreatePlan) -> None:
-    """Raises FormatError where the config is not what its schema allows."""
+    """Check the config against its schema. Raises FormatError."""
     validate("aimage-config", AImage(plan.config, ()).properties)
 
 

@@ -29,8 +29,10 @@ class CopyPiece:
 
 @dataclass(frozen=True, slots=True)
 class CastPiece:
-    """Values of ``source`` stored as ``target``, both words of safetensors. ``name`` is for errors,
-    and has the component."""
+    """Values of ``source`` stored as ``target``, both words of safetensors.
+
+    ``name`` is for errors, and has the component.
+    """
 
     span: FileSpan
     name: str
@@ -41,8 +43,10 @@ class CastPiece:
 
 @dataclass(frozen=True, slots=True)
 class QuantizePiece:
-    """A matrix of ``source`` values, cast to ``target``, then quantized: its codes, its scales and
-    its biases, if it has any, one after the other."""
+    """A matrix of ``source`` values, cast to ``target``, then quantized.
+
+    Its codes, its scales and its biases, if it has any, one after the other.
+    """
 
     span: FileSpan
     name: str
@@ -69,9 +73,11 @@ Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``. ``origins`` are
-    the blobs that they come from, where that is a store. Nothing is to be made of a ``kept`` one:
-    it is a layer already. With a ``compression`` the blob is that of all the bytes."""
+    """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``.
+
+    ``origins`` are the blobs that they come from, where that is a store. Nothing is to be made of a
+    ``kept`` one: it is a layer already. With a ``compression`` the blob is that of all the bytes.
+    """
 
     name: str
     media_type: str
@@ -85,14 +91,14 @@ class PlannedLayer:
 
     @property
     def size(self) -> int:
-        """In bytes, before it is compressed."""
+        """Return the size in bytes before compression."""
         if self.kept is not None:
             return self.kept.descriptor.size
         return len(self.prefix) + sum(piece.nbytes for piece in self.pieces)
 
     @property
     def path(self) -> Path:
-        """Where it comes from, or its first bytes do."""
+        """Return the file of the first bytes."""
         return self.pieces[0].span.path if self.pieces else Path(self.name)
 
     @property
@@ -100,8 +106,10 @@ class PlannedLayer:
         return any(isinstance(piece, QuantizePiece) for piece in self.pieces)
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
-        """The layer, now that the digest of its blob is known; and its size, where it is that of
-        compressed bytes."""
+        """Return the layer, now that the digest of its blob is known.
+
+        And its size, where it is that of compressed bytes.
+        """
         if self.kept is not None:
             return self.kept
         media_type = (
@@ -147,12 +155,12 @@ def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
 
 
 def layer_name(component: str, name: str) -> str:
-    """What a layer is called; a model that is a single part has no component."""
+    """Return the name of a layer; a model of a single part has no component."""
     return f"{component}/{name}" if component else name
 
 
 def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
-    """A file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
+    """Return a file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
     span = FileSpan(file.path, 0, file.size, file.modified)
     return PlannedLayer(
         file.name, file.media_type, b"", (CopyPiece(span),), compression=compression
@@ -160,7 +168,7 @@ def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
 
 
 def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
-    """One layer a tensor; the experts of a layer share one."""
+    """Return one layer a tensor; the experts of a layer share one."""
     groups: dict[str, list[WeightDecision]] = {}
     layers = []
     for decision in decisions:
@@ -173,7 +181,7 @@ def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[P
 
 
 def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor) -> PlannedLayer:
-    """A tensor, or the parts of a quantized one."""
+    """Return a tensor, or the parts of a quantized one."""
     quantization = decision.result
     return PlannedLayer(
         layer_name(component, decision.weight.name),

@@ -35,8 +35,10 @@ Values = npt.NDArray[Any]
 
 
 def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
-    """Values of dtype ``source``, as an array of the bits of ``target``, and how many finite ones
-    became infinite: whole words of safetensors in, as many out."""
+    """Return values as the bits of ``target``, and the count of finite ones that became infinite.
+
+    ``source`` and ``target`` are dtypes of safetensors; the array has as many words as the input.
+    """
     values = np.frombuffer(data, _NUMPY[source])
     if source == target:
         return values, 0
@@ -51,13 +53,13 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
 
 
 def _lost(wide: Values, narrow: Values, target: str) -> int:
-    """How many finite values became infinite."""
+    """Return how many finite values became infinite."""
     is_infinite = (narrow & 0x7FFF) == _INFINITY if target == "BF16" else np.isinf(narrow)
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
 
 def widened(values: Values, dtype: str) -> Values:
-    """The same values as float32, or as float64 where they were."""
+    """Return the same values as float32, or as float64 where they were."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values if dtype == "F64" else values.astype(np.float32, copy=False)
@@ -74,8 +76,11 @@ def _rounded(values: Values) -> Values:
 
 
 def _to_odd(values: Values) -> Values:
-    """float32 whose last bit remembers that something was cut off, so that the next rounding is as
-    good as one (Boldo and Melquiond, "When double rounding is odd")."""
+    """Return float32 rounded to odd, so that a second rounding is as exact as one.
+
+    The last bit is set where something was cut off. Source: Boldo and Melquiond, "When double
+    rounding is odd".
+    """
     nearest = values.astype(np.float32)
     bits = nearest.view(np.uint32).copy()
     is_inexact = np.isfinite(nearest) & (nearest.astype(np.float64) != values)
@@ -86,7 +91,7 @@ def _to_odd(values: Values) -> Values:
 
 
 def overflow(name: str, count: int, target: str) -> ModelError:
-    """That values do not fit a type."""
+    """Return the error for values beyond the range of a type."""
     values = "1 value" if count == 1 else f"{count} values"
     return ModelError(
         f"{values} of {name[:200]} cannot be {target}, which ends at {_LARGEST[target]}",
@@ -129,7 +134,7 @@ def survey(
 
 
 def to_survey(weights: Iterable[tuple[str, Weight]], recipe: Recipe) -> list[tuple[str, Weight]]:
-    """The weights whose values a recipe depends on."""
+    """Return the weights whose values a recipe depends on."""
     if recipe.dtype == AUTO:
         wanted: tuple[str, ...] = ("F32",)
     elif recipe.dtype == "f16":
@@ -140,7 +145,7 @@ def to_survey(weights: Iterable[tuple[str, Weight]], recipe: Recipe) -> list[tup
 
 
 def _is_exact(weight: Weight, stopped: threading.Event, chunk: int) -> bool:
-    """Whether the lower half of every word is zero: such a float32 is a BF16."""
+    """Return whether the lower half of every word is zero: such a float32 is a BF16."""
     buffer = memoryview(bytearray(min(chunk, weight.nbytes)))
     with SpanReader(weight.tensor.span, stopped) as reader:
         while count := reader.readinto(buffer):

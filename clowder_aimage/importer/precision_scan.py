@@ -21,8 +21,11 @@ def survey_weights(
     on_survey: OnSurvey,
     on_surveyed: OnSurvey,
 ) -> frozenset[tuple[str, str]]:
-    """Which (component, tensor) hold what the recipe asks about; see ``precision.survey``. Without
-    a recipe that asks, nothing is imported and nothing read but global scales.
+    """Return the (component, tensor) pairs with the property that the recipe asks for.
+
+    See ``precision.survey``.
+
+    Without a recipe that asks, nothing is imported and nothing read but global scales.
 
     Raises:
         ModelError: a value does not fit the type that is asked for.

@@ -1,4 +1,4 @@
-"""Which tensors are quantized: a table, and the rule of expert groups.
+"""Policy of quantization: a table of tensors, and the rule of expert groups.
 
 What is kept is small or precious: quantizing it saves next to nothing and costs pictures. The
 table is that of ollama's x/create, with the routers of mixtures of experts added.
@@ -46,7 +46,9 @@ def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
 
 
 def expert_group(name: str) -> str | None:
-    """The prefix of the experts that a tensor is one of: they share a blob for each layer
-    (ollama, "Tensor Blob Format": packed blobs)."""
+    """Return the prefix of the experts that a tensor is one of.
+
+    They share a blob for each layer (ollama, "Tensor Blob Format": packed blobs).
+    """
     match = _GROUP.fullmatch(name)
     return match[1] if match else None

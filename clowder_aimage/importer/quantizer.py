@@ -8,10 +8,9 @@ is evaluated and copied out of MLX: plain bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,34 +22,25 @@ import mlx.core as mx  # noqa: E402
 
 _CACHE = 32 * 1024 * 1024  # bytes that MLX may keep for the next block
 _LEAST = 32  # values: MLX takes multiples of that, which one group of nvfp4 is not
-_FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _BITS = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
 
 
-class QuantizedGroup(NamedTuple):
-    """Codes, scales and, for affine types, biases; ``restored`` are float32 (groups, values)."""
-
-    parts: tuple[bytes, ...]
-    restored: Any
-
-
 class Quantizer:
-    """The one thread that MLX runs on; others may share it."""
+    """The one thread that MLX runs on, shared by the threads that write blobs."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aimage-mlx")
         self._limit = mx.set_cache_limit(_CACHE)
 
-    def quantize(
-        self, rows: Any, dtype: str, quantization: Quantization, step: int = 1
-    ) -> QuantizedGroup:
-        """What becomes of ``rows``, and what every ``step``-th group of them stands for then.
+    def quantize(self, rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
+        """Return the codes, the scales and, for affine types, the biases of ``rows``.
 
         Args:
-            rows: a numpy array (rows, columns) of float16 or float32, or of the bits of BF16.
-            dtype: what its values are, a word of safetensors; affine scales have it, too.
+            rows: A numpy array (rows, columns) of float16 or float32, or of the bits of BF16.
+            dtype: The dtype of its values, a word of safetensors; affine scales have it, too.
+            quantization: The type and the group size.
         """
-        return self._thread.submit(_both, rows, dtype, quantization, step).result()
+        return self._thread.submit(_quantize, rows, dtype, quantization).result()
 
     def __enter__(self) -> Quantizer:
         return self
@@ -80,41 +70,7 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
     return tuple(bytes(memoryview(cast(Any, array))) for array in bits)
 
 
-def _both(rows: Any, dtype: str, quantization: Quantization, step: int) -> QuantizedGroup:
-    made = _quantize(rows, dtype, quantization)
-    groups = rows.size // quantization.group_size
-    words = ("<u4", *(f"<u{rows.itemsize}" if quantization.type.has_bias else "u1",) * 2)
-    picked = [
-        np.frombuffer(part, word).reshape(groups, -1)[::step]
-        for part, word in zip(made, words, strict=False)
-    ]
-    return QuantizedGroup(made, _dequantize(picked, dtype, quantization))
-
-
-def _dequantize(parts: Sequence[Any], dtype: str, quantization: Quantization) -> Any:
-    """Codes (groups, words), and bits of scales and biases (groups, 1), as values."""
-    count = len(parts[0])
-    if count * quantization.group_size % _LEAST:
-        parts = [np.append(part, part[:1], axis=0) for part in parts]
-    codes, scales, *biases = (mx.array(np.ascontiguousarray(part)) for part in parts)
-    if quantization.type.has_bias:
-        scales, *biases = (
-            part.view(_FLOATS[dtype], stream=mx.cpu).astype(mx.float32, stream=mx.cpu)
-            for part in (scales, *biases)
-        )
-    values = mx.dequantize(
-        codes,
-        scales,
-        biases[0] if biases else None,
-        **_words(quantization),
-        dtype=mx.float32,
-        stream=mx.cpu,
-    )
-    mx.eval(values)
-    return np.array(values)[:count]
-
-
 def _words(quantization: Quantization) -> dict[str, Any]:
-    """The quantization in MLX's words."""
+    """Return the quantization in MLX's words."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}

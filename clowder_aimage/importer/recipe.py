@@ -1,4 +1,4 @@
-"""What is to become of the weights on their way in: types to store, types to quantize to."""
+"""Types to store weights in and to quantize them to, as the user asks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")  #
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``dtype`` is a key of DTYPES, AUTO (F32 that is exactly BF16 becomes that) or None (as
-    stored); ``quantize`` says what components are quantized to."""
+    """Store type and quantization of each component.
+
+    ``dtype`` is a key of DTYPES, AUTO (F32 that is exactly BF16 becomes that) or None (as stored).
+    """
 
     dtype: str | None = None
     quantize: Mapping[str, Quantization] = field(default_factory=dict)
@@ -28,8 +30,9 @@ class Recipe:
     def parse(
         cls, dtype: str | None = None, quantize: str | None = None, group_size: int | None = None
     ) -> Recipe:
-        """From ``int8`` or ``transformer=int4,text_encoder=int8``; a type alone is about the
-        transformer.
+        """Parse ``int8`` or ``transformer=int4,text_encoder=int8``.
+
+        A type alone is about the transformer.
 
         Raises:
             UsageError: for anything that cannot be meant.
@@ -50,11 +53,11 @@ class Recipe:
 
     @property
     def changes(self) -> bool:
-        """Whether anything may become of the weights."""
+        """Return whether anything may become of the weights."""
         return self.dtype is not None or bool(self.quantize)
 
     def check_tools(self) -> None:
-        """Raises UsageError where a package that is needed is not installed."""
+        """Check that the needed packages are installed. Raises UsageError."""
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
@@ -64,11 +67,11 @@ class Recipe:
                 )
 
     def of(self, component: str) -> Quantization | None:
-        """What a component is to be quantized to."""
+        """Return the quantization of a component, or None."""
         return self.quantize.get(component or BARE)
 
     def check_components(self, names: Iterable[str]) -> None:
-        """Raises UsageError where one that is to be quantized is not among ``names``."""
+        """Check that ``names`` has each component to quantize. Raises UsageError."""
         there = {name or BARE for name in names}
         if self.changes and not there:
             raise UsageError(

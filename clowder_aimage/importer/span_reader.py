@@ -45,7 +45,7 @@ class SpanReader:
         return count
 
     def check_unchanged(self) -> None:
-        """It must be the file whose header was read: another's bytes would fit it as well."""
+        """Check that the file is the one whose header was read."""
         with self._errors():
             status = os.fstat(self._file.fileno())
         if status.st_mtime_ns != self._span.modified:
@@ -71,7 +71,7 @@ class SpanReader:
 
 
 def changed(path: Path) -> ModelError:
-    """That a file is not what it was."""
+    """Return the error for a file that changed since it was planned."""
     return ModelError(
         f"{path} changed while it was read", hint="wait until it is written, then pack again"
     )

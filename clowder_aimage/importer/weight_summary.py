@@ -1,4 +1,4 @@
-"""What a config and a summary say of weights: numbers, types, what was quantized and what kept."""
+"""Summary of weights for config and output: counts, types, quantized and kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ MIXED = "mixed"  # what a component is quantized to where its tensors differ
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """What becomes of the weights: ``tensors`` of them with ``parameters`` values in all.
+    """Totals of a plan: ``tensors``, with ``parameters`` values in all.
+
     ``quantized`` has the config's facts by component, ``cast`` counts the tensors that are not
     quantized by their dtypes (from, to). All of them together take ``saved`` bytes less than in the
-    source. ``ignored`` scales of activations are left out."""
+    source. ``ignored`` scales of activations are left out.
+    """
 
     tensors: int = 0
     parameters: int = 0
@@ -31,7 +33,7 @@ class WeightReport:
 def report(
     decided: Mapping[str, Sequence[WeightDecision]], config: Mapping[str, Any], ignored: int = 0
 ) -> WeightReport:
-    """What there is to say of decisions, by component, and of the config that they lead to."""
+    """Return the report of decisions, by component, and of the config that they lead to."""
     decisions = [decision for members in decided.values() for decision in members]
     said = {
         name: config["components"][name].get("quantization") if name else quantization(members)
@@ -53,7 +55,7 @@ def describe_component(
     decisions: Sequence[WeightDecision],
     layers: Iterable[PlannedLayer],
 ) -> dict[str, Any]:
-    """A component's entry in the config, beginning with what is ``known`` of it."""
+    """Return a component's entry in the config, beginning with what is ``known`` of it."""
     described = dict(known)
     if decisions:
         described |= {"tensors": len(decisions), **totals(decisions)}
@@ -64,13 +66,13 @@ def describe_component(
 
 
 def whole_model(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
-    """What a model that is a single part is quantized to, if it is."""
+    """Return the quantization of a model that is a single part, if it has one."""
     facts = quantization(decided.get("", ()))
     return {"quantization": facts["type"]} if facts else {}
 
 
 def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
-    """The number of parameters, and the dtype that most bytes have."""
+    """Return the number of parameters, and the dtype that most bytes have."""
     parameters, count = 0, Counter[str]()
     for decision in decisions:
         parameters += decision.weight.elements
@@ -80,7 +82,7 @@ def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
 
 
 def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
-    """What of a component is quantized, and why the rest is not; None where nothing is."""
+    """Return the quantization of a component and the reasons of the rest, or None."""
     found = [decision.result for decision in decisions if decision.result]
     if not found:
         return None

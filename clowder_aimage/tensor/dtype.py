@@ -41,7 +41,7 @@ MAX_ELEMENTS = 1 << 56
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """The size in bytes of a tensor of ``dtype`` and ``shape``.
+    """Return the size in bytes of a tensor of ``dtype`` and ``shape``.
 
     Raises:
         FormatError: for an unknown dtype, a negative dimension, a product out of reason, too many

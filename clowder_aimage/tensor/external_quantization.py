@@ -1,4 +1,4 @@
-"""What blobs leave out: kinds that a configuration states, and scales in layers of their own.
+"""Quantization that blobs leave out: kinds stated by configurations, scales in other layers.
 
 Models that came a file a tensor say of their codes neither type nor group size: the type is in a
 configuration, and the shapes tell the size. ollama's first generation has codes, scales and biases
@@ -23,8 +23,12 @@ _MLX = {SCALE: ".scales", BIAS: ".biases"}
 
 
 def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
-    """Which ``layers`` are called as the scales and biases of codes in the layer ``name`` are: by
-    SCALE, BIAS, GLOBAL_SCALE; nothing where there are no scales."""
+    """Return the layers of the scales and biases of the codes in the layer ``name``.
+
+    The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty where there are no scales.
+
+    By SCALE, BIAS, GLOBAL_SCALE; nothing where there are no scales.
+    """
     if name.endswith(_WEIGHT):
         for stem, words in ((name, _OWN), (name.removesuffix(_WEIGHT), _MLX)):
             if stem + words[SCALE] in layers:
@@ -34,8 +38,10 @@ def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
 
 
 def complete(header: Header, stated: Callable[[str], Said]) -> Header:
-    """The header with what it leaves out about codes: the type as ``stated`` says it of a key, the
-    group size as the shapes do. int4 comes in groups of 32 and of 64.
+    """Return the header with what it leaves out about codes.
+
+    The type as ``stated`` says it of a key, the group size as the shapes do. int4 comes in groups
+    of 32 and of 64.
 
     Raises:
         FormatError: an unknown type.
@@ -51,7 +57,7 @@ def complete(header: Header, stated: Callable[[str], Said]) -> Header:
 
 
 def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
-    """The values of a row for each of its scales, where that is a size of ``kind``.
+    """Return the values of a row for each of its scales, where that is a size of ``kind``.
 
     Raises:
         FormatError: an unknown type.

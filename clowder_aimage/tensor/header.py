@@ -63,7 +63,9 @@ class Header:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The length and header of a file that holds ``tensors`` (name, dtype, shape) in that order.
+    """Return the length and header of a file that holds ``tensors`` in that order.
+
+    Each is a name, a dtype and a shape.
 
     Always the same bytes for the same tensors: compact JSON, keys in the order dtype, shape,
     data_offsets, padded with spaces to a multiple of 8.
@@ -156,7 +158,10 @@ def _check_size(text: bytes) -> None:
 
 
 def _texts(metadata: object) -> dict[str, str]:
-    """The metadata, if they are text. JSON can spell halves of surrogate pairs, which are not."""
+    """Return the metadata, if they are text.
+
+    JSON can spell halves of surrogate pairs, which are not.
+    """
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) and _SURROGATE.search(text) is None
         for pair in metadata.items()
@@ -187,8 +192,7 @@ def _tensor(name: str, item: object) -> TensorInfo:
 
 
 def _is_name(name: str) -> bool:
-    """Not empty, not too long, not taken, and without control characters or halves of surrogate
-    pairs."""
+    """Return whether ``name`` is a tensor's: not empty, too long, reserved or unprintable."""
     return 0 < len(name) <= MAX_NAME and name != METADATA and _CONTROL.search(name) is None
 
 
@@ -203,7 +207,7 @@ def _is_span(span: object) -> bool:
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int) -> None:
-    """The spans must cover the data from its start to its end, once."""
+    """Check that the spans cover the data from start to end, once."""
     offset = 0
     for name, info in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end)):
         if info.start != offset:

@@ -1,4 +1,4 @@
-"""How weights are quantized: the facts of each type, and the arithmetic of its shapes.
+"""Types of quantization: their properties, and the arithmetic of their shapes.
 
 A quantized matrix of r rows and c columns is stored as its codes, packed into U32, with a scale for
 every ``group_size`` values of a row, and for affine types a bias. Formats: ollama, "Tensor Blob
@@ -19,7 +19,7 @@ _CODES = 32  # bits of a word of codes
 
 @dataclass(frozen=True, slots=True)
 class QuantType:
-    """What a name such as ``int4`` stands for. ``mode`` and ``bits`` are MLX's words."""
+    """A type such as ``int4``. ``mode`` and ``bits`` are MLX's words."""
 
     name: str
     mode: str
@@ -56,7 +56,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, name: str, group_size: int | str | None = None) -> Quantization:
-        """From a name or an alias, in any case, and a group size, or the type's own.
+        """Parse a name or an alias, in any case, with a group size or the type's default.
 
         Raises:
             FormatError: for an unknown type, or a group size that it cannot have.
@@ -74,27 +74,27 @@ class Quantization:
 
     @property
     def per_word(self) -> int:
-        """The values in a U32."""
+        """Return the values in a U32."""
         return _CODES // self.type.bits
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of ``shape`` can be quantized: rows of whole groups."""
+        """Return whether a tensor of ``shape`` can be quantized: rows of whole groups."""
         return len(shape) >= 2 and shape[-1] > 0 and shape[-1] % self.group_size == 0
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the codes of a tensor of ``shape``, in words."""
+        """Return the shape of the codes of a tensor of ``shape``, in words."""
         return (*shape[:-1], shape[-1] // self.per_word)
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales, and of the biases, of a tensor of ``shape``."""
+        """Return the shape of the scales, and of the biases, of a tensor of ``shape``."""
         return (*shape[:-1], shape[-1] // self.group_size)
 
     def shape(self, codes: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the tensor that codes of shape ``codes`` stand for."""
+        """Return the shape of the tensor that codes of shape ``codes`` stand for."""
         return (*codes[:-1], codes[-1] * self.per_word)
 
     def metadata(self) -> dict[str, str]:
-        """What a blob of one tensor says in ``__metadata__``."""
+        """Return the ``__metadata__`` of a blob of one tensor."""
         return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
 
 

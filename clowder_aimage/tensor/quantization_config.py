@@ -1,4 +1,4 @@
-"""What configurations say of quantized weights, and which of them can be believed.
+"""Quantization as the configurations of a model state it.
 
 Blobs tell how they are quantized themselves. Where a model came with a file a tensor and no such
 metadata, its configuration tells: MLX writes ``quantization`` into a component's config.json,
@@ -28,7 +28,7 @@ class QuantizationConfig:
     index: Mapping[str, Any]  # model_index.json
 
     def of(self, name: str) -> tuple[str | None, int | None]:
-        """The quantization's name and group size of the tensor ``name``, as far as they are said.
+        """Return name and group size of the quantization of tensor ``name``, where stated.
 
         A module that MLX's table names has its own entry there, which takes nothing from the table:
         without a mode it is affine, without a group size the shapes tell it.
@@ -56,8 +56,7 @@ def mlx_type(entry: Mapping[str, Any]) -> tuple[str | None, int | None]:
 
 
 def unknown_key(config: Mapping[str, Any]) -> str | None:
-    """The key of a component's configuration under which it speaks of a quantization that cannot
-    be read; None where there is none."""
+    """Return the key under which a component's configuration states an unknown quantization."""
     for key in KEYS:
         value = config.get(key)
         if value is not None and not (isinstance(value, dict) and _is_known(value)):
@@ -66,8 +65,10 @@ def unknown_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_known(value: Mapping[str, Any]) -> bool:
-    """Whether it is a maker whose tensors are converted, or MLX's table: types and sizes for all,
-    for some modules, or both."""
+    """Return whether it is a maker whose tensors are converted, or MLX's table.
+
+    Types and sizes for all, for some modules, or both.
+    """
     method = value.get(METHOD)
     if method in CONVERTED:
         # rotations and other transforms would have to be computed while the model runs
@@ -81,7 +82,7 @@ def _is_known(value: Mapping[str, Any]) -> bool:
 
 
 def _is_mlx(entry: Mapping[str, Any]) -> bool:
-    """Whether there is such a type, in groups of such a size where one is said."""
+    """Return whether there is such a type, in groups of such a size where one is said."""
     name, size = mlx_type(entry)
     said = "group_size" in entry
     return name is not None and (not said or size in QUANT_TYPES[name].group_sizes)

@@ -1,4 +1,4 @@
-"""What a tensor blob holds: the logical tensors behind the names in its header.
+"""Contents of a tensor blob: the logical tensors behind the names in its header.
 
 A quantized tensor ``n`` is spread over ``n`` (the codes), ``n.scale``, and for affine types
 ``n.bias``; nvfp4 of other makers may add ``n.global_scale``, and scales of activations
@@ -30,9 +30,12 @@ _MLX = {SCALE: ".scales", BIAS: ".biases"}
 
 @dataclass(frozen=True, slots=True)
 class BlobTensor:
-    """One logical tensor. ``key`` is its name in the header, ``shape`` that of the tensor itself,
-    ``dtype`` a word of safetensors or the name of a quantization. ``parts`` are the keys of what
-    belongs to its codes: SCALE, BIAS, GLOBAL_SCALE to their names in the header."""
+    """One logical tensor.
+
+    ``key`` is its name in the header, ``shape`` that of the tensor itself, ``dtype`` a word of
+    safetensors or the name of a quantization. ``parts`` are the keys of what belongs to its codes:
+    SCALE, BIAS, GLOBAL_SCALE to their names in the header.
+    """
 
     key: str
     dtype: str
@@ -42,7 +45,7 @@ class BlobTensor:
 
 
 def read_tensors(header: Header) -> dict[str, BlobTensor]:
-    """The logical tensors of a blob, by their names in its header, in its order.
+    """Return the logical tensors of a blob, by their names in its header, in its order.
 
     Raises:
         FormatError: codes without type, scales or biases, with too many of them, with a group size
@@ -71,7 +74,7 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
 
 
 def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) -> BlobTensor:
-    """The tensor ``name`` of ``component``, as blobs of all generations may call it.
+    """Return the tensor ``name`` of ``component``, as blobs of all generations may call it.
 
     Tried are the name itself, the name with its component, and LEGACY_KEY. Source: ollama's
     x/imagegen/manifest.
@@ -90,7 +93,7 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
 def find_group(
     tensors: Mapping[str, BlobTensor], prefix: str, component: str
 ) -> dict[str, BlobTensor]:
-    """All tensors of a packed group, by their names without ``component``.
+    """Return all tensors of a packed group, by their names without ``component``.
 
     The layer is called ``prefix``, say ``model.layers.1.mlp.experts``. Stacked experts may stand
     beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but not elsewhere.
@@ -138,7 +141,7 @@ def check_layer(
 
 
 def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """The keys of what belongs to the codes at ``key``; nothing if they are no codes."""
+    """Return the keys of what belongs to the codes at ``key``; nothing if they are no codes."""
     parts = {part: key + part for part in (SCALE, BIAS, GLOBAL_SCALE) if key + part in tensors}
     if key.endswith(_WEIGHT):
         stem = key.removesuffix(_WEIGHT)
@@ -154,7 +157,7 @@ def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 def _check_claims(
     header: Header, found: Mapping[str, Mapping[str, str]], taken: AbstractSet[str]
 ) -> None:
-    """What the metadata call quantized must be codes, and the other way round."""
+    """Check that the metadata call codes quantized, and nothing else."""
     tensors, metadata = header.tensors, header.metadata
     for claim in metadata:
         key, _, word = claim.rpartition(".")
@@ -197,8 +200,10 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
 def _quantization(
     key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
 ) -> Quantization:
-    """What the metadata say of ``key``, or else of the blob. A group size that they leave out is
-    read from the shapes, for the defaults of two makers differ."""
+    """Return the quantization that the metadata state for ``key``, or else for the blob.
+
+    A group size that they leave out is read from the shapes, for the defaults of two makers differ.
+    """
     name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
     if name is None:
         raise FormatError(f"{key[:200]} has scales, and {QUANT_TYPE} does not say of what kind")
@@ -225,8 +230,12 @@ def _check_part(
 def _check_global(
     key: str, info: TensorInfo, shape: tuple[int, ...], quantization: Quantization
 ) -> None:
-    """One factor for all, for each matrix of a stack, or for each row; ones may follow.
-    Only nvfp4 has it."""
+    """Check a global scale: one factor for all, for each matrix of a stack, or for each row.
+
+    Ones may follow. Only nvfp4 has it.
+
+    Only nvfp4 has it.
+    """
     factors = info.shape
     while factors and factors[-1] == 1 and factors != shape[: len(factors)]:
         factors = factors[:-1]
@@ -241,18 +250,18 @@ def _check_global(
 
 
 def _crowded(tensors: Mapping[str, BlobTensor], key: str, name: str, component: str) -> FormatError:
-    """What a layer of one tensor, found at ``key``, has to say of the others."""
+    """Return the error for other tensors in the blob of the one found at ``key``."""
     others = _some(tensors.keys() - {key})
     return FormatError(f"{_whole(component, name)}: the blob holds {others} as well")
 
 
 def _whole(component: str, name: str) -> str:
-    """The name of the layer. Language models have no components: theirs is ""."""
+    """Return the name of the layer. Language models have no components: theirs is ""."""
     return f"{component}/{name}" if component else name
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:
-    """The first names, and how many more."""
+    """Return the first names, and how many more."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(name[:120] for name in names[:limit]) or "nothing") + more

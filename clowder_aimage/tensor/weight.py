@@ -15,8 +15,10 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """``nbytes`` bytes of a file at ``offset``, both in bytes. ``modified`` is when the file was
-    last written, in nanoseconds."""
+    """``nbytes`` bytes of a file at ``offset``, both in bytes.
+
+    ``modified`` is when the file was last written, in nanoseconds.
+    """
 
     path: Path
     offset: int
@@ -27,7 +29,9 @@ class FileSpan:
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
-    ``modified`` is when the file was last written, in nanoseconds."""
+
+    ``modified`` is when the file was last written, in nanoseconds.
+    """
 
     name: str
     dtype: str
@@ -43,7 +47,7 @@ class SourceTensor:
 
 
 class WeightReader(Enum):
-    """How the bytes of a part become those of the blob."""
+    """The conversion of a part's bytes to those of the blob."""
 
     AS_IS = "as they are"
     FACTOR = "as a float32 factor"
@@ -52,8 +56,11 @@ class WeightReader(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Some of a weight: what stands behind its name in the blob ("", ".scale", ...), the dtype and
-    shape that it has there, and where it comes from."""
+    """Some of a weight.
+
+    What stands behind its name in the blob ("", ".scale", ...), the dtype and shape that it has
+    there, and where it comes from.
+    """
 
     suffix: str
     dtype: str
@@ -64,8 +71,11 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor as a network knows it. ``dtype`` is a word of safetensors or the name of a
-    quantization, ``shape`` that of the tensor itself."""
+    """A tensor as a network knows it.
+
+    ``dtype`` is a word of safetensors or the name of a quantization, ``shape`` that of the tensor
+    itself.
+    """
 
     name: str
     dtype: str
@@ -79,17 +89,17 @@ class Weight:
 
     @property
     def tensor(self) -> SourceTensor:
-        """Where it comes from, or where its codes do."""
+        """Return the source tensor, or that of the codes."""
         return self.parts[0].tensor
 
     @property
     def nbytes(self) -> int:
-        """In the source."""
+        """Return the bytes in the source."""
         return sum(part.tensor.nbytes for part in self.parts)
 
 
 def plain(tensor: SourceTensor) -> Weight:
-    """A tensor that is a weight by itself."""
+    """Return a tensor that is a weight by itself."""
     return Weight(
         tensor.name,
         tensor.dtype,
@@ -99,4 +109,5 @@ def plain(tensor: SourceTensor) -> Weight:
 
 
 def by_name(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Return the weights sorted by name."""
     return tuple(sorted(weights, key=lambda weight: weight.name))

@@ -7,8 +7,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.importer import blob_encoder
-from clowder_aimage.importer.quantization_guard import FARTHEST, QuantizationGuard
-from clowder_aimage.importer.quantizer import Quantizer
+from clowder_aimage.importer.quantization_guard import QuantizationGuard
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization
@@ -196,7 +195,7 @@ def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
         np.array(a.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.itemsize])).tobytes()
         for a in made
     )
-    guard.look(words, codes, scales, biases[0] if biases else None)
+    guard.count(words, codes, scales, biases[0] if biases else None)
     assert (guard._lost, guard._groups) == (lost, int(given.any(axis=1).sum()))
 
 
@@ -242,56 +241,7 @@ def test_the_largest_values_are_read_back(tmp_path, kind, dtype, value):
     assert read(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
 
 
-# -- too far off
-
-
-def deviating(deviation, rows=64):
-    """Make the values of the last rows deviate by that from zero."""
-
-    def change(values):
-        values[-rows:] *= np.float32(deviation / 0.05)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "deviation", "hint"),
-    [
-        ("int8", "F32", 1e-7, "use mxfp8, whose scales reach further"),
-        ("int8", "BF16", 1e-7, "use mxfp8, whose scales reach further"),
-        ("int8", "F16", 1e-5, "use --dtype f32 with it"),
-        ("int4", "F32", 1e-7, "use mxfp8, whose scales reach further"),
-        ("int4", "F16", 1e-7, "use --dtype f32 with it"),
-        ("mxfp8", "F16", 3e-6, "use --dtype f32 with it"),
-    ],
-    ids=str,
-)
-def test_what_would_be_far_from_what_it_was(tmp_path, kind, dtype, deviation, hint):
-    model = model_of(tmp_path / "model", deviating(deviation), dtype)
-    said = rf"^the values of transformer/{NAME} are too small for {kind}: .*%"
-    with pytest.raises(ModelError, match=said) as caught:
-        model.make(quantize=kind)
-    assert hint in caught.value.hint
-    assert list(ImageLayout(model.store).tags()) == []
-
-
-@pytest.mark.parametrize("block", [blob_encoder.BLOCK, 64 * 4 * 8])
-def test_half_of_the_rows_are_enough(tmp_path, monkeypatch, block):
-    """In whichever block they are, and although the others are a million times as large."""
-    monkeypatch.setattr(blob_encoder, "BLOCK", block)
-    model = model_of(tmp_path / "model", deviating(1e-7, rows=32), "F32")
-    said = r"are too small for int8: they would be off by 1\d(\.\d)? % on average"
-    with pytest.raises(ModelError, match=said):
-        model.make(quantize="int8")
-
-
-def test_the_hint_helps(tmp_path):
-    model = model_of(tmp_path / "model", deviating(1e-5), "F16")
-    model.make(quantize="int8", dtype="f32")
-    found, true = read(model, "int8", "F32"), transformer()[NAME]
-    deviating(1e-5)(true)
-    true = true.astype(np.float16).astype(np.float32)
-    assert np.linalg.norm(found - true) < 0.02 * np.linalg.norm(true)
+# -- weights that are fine
 
 
 def weights_of(shape, kind):
@@ -310,8 +260,9 @@ def weights_of(shape, kind):
     }[kind] * 0.02
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
+)
 @pytest.mark.parametrize(
     "values",
     [
@@ -325,25 +276,3 @@ def test_good_weights_are_not_refused(tmp_path, kind, dtype, values):
     assert model.make(quantize=kind)
     if kind in ("int4", "int8"):
         assert model.make("wide", quantize=kind, group_size=128)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_the_measure_is_that_of_what_is_read_back(kind, dtype):
-    """The mean over groups of the relative deviation, from a sample and from all of them."""
-    quantization = Quantization.parse(kind)
-    values = weights_of((512, 1024), "normal").astype(np.float32)
-    floats = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    array = mx.array(values).astype(floats[dtype])
-    bits = np.array(array.view(mx.uint32 if dtype == "F32" else mx.uint16))
-    words = bits if dtype == "BF16" else bits.view("<f4" if dtype == "F32" else "<f2")
-    guard = QuantizationGuard("x", dtype, quantization)
-    with Quantizer() as quantizer:
-        sample = quantizer.quantize(words, dtype, quantization, guard.step(words)).restored
-        guard.measure(words, sample)
-        whole = quantizer.quantize(words, dtype, quantization).restored
-    true = np.array(array.astype(mx.float32)).reshape(-1, quantization.group_size)
-    off = np.linalg.norm(whole - true, axis=1) / np.linalg.norm(true, axis=1)
-    assert 200 < guard._measured < len(true)
-    assert guard._off / guard._measured == pytest.approx(off.mean(), rel=0.1)
-    assert off.mean() < FARTHEST[kind] / 2.4
