@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
@@ -16,13 +16,6 @@ from clowder_aimage.engine.metric import CONTENT_TYPE
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.route import INFER, OPEN, Route
 
-# What is to be here that is not pinned, what is known to be missing, what else keeps requests away,
-# and what is wrong although they may come
-WANTED: web.AppKey[Sequence[str]] = web.AppKey("wanted")
-MISSING: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("missing")
-AGAINST: web.AppKey[Callable[[], list[dict[str, str]]]] = web.AppKey("against")
-WARNINGS: web.AppKey[Callable[[], Sequence[str]]] = web.AppKey("warnings")
-CLOSING = web.AppKey("closing", asyncio.Event)
 ALIVE = 15.0  # seconds of silence after which a stream says that it lives
 
 
@@ -49,18 +42,18 @@ class Health:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Whether requests should be sent here. Who shows no token hears no names of models."""
-        wanted = request.app.get(WANTED, ())
-        missing = request.app[MISSING]() if MISSING in request.app else ()
-        reasons = await asyncio.to_thread(self._service.readiness.against, wanted, missing)
-        if AGAINST in request.app:
-            reasons = request.app[AGAINST]() + reasons
-        if self._service.engine.is_draining:
+        service, node = self._service, self._service.node
+        missing = node.missing() if node is not None else ()
+        reasons = await asyncio.to_thread(service.readiness.against, service.wanted, missing)
+        if node is not None:
+            reasons = node.against() + reasons
+        if service.engine.is_draining:
             reasons.insert(0, {"reason": "draining"})
         if request.get("scope") is None:
             reasons = [{"reason": each["reason"]} for each in reasons]
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
-        if WARNINGS in request.app:
-            body["warnings"] = list(request.app[WARNINGS]())
+        if node is not None:
+            body["warnings"] = list(node.warnings())
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
@@ -82,17 +75,17 @@ class Health:
             return answer
         await answer.write(b"retry: 2000\n\n")
         items = self._service.news.listen(int(after))
-        async with contextlib.aclosing(_until(items, request.app.get(CLOSING))) as heard:
+        async with contextlib.aclosing(_until(items, self._service.closing)) as heard:
             async for item in heard:
                 await answer.write(b": alive\n\n" if item is None else _frame(mark, item))
         return answer
 
 
 async def _until(
-    items: AsyncGenerator[LoggedEvent, None], closing: asyncio.Event | None
+    items: AsyncGenerator[LoggedEvent, None], closing: asyncio.Event
 ) -> AsyncGenerator[LoggedEvent | None, None]:
     """The items until the worker ends; None where there was silence for a while."""
-    end = asyncio.ensure_future((closing or asyncio.Event()).wait())
+    end = asyncio.ensure_future(closing.wait())
     coming: asyncio.Task[LoggedEvent] | None = None
     try:
         while not end.done():

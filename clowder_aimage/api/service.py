@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from clowder_aimage.api.readiness import Readiness
-from clowder_aimage.engine.engine import IF_MISSING, Engine
+from clowder_aimage.engine.engine import IF_MISSING, Engine, EngineLimits
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.metric import Metrics
+from clowder_aimage.engine.settings import Listening, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions
+
+
+class NodeState(Protocol):
+    """What a node adds to the readiness of its server."""
+
+    def missing(self) -> Sequence[str]:
+        """Return the models that are to be here and are not."""
+        ...
+
+    def against(self) -> list[dict[str, str]]:
+        """Return other reasons to send requests elsewhere."""
+        ...
+
+    def warnings(self) -> Sequence[str]:
+        """Return what is wrong although requests are accepted."""
+        ...
 
 
 @dataclass(slots=True)
@@ -41,7 +60,10 @@ class Service:
     stream_format: str = "auto"
     facts: bool = True
     public_url: str | None = None
-    has_gone: Callable[[], object] = lambda: None  # told when a name was let go
+    wanted: Sequence[str] = ()  # models to have before requests are accepted
+    node: NodeState | None = None  # of a server that is a node, too
+    has_gone: Callable[[], object] = lambda: None  # called when a name was removed
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # ends streams of events
     started: float = field(default_factory=time.time)
     readiness: Readiness = field(init=False)
 
@@ -61,3 +83,30 @@ class Service:
         other = name.removesuffix(f":{DEFAULT_TAG}")
         other = other if other != name else f"{name}:{DEFAULT_TAG}"
         return self.aliases.get(name) or self.aliases.get(other)
+
+
+def make_service(settings: Listening, store: ImageLayout, connection: ClientOptions) -> Service:
+    """Return the service of a worker, or of a node that makes no pictures."""
+    metrics, news = Metrics(), EventLog()
+    transfers = TransferQueue(store, connection, metrics, news)
+    limits = settings.limits if isinstance(settings, Settings) else EngineLimits()
+    service = Service(
+        engine=Engine(store, transfers, limits, metrics, news=news),
+        transfers=transfers,
+        store=store,
+        connection=connection,
+        metrics=metrics,
+        news=news,
+    )
+    if not isinstance(settings, Settings):
+        return service
+    return replace(
+        service,
+        aliases=settings.aliases,
+        default=settings.default_model,
+        pull=settings.pull,
+        stream_format=settings.stream_format,
+        facts=settings.png_facts,
+        public_url=settings.public_url,
+        wanted=settings.wanted,
+    )

@@ -13,7 +13,7 @@ from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
-from clowder_aimage.http.sendfile import send, send_as_it_comes
+from clowder_aimage.http.body_stream import send_file, send_growing_file
 from clowder_aimage.oci import Digest
 
 _RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
@@ -48,7 +48,7 @@ class BlobRoutes:
             span = wanted_range(request, size, f'"{digest}"')
             response = await _begin(request, digest, size, span)
             start, end = span or (0, size)
-            await send(request, file, start, end - start)
+            await send_file(request, file, start, end - start)
             await response.write_eof()
             return response
 
@@ -109,7 +109,7 @@ async def _pass_on(request: web.Request, digest: Digest, fetch: CachedFetch) -> 
         span = None
     with await asyncio.to_thread(fetch.open) as file:
         response = await _begin(request, digest, size, span)
-        await send_as_it_comes(request, fetch, file, *(span or (0, size)))
+        await send_growing_file(request, file, *(span or (0, size)), fetch.wait)
         await response.write_eof()
     return response
 

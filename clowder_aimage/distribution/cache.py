@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
     StoreError,
     UnauthorizedError,
 )
-from clowder_aimage.http.thread_pool import aside
+from clowder_aimage.http.background import aside
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 

@@ -1,12 +1,10 @@
-"""The one error of the API, and its JSON (distribution-spec, "Error Codes")."""
+"""Errors of the distribution API (distribution-spec, "Error Codes")."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from aiohttp import web
-
-from clowder_aimage.errors import AImageError, ContentError, NoSpaceError
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import Reference
 
 # code -> the status it goes with where a section does not ask for another, and its message
@@ -29,8 +27,8 @@ CODES = {
 }
 
 
-class DistributionError(AImageError):
-    """A request that is answered with an error.
+class DistributionError(ApiError):
+    """An error that answers a request.
 
     Each of ``details`` becomes one entry of the answer's list, all with the same code: a manifest
     of which three blobs are missing has three.
@@ -45,33 +43,15 @@ class DistributionError(AImageError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         usual_status, usual_message = CODES[code]
-        super().__init__(message or usual_message)
-        self.code = code
-        self.details: Sequence[object] = details
-        self.status = status or usual_status
-        self.headers = headers or {}
-
-    def response(self) -> web.Response:
-        """The error as the specification writes it."""
-        entry: dict[str, object] = {"code": self.code, "message": self.message}
-        entries = [entry | {"detail": detail} for detail in self.details] or [entry]
-        return web.json_response({"errors": entries}, status=self.status, headers=self.headers)
+        super().__init__(
+            status or usual_status,
+            message or usual_message,
+            code=code,
+            headers=headers,
+            details=details,
+        )
 
 
 def manifest_unknown(reference: Reference) -> DistributionError:
-    """That there is no such manifest."""
+    """Return the error for a reference that names no manifest."""
     return DistributionError("MANIFEST_UNKNOWN", {"reference": reference.target})
-
-
-def api_error(error: AImageError) -> DistributionError:
-    """What the API says of an error that a lower floor raised and no route expected.
-
-    Messages of the store hold paths of this machine: they are for the log.
-    """
-    if isinstance(error, DistributionError):
-        return error
-    if isinstance(error, NoSpaceError):
-        return DistributionError("UNKNOWN", message="no space left", status=507)
-    if isinstance(error, ContentError):
-        return DistributionError("UNKNOWN", message="what is stored here is damaged")
-    return DistributionError("UNKNOWN")

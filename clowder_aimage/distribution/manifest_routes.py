@@ -16,7 +16,7 @@ from clowder_aimage.distribution.distribution_error import DistributionError, ma
 from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, reference_of
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.http.request_body import pieces
+from clowder_aimage.http.body_stream import pieces
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import (

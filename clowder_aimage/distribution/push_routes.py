@@ -16,7 +16,7 @@ from clowder_aimage.distribution.repository_name import (
 )
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
-from clowder_aimage.http.request_body import pieces
+from clowder_aimage.http.body_stream import pieces
 from clowder_aimage.oci import Digest
 
 PIECE = 1024 * 1024  # what is written, and hashed, at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import re
 import socket
 from dataclasses import dataclass
@@ -47,11 +48,36 @@ class Endpoint:
             raise _odd(text)
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else _PORT))
 
+    @classmethod
+    def parse_listen(cls, text: str) -> Endpoint:
+        """Return the endpoint of ``HOST:PORT`` or ``[V6]:PORT`` to listen on; port 0: a free one.
+
+        ``localhost`` is its IPv4 address, as one port is announced. Raises UsageError.
+        """
+        host, colon, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise UsageError(
+                f"{text!r} is not an address", hint="write HOST:PORT, such as 127.0.0.1:5000"
+            )
+        return cls("http", "127.0.0.1" if host == "localhost" else host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine reaches it. False for a name that must be looked up."""
+        try:
+            return self.scheme == "unix" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def authority(self) -> str:
+        """The ``host:port`` of its URL (RFC 3986, 3.2)."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        if self.scheme == "unix":
-            return f"unix://{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        is_unix = self.scheme == "unix"
+        return f"unix://{self.path}" if is_unix else f"{self.scheme}://{self.authority}"
 
     def connect(self) -> http.client.HTTPConnection:
         """A connection to it. Raises NetworkError."""

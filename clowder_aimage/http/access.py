@@ -1,57 +1,68 @@
-"""Who may ask what: hosts and origins, tokens and their scopes, and where the worker listens."""
+"""Access control: tokens and their scopes, ``Host`` and ``Origin``."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import base64
 import hmac
-import os
-import socket
-import stat
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from clowder_aimage.distribution.registry_server import SHORTEST_TOKEN, is_loopback, parse_address
-from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.request_header import host_name, origin_host, shown_token
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http.api_error import OCI, ApiError, interface_of
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_MAY = {
+MIN_TOKEN = 16  # characters
+_ALLOWED = {
     INFER: "this token may make pictures and list models, and no more",
     NODE: "this token is one of a node, which may read what another one has, and no more",
 }
-_SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
+# Tools of registries send credentials only after this challenge (RFC 7617)
+_CHALLENGES = {OCI: 'Basic realm="aimage registry", charset="UTF-8"'}
+_CHALLENGE = 'Bearer realm="aimage"'
+
+
+def read_token(path: Path) -> str:
+    """Return the token in the first line of a file.
+
+    Raises:
+        UsageError: The file cannot be read, or the line is not a token.
+    """
+    lines = _lines(path)
+    token = lines[0].strip() if lines else ""
+    if not _is_token(token):
+        raise UsageError(
+            f"the first line of {path} is not a token",
+            hint=f"write {MIN_TOKEN} or more letters and digits there that cannot be guessed, "
+            "for example: openssl rand -hex 32",
+        )
+    return token
 
 
 def read_tokens(path: Path) -> dict[str, str]:
-    """The tokens in a file, and the scope of each.
+    """Return the tokens in a file, and the scope of each.
 
     A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; a token alone is an admin's. Empty
-    lines and those that begin with ``#`` say nothing.
+    lines and lines that begin with ``#`` are skipped.
 
     Raises:
-        UsageError: it cannot be read, or a line holds no token that is worth the name.
+        UsageError: The file cannot be read, or a line is not a token.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the tokens in {path}: {error}") from None
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         scope, token = (words[0], words[1]) if len(words) == 2 else (ADMIN, words[0])
         if len(words) > 2 or scope not in (ADMIN, INFER, NODE) or not _is_token(token):
             raise UsageError(
-                f"line {number} of {path} is no token",
+                f"line {number} of {path} is not a token",
                 hint="a line is 'admin TOKEN', 'infer TOKEN' or 'node TOKEN'; a token has "
-                f"{SHORTEST_TOKEN} or more letters and digits, for example: openssl rand -hex 32",
+                f"{MIN_TOKEN} or more letters and digits, for example: openssl rand -hex 32",
             )
         if found.setdefault(token, scope) != scope:
             raise UsageError(f"the token in line {number} of {path} has two scopes")
@@ -62,43 +73,35 @@ def read_tokens(path: Path) -> dict[str, str]:
     return found
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the tokens in {path}: {error}") from None
+
+
 def _is_token(text: str) -> bool:
-    return len(text) >= SHORTEST_TOKEN and text.isascii() and text.isprintable()
-
-
-def check_address(address: str, *, has_tokens: bool) -> tuple[str, int]:
-    """The host and the port in ``address``.
-
-    Raises:
-        UsageError: it is no address, or others reach it and nobody would ask who they are.
-    """
-    host, port = parse_address(address)
-    if not is_loopback(host) and not has_tokens:
-        raise UsageError(
-            f"{address} can be reached from other machines, and nobody is asked who they are: "
-            "whoever reaches it makes pictures, and pulls and deletes models",
-            hint="listen on 127.0.0.1, or name the tokens of those who may with --token-file",
-        )
-    return host, port
+    return len(text) >= MIN_TOKEN and text.isascii() and text.isprintable()
 
 
 def check_host(allowed: frozenset[str] | None) -> Middleware:
-    """Refuse what a web page in a browser could have been led to send.
+    """Refuse requests that a web page could have led a browser to send.
 
-    DNS rebinding (CVE-2024-28224): the ``Host`` must be one of ``allowed``; None stands for any.
-    Cross-site requests: an ``Origin``, which only browsers send, must be the host itself; and one
-    that changes something must not come from elsewhere (Fetch Metadata, ``Sec-Fetch-Site``).
+    DNS rebinding (CVE-2024-28224): the ``Host`` must be one of ``allowed``; None allows any.
+    Cross-site requests: an ``Origin``, which only browsers send, must be the host itself; a request
+    that changes something must not come from another site (Fetch Metadata, ``Sec-Fetch-Site``).
     """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         if allowed is not None and host_name(host) not in allowed:
-            raise ApiError(403, "this host is not served here", code="host_not_allowed")
+            message, details = "this host is not served here", ({"host": host[:300]},)
+            raise ApiError(403, message, code="host_not_allowed", details=details)
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
-        if is_foreign or (origin is not None and origin_host(origin) != host):
+        if is_foreign or (origin is not None and _origin_host(origin) != host):
             raise ApiError(403, "cross-site request", code="origin_not_allowed")
         return await handler(request)
 
@@ -106,89 +109,68 @@ def check_host(allowed: frozenset[str] | None) -> Middleware:
 
 
 def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, str]) -> Middleware:
-    """Let only those pass who may. Where there are no ``tokens``, whoever gets here is an admin.
+    """Refuse callers without a token of the route's scope; without ``tokens`` all are admins.
 
-    What is no route needs a token too: nobody else learns what there is.
+    An unknown path needs a token, too: the answer would show which paths exist.
     """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        needed = scopes.get(request.match_info.route, INFER)
+        required = scopes.get(request.match_info.route, INFER)
         scope = _scope(request, tokens) if tokens else ADMIN
         if scope is not None:
             request["scope"] = scope
-        elif needed != OPEN:
-            headers = {"WWW-Authenticate": 'Bearer realm="aimage"'}
-            raise ApiError(
-                401, "this worker wants a token", code="invalid_api_key", headers=headers
-            )
-        if needed != OPEN and scope not in (needed, ADMIN):
-            raise ApiError(403, _MAY[scope or INFER], code="insufficient_scope")
+        elif required != OPEN:
+            interface = interface_of(request)
+            headers = {"WWW-Authenticate": _CHALLENGES.get(interface, _CHALLENGE)}
+            is_registry = interface == OCI
+            message = "authentication required" if is_registry else "this worker wants a token"
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+        if required != OPEN and scope not in (required, ADMIN):
+            raise ApiError(403, _ALLOWED[scope or INFER], code="insufficient_scope")
         return await handler(request)
 
     return middleware
 
 
 def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
-    """The scope of the token that a request shows: as a bearer token, or as the password of any
-    user (RFC 6750, RFC 7617). All tokens are compared, each in constant time."""
-    shown = shown_token(request.headers.get("Authorization", "")).encode("utf-8", "surrogateescape")
+    """Return the scope of the request's token. All are compared, each in constant time."""
+    text = bearer_token(request.headers.get("Authorization", ""))
+    token = text.encode("utf-8", "surrogateescape")
     found = None
-    for token, scope in tokens.items():
-        if hmac.compare_digest(shown, token.encode()):
+    for known, scope in tokens.items():
+        if hmac.compare_digest(token, known.encode()):
             found = scope
     return found
 
 
-def listen_unix(path: Path) -> socket.socket:
-    """A listening unix socket that its owner and its group may use, and no one else.
+def bearer_token(authorization: str) -> str:
+    """Return the token in an ``Authorization`` header, or "" if there is none.
 
-    Its directory is made, for the same two; one that anybody may write to is no place for it.
-
-    Raises:
-        UsageError: the place cannot be meant.
-        AccessError: it cannot be listened on, or another worker does.
+    It is a bearer token, or the password of any user (RFC 6750, RFC 7617).
     """
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
     try:
-        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
-        mode = path.parent.stat().st_mode
-        if mode & stat.S_IWOTH:
-            raise UsageError(
-                f"anybody may write to {path.parent}",
-                hint="name a socket in a directory of its own: it is made with mode 0750",
-            )
-        _remove_stale(path)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            before = os.umask(0o777 & ~_SOCKET_MODE)  # so that it is never open to more, not once
-            try:
-                listening.bind(str(path))
-            finally:
-                os.umask(before)
-            listening.listen(128)
-        except BaseException:
-            listening.close()
-            raise
-    except OSError as error:
-        raise AccessError(f"cannot listen on {path}: {error.strerror or error}") from None
-    return listening
+        return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove a socket that nobody listens on: its worker was killed."""
+def host_name(host: str) -> str | None:
+    """Return the name in a ``Host`` header, without its port; None if there is none."""
     try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise UsageError(f"{path} is there already, and is no socket")
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
-                raise
-        else:
-            raise AccessError(f"another process listens on {path}")
-    path.unlink(missing_ok=True)
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _origin_host(origin: str) -> str | None:
+    """Return the host and port in an ``Origin`` header; None if it is not a URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None

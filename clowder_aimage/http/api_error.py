@@ -1,4 +1,8 @@
-"""Errors as clients of each interface read them, and the status that each goes with."""
+"""Errors of the HTTP interfaces: their statuses, their codes, and their JSON.
+
+A client of ``/api/`` reads ollama's form, a client of ``/v2/`` that of the OCI distribution
+specification ("Error Codes"), every other client that of OpenAI.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,9 @@ from clowder_aimage.errors import (
 )
 
 RETRY_AFTER = 5  # seconds, where nothing better is known
-# The first kind that fits says the status and OpenAI's word ("Error codes")
+OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
+INTERFACE = web.AppKey("interface", str)  # the form of errors of paths that belong to no interface
+# The first class that fits gives the status and the code (OpenAI, "Error codes")
 _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (BusyError, 503, "overloaded"),
     (StoppedError, 503, "unavailable"),
@@ -38,10 +44,28 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (RegistryError, 502, "registry_failed"),
 )
 _OTHER = (500, "internal_error")
+# Codes of the distribution specification for errors that did not arise from one of its routes
+_OCI_CODES = {
+    400: "SIZE_INVALID",
+    401: "UNAUTHORIZED",
+    403: "DENIED",
+    404: "UNSUPPORTED",
+    405: "UNSUPPORTED",
+    408: "SIZE_INVALID",
+    413: "SIZE_INVALID",
+    429: "TOOMANYREQUESTS",
+}
 
 
 class ApiError(AImageError):
-    """A request that is answered with an error. ``param`` is the field that is wrong."""
+    """An error that answers a request.
+
+    Args:
+        status: The HTTP status.
+        code: The code of the interface.
+        param: The field of the request that is wrong.
+        details: Facts for the distribution API, which lists one error for each of them.
+    """
 
     def __init__(
         self,
@@ -51,22 +75,33 @@ class ApiError(AImageError):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: tuple[object, ...] = (),
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.headers = dict(headers or {})
+        self.details = details
 
 
-def api_error(error: AImageError) -> ApiError:
-    """What is said of an error that a lower floor raised.
+def interface_of(request: web.Request) -> str:
+    """Return the interface whose clients read the answer: OPENAI, OLLAMA or OCI."""
+    if request.path.startswith("/v2/"):
+        return OCI
+    return OLLAMA if request.path.startswith("/api/") else request.app.get(INTERFACE, OPENAI)
+
+
+def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
+    """Return the answer to an error of a lower floor.
 
     Messages of the store hold paths of this machine: they are for the log.
     """
     if isinstance(error, ApiError):
         return error
+    if interface == OCI and not isinstance(error, BusyError | StoppedError):
+        return _distribution_error(error)
     status, code = _known(error)
-    is_told = error.hint and (status < 500 or status == 502)
-    message = f"{error.message}; {error.hint}" if is_told else error.message
+    is_shown = error.hint and (status < 500 or status == 502)
+    message = f"{error.message}; {error.hint}" if is_shown else error.message
     if isinstance(error, StoreError):
         message = "the store cannot be used"
     headers = {}
@@ -91,21 +126,37 @@ def registry_error(error: AImageError) -> AImageError:
 
 
 def response(request: web.Request, error: ApiError) -> web.Response:
-    """The error in the words of the interface that was asked (OpenAI's, but for ollama's)."""
-    if request.path.startswith("/api/"):
-        said = {"error": error.message} | ({"code": error.code} if error.code else {})
-        return web.json_response(said, status=error.status, headers=error.headers)
-    fault = {
-        "message": error.message,
-        "type": _kind(error.status),
-        "param": error.param,
-        "code": error.code,
-    }
-    return web.json_response({"error": fault}, status=error.status, headers=error.headers)
+    """Return the answer in the form of the interface that was asked."""
+    form = {OCI: _oci, OLLAMA: _ollama, OPENAI: _openai}[interface_of(request)]
+    return web.json_response(form(error), status=error.status, headers=error.headers)
+
+
+def _oci(error: ApiError) -> dict[str, object]:
+    code = error.code if error.code and error.code.isupper() else None
+    code = code or _OCI_CODES.get(error.status, "UNKNOWN")
+    entry: dict[str, object] = {"code": code, "message": error.message}
+    return {"errors": [entry | {"detail": detail} for detail in error.details] or [entry]}
+
+
+def _ollama(error: ApiError) -> dict[str, object]:
+    return {"error": error.message, **({"code": error.code} if error.code else {})}
+
+
+def _openai(error: ApiError) -> dict[str, object]:
+    facts = {"type": _kind(error.status), "param": error.param, "code": error.code}
+    return {"error": {"message": error.message, **facts}}
+
+
+def _distribution_error(error: AImageError) -> ApiError:
+    if isinstance(error, NoSpaceError):
+        return ApiError(507, "no space left", code="UNKNOWN")
+    is_damaged = isinstance(error, ContentError)
+    message = "what is stored here is damaged" if is_damaged else "unknown error"
+    return ApiError(500, message, code="UNKNOWN")
 
 
 def _known(error: AImageError) -> tuple[int, str]:
-    """The status and the word of an error of a lower floor."""
+    """Return the status and the code of an error of a lower floor."""
     found = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
     return next(found, _OTHER)
 

@@ -1,107 +1,84 @@
-"""The application: every route, and what every request passes on its way to one."""
+"""The application: the routes of a server's roles, and the middlewares before them.
+
+A request passes, in this order: the access log, errors to JSON, ``Host`` and ``Origin``, tokens and
+scopes, the end of the server, the body; then its route.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-import structlog
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 
-from clowder_aimage.api import health, ollama_routes, openapi, storage
-from clowder_aimage.api.service import Service
-from clowder_aimage.engine.engine_error import StoppedError
-from clowder_aimage.engine.metric import Metrics
+from clowder_aimage.engine.engine_error import ending
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http import api_error as fault
+from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
-from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.route import BODY, Route
+from clowder_aimage.http.api_error import INTERFACE, OCI, OPENAI, ApiError, interface_of
+from clowder_aimage.http.route import BODY, Role, with_head
 
-LARGEST_BODY = 16 * BODY
-BODY_TIME = 30.0  # seconds that a request's body may take to come
+MAX_BODY = 16 * BODY
+BODY_TIMEOUT = 30.0  # seconds that a request's body may take
+CLIENT_CLOSED_REQUEST = 499  # nginx
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-_log = structlog.get_logger("aimage.worker")
+_log = logging.getLogger("aimage.worker")
 
 
 def build_app(
-    service: Service,
-    *,
+    *roles: Role,
     hosts: frozenset[str] | None = LOOPBACK_HOSTS,
     tokens: Mapping[str, str] | None = None,
-    routes: Iterable[Route] | None = None,
+    interface: str = OPENAI,
 ) -> web.Application:
-    """The application, to be run by ``serve``, with ``routes``, or all that a worker has.
+    """Return the application that answers the routes of ``roles``.
 
-    ``hosts`` are the names that a request's Host header may carry; None stands for any. ``tokens``
-    are what callers must know, each with its scope; where there are none, whoever comes is admin.
+    Args:
+        roles: Their routes are tried in order.
+        hosts: The names that a request's Host header may carry; None: any.
+        tokens: The tokens of callers, each with its scope. Without tokens all callers are admins.
+        interface: The form of errors of paths that belong to no interface.
     """
-    # A request's own notes have plain names: keys that carry a type came with aiohttp 3.14.
+    # A request's own entries have plain names: typed keys came with aiohttp 3.14.
     warnings.simplefilter("ignore", web.NotAppKeyWarning)
     scopes: dict[web.AbstractRoute, str] = {}
-    bodies: dict[web.AbstractRoute, int] = {}
+    bodies: dict[web.AbstractRoute, int | None] = {}
     app = web.Application(
         middlewares=[
-            _account(service.metrics),
-            _answer_errors,
+            _account(roles),
+            answer_errors,
             check_host(hosts),
             check_scope(tokens or {}, scopes),
-            _refuse_at_the_end(service),
+            _refuse_at_the_end(roles),
             _read_body(bodies),
         ],
-        client_max_size=LARGEST_BODY,
+        client_max_size=MAX_BODY,
     )
+    app[INTERFACE] = interface
     app.on_response_prepare.append(_common_headers)
-    for route in _with_head(all_routes(service) if routes is None else routes):
+    for route in with_head(route for role in roles for route in role.routes()):
         added = app.router.add_route(route.method, route.path, route.handler)
         scopes[added], bodies[added] = route.scope, route.body
     return app
 
 
-def all_routes(service: Service) -> list[Route]:
-    """Every route that a worker has."""
-    from clowder_aimage.api import openai  # which needs what pictures need
-
-    return [*openai.routes(service), *ollama_routes.picture_routes(service), *store_routes(service)]
-
-
-def store_routes(service: Service) -> list[Route]:
-    """Those that keep models, and make no pictures."""
-    return [
-        route
-        for interface in (health, openapi, ollama_routes, storage)
-        for route in interface.routes(service)
-    ]
-
-
-def _with_head(routes: Iterable[Route]) -> list[Route]:
-    """The routes, and HEAD for each GET (RFC 9110, 9.3.2)."""
-    every = list(routes)
-    known = {(route.method, route.path) for route in every}
-    heads = [
-        Route("HEAD", route.path, route.handler, route.scope)
-        for route in every
-        if route.method == "GET" and ("HEAD", route.path) not in known
-    ]
-    return every + heads
-
-
-def _account(metrics: Metrics) -> Middleware:
-    """Give each request an id; count it, and write one line on it, without what it asked for."""
+def _account(roles: Sequence[Role]) -> Middleware:
+    """Give each request an id, count it, and log one line on it, without its content."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        asked = request.headers.get("X-Request-Id", "")
-        request["id"] = asked if _ID.fullmatch(asked) else secrets.token_hex(8)
-        begun, status = time.perf_counter(), 499  # nginx's word for a client that left
+        given = request.headers.get("X-Request-Id", "")
+        request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        begun, status = time.perf_counter(), CLIENT_CLOSED_REQUEST
         try:
             response = await handler(request)
             status = response.status
@@ -109,88 +86,108 @@ def _account(metrics: Metrics) -> Middleware:
         finally:
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else "unknown"
-            metrics.requests.labels(route, str(status)).inc()
-            facts = {"model": str(request["model"])} if "model" in request else {}
+            for role in roles:
+                role.count(route, status)
+            facts = {
+                "method": request.method if resource is not None else "-",
+                "route": route,
+                "status": status,
+                "seconds": round(time.perf_counter() - begun, 4),
+                "id": request["id"],
+            }
+            if "model" in request:
+                facts["model"] = str(request["model"])
             # nodes ask each other for ranges by the hundred
-            say = _log.debug if route.startswith("/v1/neighbour") else _log.info
-            say(
-                "request",
-                method=request.method if resource is not None else "-",
-                route=route,
-                status=status,
-                seconds=round(time.perf_counter() - begun, 4),
-                id=request["id"],
-                **facts,
-            )
+            level = logging.DEBUG if route.startswith("/v1/neighbour") else logging.INFO
+            _log.log(level, "request", extra=facts)
 
     return middleware
 
 
 @web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever a route raises into an answer, unless one has begun: then the connection
-    breaks, which is the only thing left that a client notices."""
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer errors in the interface's form.
+
+    If the answer has begun, the connection is cut: the client would take it for complete.
+    """
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # the client is gone
+        raise  # the client has left
     except Exception as error:
-        found = _meant(request, error)
+        found = _api_error(request, error)
         if request.get("answered"):
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the answer broke off") from None
-        answer = fault.response(request, found)
+        answer = errors.response(request, found)
         if found.status in (408, 413):
             answer.force_close()  # the rest of the body is not waited for
         return answer
 
 
-def _meant(request: web.Request, error: Exception) -> ApiError:
-    """The error that an exception is for the client."""
+def _api_error(request: web.Request, error: Exception) -> ApiError:
+    """Return the answer to an exception, and log those that are not the client's fault."""
+    interface = interface_of(request)
     if isinstance(error, AImageError):
-        found = fault.api_error(error)
+        found = errors.api_error(error, interface)
         if found.status >= 500:
-            _log.warning("failed", id=request["id"], status=found.status, reason=error.message)
+            _log_failure(request, error, found.status)
         return found
     if isinstance(error, web.HTTPException):
-        return _of_framework(error)
+        return _framework_error(error, interface)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
-        return ApiError(400, "the request's body is no JSON", code="invalid_json")
-    if isinstance(error, ClientError):  # aiohttp's word for a body that is not valid HTTP
+        return ApiError(400, "the request's body is not JSON", code="invalid_json")
+    if isinstance(error, ClientError):  # aiohttp, of a body that is not valid HTTP
         return ApiError(400, "the request's body broke off", code="invalid_body")
-    _log.error("a route failed", id=request["id"], kind=type(error).__name__, at=_places(error))
+    if interface == OCI:
+        _log.error("%s %s", request.method, request.path, exc_info=error)
+        return ApiError(500, "unknown error", code="UNKNOWN")
+    facts = {"id": request["id"], "kind": type(error).__name__, "at": _places(error)}
+    _log.error("a route failed", extra=facts)
     return ApiError(500, "the worker failed; its log says at what", code="internal_error")
 
 
+def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
+    if interface_of(request) == OCI:  # also for a log without fields
+        _log.error("%s %s: %s", request.method, request.path, error)
+    else:
+        facts = {"id": request["id"], "status": status, "reason": error.message}
+        _log.warning("failed", extra=facts)
+
+
 def _places(error: Exception) -> list[str]:
-    """Where an error was raised. Its text, and what variables were, may hold a prompt."""
+    """Return where an error was raised. Its text and its variables may hold a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
-def _of_framework(error: web.HTTPException) -> ApiError:
+def _framework_error(error: web.HTTPException, interface: str) -> ApiError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"this is asked with {allowed}"
+        message = f"the methods of this address are {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large()
     if error.status == 404:
-        return ApiError(404, "there is nothing at this address", code="unknown_url")
+        message = "no such endpoint" if interface == OCI else "there is nothing at this address"
+        return ApiError(404, message, code="unknown_url")
     return ApiError(error.status, error.reason, code="invalid_request")
 
 
-def _refuse_at_the_end(service: Service) -> Middleware:
-    """Begin nothing new when the worker is about to end; what only looks is answered, and told to
-    come back by a new connection, which another worker may take."""
+def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
+    """Begin nothing new when the server is about to end.
+
+    Reads are answered; the client is to send the next one on a new connection, which another server
+    may accept.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not service.engine.is_draining:
+        if not any(role.is_draining for role in roles):
             return await handler(request)
         if request.method not in ("GET", "HEAD"):
-            raise StoppedError("the worker is about to end", hint="ask another one")
+            raise ending()
         answer = await handler(request)
         answer.force_close()
         return answer
@@ -198,20 +195,22 @@ def _refuse_at_the_end(service: Service) -> Middleware:
     return middleware
 
 
-def _read_body(bodies: Mapping[web.AbstractRoute, int]) -> Middleware:
-    """Read the body before the route begins: neither large ones nor slow ones get any further."""
+def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
+    """Read the body before the handler begins; large and slow ones get no further."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        largest = bodies.get(request.match_info.route, BODY)
-        if (request.content_length or 0) > largest:
+        limit = bodies.get(request.match_info.route, BODY)
+        if limit is None:
+            return await handler(request)
+        if (request.content_length or 0) > limit:
             raise _too_large()
         try:
-            async with asyncio.timeout(BODY_TIME):
+            async with asyncio.timeout(BODY_TIMEOUT):
                 size = len(await request.read())
         except TimeoutError:
             raise ApiError(408, "the request's body did not come", code="timeout") from None
-        if size > largest:
+        if size > limit:
             raise _too_large()
         return await handler(request)
 
@@ -223,10 +222,13 @@ def _too_large() -> ApiError:
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """What every answer says; a browser must not guess at content, and keeps none of it."""
+    """Set the headers of every answer; a browser must not guess at content types."""
     request["answered"] = True
-    response.headers["Server"] = "aimage"  # whose versions are nobody's business
+    response.headers["Server"] = "aimage"  # without versions
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
-    response.headers.setdefault("Cache-Control", "no-store")
+    if interface_of(request) == OCI:
+        response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
+    else:
+        response.headers.setdefault("Cache-Control", "no-store")
     if "id" in request:
         response.headers["X-Request-Id"] = request["id"]

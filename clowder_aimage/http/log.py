@@ -58,7 +58,7 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
     sink = logging.StreamHandler(target)
     sink.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 *_renderers(kind, target),

@@ -1,4 +1,4 @@
-"""What systemd is told, and what it gives: sd_notify(3) and sd_listen_fds(3)."""
+"""systemd's protocols for services: sd_notify(3) and sd_listen_fds(3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST = 3  # SD_LISTEN_FDS_START
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Say ``state`` (READY=1, STOPPING=1, WATCHDOG=1) to whoever started us; or to nobody."""
+    """Send ``state`` (READY=1, STOPPING=1, WATCHDOG=1) to systemd, if it started the process."""
     address = environment.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return
@@ -25,7 +25,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds after which we are to say that we are alive; None where nobody asks."""
+    """Return the seconds between two WATCHDOG=1; None if systemd wants none."""
     try:
         period = int(environment["WATCHDOG_USEC"]) / 1_000_000
         is_ours = int(environment.get("WATCHDOG_PID", os.getpid())) == os.getpid()
@@ -34,11 +34,11 @@ def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
     return period / 2 if is_ours and period > 0 else None
 
 
-def given(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
-    """The listening sockets that we were started with.
+def passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
+    """Return the listening sockets that systemd passed to the process.
 
     Raises:
-        UsageError: what we were given is none.
+        UsageError: A descriptor is not a listening socket.
     """
     try:
         if int(environment["LISTEN_PID"]) != os.getpid():
@@ -56,7 +56,7 @@ def given(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
             for each in found:
                 each.close()
             raise UsageError(
-                f"LISTEN_FDS says {count}, but descriptor {number} is no listening socket: "
+                f"LISTEN_FDS is {count}, but descriptor {number} is not a listening socket: "
                 f"{error.strerror or error}",
                 hint="see the socket unit, or unset LISTEN_FDS and LISTEN_PID",
             ) from None

@@ -8,7 +8,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from clowder_aimage.distribution.registry_server import parse_address
+from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
 from clowder_aimage.registry.peer_response import PeerAddress
 
@@ -33,12 +33,12 @@ class Address:
             is_secure = rest.startswith("https://")
             rest = rest.partition("://")[2].removesuffix("/")
         try:
-            host, port = parse_address(rest)
+            endpoint = Endpoint.parse_listen(rest)
         except UsageError:
             raise _odd(text) from None
-        if not port or not _HOST.fullmatch(host):
+        if not endpoint.port or not _HOST.fullmatch(endpoint.host):
             raise _odd(text)
-        return cls(PeerAddress(host, port, is_secure), is_name)
+        return cls(PeerAddress(endpoint.host, endpoint.port, is_secure), is_name)
 
     def places(self) -> list[PeerAddress]:
         """Where to ask now. Of a name, link-local addresses are left out: no node is reached by

@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 
 from clowder_aimage.api.service import Service
-from clowder_aimage.http.route import NODE, Route
-from clowder_aimage.http.shutdown import beside
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.route import NODE, Role, Route
 from clowder_aimage.node import node_routes
 from clowder_aimage.node.node import Node
 from clowder_aimage.node.node_settings import NodeSettings
@@ -23,7 +23,7 @@ EVERY = 5.0  # seconds between two looks at what changes slowly
 _log = structlog.get_logger("aimage.node")
 
 
-class Daemon:
+class Daemon(Role):
     """The node of ``service``, and its neighbours where it has any. ``tokens`` are those that the
     server knows, with their scopes: the nodes' own is what neighbours are shown."""
 
@@ -38,7 +38,7 @@ class Daemon:
         self.node = Node(service, settings.options)
         self._service = service
         self._reading = ReadOnlyRegistry(service.store)
-        service.has_gone = self.node.look_again
+        service.has_gone, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
         self._sharing = PeerSharing(  # also without neighbours of our own: others may know us
             service.store,
@@ -74,6 +74,12 @@ class Daemon:
         finally:
             await asyncio.to_thread(self._sharing.close)
             self._reading.close()
+
+    def reload(self) -> bool:
+        """Read the desired state again."""
+        _log.info("reading the desired state again")
+        self.node.wake(reload=True)
+        return True
 
     def _heard(self, url: str, state: str, reason: str | None) -> None:
         facts = {"reason": reason} if reason else {}

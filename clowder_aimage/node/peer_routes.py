@@ -22,9 +22,9 @@ from typing import TypeVar
 from aiohttp import web
 
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.http.background import aside
+from clowder_aimage.http.body_stream import send_file
 from clowder_aimage.http.route import NODE, Route
-from clowder_aimage.http.sendfile import send
-from clowder_aimage.http.thread_pool import aside
 from clowder_aimage.node.peer_state import LIFE, Peers
 from clowder_aimage.node.peer_upstream import OnBytes
 from clowder_aimage.node.piece import Piece
@@ -231,7 +231,7 @@ class PeerRoutes:
             async with asyncio.timeout(_SENDING):
                 if piece.file is not None:
                     at, count = piece.offset, piece.length
-                    await send(request, piece.file, at, count, piece=_BLOCK, patience=_STALL)
+                    await send_file(request, piece.file, at, count, piece=_BLOCK, timeout=_STALL)
                 else:
                     view = memoryview(piece.data)
                     for at in range(0, piece.length, _BLOCK):

@@ -12,7 +12,7 @@ from clowder_aimage.api import model_list
 from clowder_aimage.api.readiness import BY_NODE
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError
-from clowder_aimage.http.thread_pool import aside
+from clowder_aimage.http.background import aside
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, check_blobs, check_completeness
 from clowder_aimage.layout.layout import index_name

@@ -7,14 +7,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from clowder_aimage.distribution import request_guard
 from clowder_aimage.distribution.distribution_error import DistributionError
-from clowder_aimage.distribution.registry_app import reading
+from clowder_aimage.distribution.registry_role import reading_routes
 from clowder_aimage.distribution.served_lease import ServedLeases
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http.route import NODE, Route
+from clowder_aimage.http.route import NODE, Handler, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 
@@ -48,20 +46,16 @@ class ReadOnlyRegistry:
     def _table(self, host: str) -> dict[str, Handler]:
         """The routes for the names of one registry; those without a host where it is empty."""
         if host not in self._tables:
-            found = reading(self._store, self._kept, host)
-            self._tables[host] = {one.path: one.handler for one in found if one.method == "GET"}
+            found = reading_routes(self._store, self._kept, host)
+            self._tables[host] = {one.path: one.handler for one in found}
         self._tables.move_to_end(host)
         while len(self._tables) > MOST:
             self._tables.popitem(last=False)
         return self._tables[host]
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def found(request: web.Request) -> web.StreamResponse:
-            return await self._table(_namespace(request))[path](request)
-
         async def answer(request: web.Request) -> web.StreamResponse:
-            """Errors as the specification has them ("Error Codes")."""
-            return await request_guard.answer_errors(request, found)
+            return await self._table(_namespace(request))[path](request)
 
         return answer
 

@@ -21,27 +21,28 @@ OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 PROGRAM = """
 import sys
 from pathlib import Path
-from clowder_aimage.layout import ImageLayout, Stores
-from clowder_aimage.distribution import body, idle, serve
+from clowder_aimage.layout import ImageLayout, LayeredStore
+from clowder_aimage.distribution import registry_role
+from clowder_aimage.http import body_stream, connection_timeout
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
-    body.STALL = serve.GRACE = 0.2
-    idle.PATIENCE = idle.EVERY = 0.1
+    body_stream.READ_TIMEOUT = registry_role.GRACE = 0.2
+    connection_timeout.IDLE = connection_timeout.INTERVAL = 0.1
 upstream = None
 if "upstream" in flags:
-    from clowder_aimage.registry import Connection
+    from clowder_aimage.registry import ClientOptions
     from clowder_aimage.distribution import upstream as upstream_module
     upstream_module.REST = 0.0
     from clowder_aimage.registry.host_settings import HostSettings
     mirrors = tuple(filter(None, [flags.get("mirror")]))
-    connection = Connection(
+    connection = ClientOptions(
         docker_config=Path(flags.get("docker", "/nonexistent")),
         registries={flags["upstream"]: HostSettings(mirrors=mirrors)},
     )
-    upstream = upstream_module.Upstream.parse(flags["upstream"], connection)
+    upstream = upstream_module.UpstreamRegistry.parse(flags["upstream"], connection)
 roots = [Path(sys.argv[1]), *map(Path, filter(None, [flags.get("other")]))]
-serve.serve(
-    Stores(roots) if len(roots) > 1 else ImageLayout(*roots),
+registry_role.serve(
+    LayeredStore(roots) if len(roots) > 1 else ImageLayout(*roots),
     sys.argv[2],
     readonly="readonly" in flags,
     allow_remote="remote" in flags,

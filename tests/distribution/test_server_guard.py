@@ -19,11 +19,11 @@ from served import Server, digest_of, error_of, start
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.registry_app import build_app
-from clowder_aimage.distribution.registry_server import read_token
+from clowder_aimage.distribution.registry_role import build_app
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http import idle_timeout as idle_module
-from clowder_aimage.http.idle_timeout import IdleTimeout
+from clowder_aimage.http import connection_timeout
+from clowder_aimage.http.access import read_token
+from clowder_aimage.http.connection_timeout import IdleTimeout
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
 
@@ -106,7 +106,7 @@ def test_skopeo_logs_in(guarded: Server, skopeo: str, tmp_path: Path) -> None:
 )
 def test_what_is_no_token(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content)
-    with pytest.raises(UsageError, match="is no token") as caught:
+    with pytest.raises(UsageError, match="is not a token") as caught:
         read_token(tmp_path / "token")
     assert "16" in str(caught.value.hint)
 
@@ -173,13 +173,13 @@ class Connection:
 def test_a_crowd_of_idle_connections_is_hurried() -> None:
     now = [0.0]
     idle = IdleTimeout(lambda: now[0])
-    crowd: Any = [Connection() for _ in range(idle_module.CROWD + 1)]
+    crowd: Any = [Connection() for _ in range(connection_timeout.CROWD + 1)]
     few = crowd[:3]
-    idle.look(few)
-    now[0] = idle_module.HURRY + 1
-    idle.look(few)
+    idle.check(few)
+    now[0] = connection_timeout.IDLE_IN_CROWD + 1
+    idle.check(few)
     assert not any(each.aborted for each in few)
-    idle.look(crowd)
+    idle.check(crowd)
     assert [each.aborted for each in crowd] == [True] * 3 + [False] * (len(crowd) - 3)
 
 

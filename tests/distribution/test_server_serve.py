@@ -13,7 +13,8 @@ import pytest
 import requests
 from served import REPOSITORY_ROOT, Server, digest_of, start
 
-from clowder_aimage.distribution.registry_server import is_loopback, parse_address, serve
+from clowder_aimage.distribution.registry_role import serve
+from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.layout import ImageLayout
 
@@ -26,7 +27,7 @@ def never(url: str) -> None:
 def test_other_addresses_need_a_flag(tmp_path: Path, address: str) -> None:
     with pytest.raises(UsageError, match="no authentication") as caught:
         serve(ImageLayout(tmp_path), address, on_ready=never)
-    assert "--allow-remote" in str(caught.value.hint)
+    assert caught.value.remedy == "registry_without_token"
 
 
 @pytest.mark.parametrize("address", ["", "5000", ":5000", "localhost", "localhost:x", "a:65536"])
@@ -36,11 +37,11 @@ def test_what_is_not_an_address(tmp_path: Path, address: str) -> None:
 
 
 def test_addresses() -> None:
-    assert parse_address("localhost:5000") == ("127.0.0.1", 5000)
-    assert parse_address("[::1]:0") == ("::1", 0)
-    assert is_loopback("127.8.8.8")
-    assert is_loopback("::1")
-    assert not is_loopback("localhost.example")
+    assert Endpoint.parse_listen("localhost:5000") == Endpoint("http", "127.0.0.1", 5000)
+    assert Endpoint.parse_listen("[::1]:0") == Endpoint("http", "::1", 0)
+    assert Endpoint.parse_listen("127.8.8.8:1").is_loopback
+    assert Endpoint.parse_listen("[::1]:1").is_loopback
+    assert not Endpoint.parse_listen("localhost.example:1").is_loopback
 
 
 def test_port_in_use(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from clowder_aimage.distribution.registry_app import build_app
+from clowder_aimage.distribution.registry_role import build_app
 from clowder_aimage.layout import ImageLayout
 from tests.hostile.hostile_world import digest_of
 from tests.scripted import Answer, Script, Seen

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from clowder_aimage.api.service import make_service
 from clowder_aimage.api.storage import encode
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.engine import NEVER
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.node import Node, NodeOptions

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from clowder_aimage.api import health
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.cli.verbs.node_status import state_of
 from clowder_aimage.engine.engine import ALWAYS
-from clowder_aimage.http.app import build_app, store_routes
-from clowder_aimage.http.server import make_service
+from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.daemon import Daemon
@@ -291,9 +291,7 @@ async def served(home):
     settings = NodeSettings(desired=home / "desired")
     service = make_service(settings, ImageLayout(home / "store"), ClientOptions(docker_config=home))
     daemon = Daemon(service, settings, {})
-    app = build_app(service, routes=[*store_routes(service), *daemon.routes()])
-    app[health.MISSING] = daemon.node.missing
-    app[health.AGAINST], app[health.WARNINGS] = daemon.node.against, daemon.node.warnings
+    app = build_app(WorkerRole(service, makes_pictures=False), daemon)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

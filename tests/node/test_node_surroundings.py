@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from structlog.testing import capture_logs
 
 from clowder_aimage.api.readiness import Readiness
+from clowder_aimage.api.service import make_service
 from clowder_aimage.cli.console.listener import check_stores
 from clowder_aimage.cli.verbs.node_status import status
 from clowder_aimage.engine.settings import gather
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.http import shutdown
-from clowder_aimage.http.server import make_service
+from clowder_aimage.http import background
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node import daemon as daemon_module
 from clowder_aimage.node.daemon import Daemon
@@ -163,7 +163,7 @@ def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on():
                 going.set()
                 await asyncio.sleep(0.001)
 
-        async with shutdown.beside(failing(), on()):
+        async with background.beside(failing(), on()):
             await comes(lambda: logs)
             going.clear()
             await asyncio.wait_for(going.wait(), 60)

@@ -16,12 +16,15 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
+from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import check_address, listen_unix, read_tokens
-from clowder_aimage.http.app import all_routes, build_app
+from clowder_aimage.http.access import read_tokens
+from clowder_aimage.http.app import build_app
+from clowder_aimage.http.listening_socket import check_access, listen_unix
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
-from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 
@@ -39,7 +42,7 @@ def service(tmp_path):
 
 def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), **headers):
     """The answers of every route, or of ``paths``: method, path, status, headers, text."""
-    app = build_app(service, tokens=tokens, hosts=hosts)
+    app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts)
     table = {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.resource.canonical))
         for route in app.router.routes()
@@ -63,21 +66,21 @@ def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), *
 
 
 def test_every_route_has_a_scope(service):
-    routes = all_routes(service)
+    routes = WorkerRole(service).routes()
     assert {route.scope for route in routes} <= set(SCOPES)
     table = [(route.method, route.path) for route in routes]
     assert len(table) == len(set(table))
-    with pytest.raises(ValueError, match="no scope"):
+    with pytest.raises(ValueError, match="is not a scope"):
         Route("GET", "/x", routes[0].handler, "anyone")
 
 
 def test_what_changes_something_is_for_admins(service):
-    for route in all_routes(service):
+    for route in WorkerRole(service).routes():
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
     known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json"}
     signed = {"/v1/files/pictures/{name}"}  # its address is the secret
-    assert {route.path for route in all_routes(service) if route.scope == OPEN} <= known | signed
+    assert {route.path for route in WorkerRole(service).routes() if route.scope == OPEN} <= known | signed
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_no_answer_opens_the_worker_to_other_origins(service):
 def opened(service):
     found = {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
-        for route in all_routes(service)
+        for route in WorkerRole(service).routes()
         if route.scope == OPEN
     }
     return found | {("HEAD", path) for method, path in found if method == "GET"}
@@ -139,7 +142,7 @@ def test_without_a_token_only_open_routes_answer(service, shown):
 def admins(service):
     return {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
-        for route in all_routes(service)
+        for route in WorkerRole(service).routes()
         if route.scope == ADMIN
     }
 
@@ -205,14 +208,14 @@ def test_a_file_that_holds_no_tokens_is_refused(tmp_path, text):
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])
 def test_an_address_that_others_reach_needs_a_token(address):
     with pytest.raises(UsageError, match="can be reached from other machines") as caught:
-        check_address(address, has_tokens=False)
-    assert "--token-file" in caught.value.hint
-    assert check_address(address, has_tokens=True)[1] in (0, 80)
+        check_access(Endpoint.parse_listen(address), has_tokens=False)
+    assert caught.value.remedy == "listen_without_tokens"
+    check_access(Endpoint.parse_listen(address), has_tokens=True)
 
 
-def test_a_loopback_address_does_not():
-    assert check_address("localhost:11434", has_tokens=False) == ("127.0.0.1", 11434)
-    assert check_address("[::1]:1", has_tokens=False) == ("::1", 1)
+@pytest.mark.parametrize("address", ["localhost:11434", "[::1]:1"])
+def test_a_loopback_address_does_not(address):
+    check_access(Endpoint.parse_listen(address), has_tokens=False)
 
 
 # -- the unix socket
@@ -243,7 +246,7 @@ def test_a_socket_takes_no_files_place(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for name in ("file", "link"):
-        with pytest.raises(UsageError, match="is no socket"):
+        with pytest.raises(UsageError, match="is not a socket"):
             listen_unix(tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine"
 

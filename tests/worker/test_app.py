@@ -14,6 +14,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
@@ -26,30 +28,40 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http import app, idle_timeout, write_timeout
+from clowder_aimage.http import app, connection_timeout
 from clowder_aimage.http.api_error import api_error
-from clowder_aimage.http.route import Route
-from clowder_aimage.http.server import _listening, listen, make_service
+from clowder_aimage.http.listening_socket import listen
+from clowder_aimage.http.route import Role, Route
+from clowder_aimage.http.server import accepting
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 
 SECRET = "a lighthouse that nobody may know of"
 
 
-def talked(service, talk, *more, monkeypatch=None):
-    """What ``talk(client)`` returns, with a client of the application and of ``more`` routes."""
-    if monkeypatch is not None:
-        monkeypatch.setattr(app, "all_routes", lambda _: list(more))
+class Routes(WorkerRole):
+    """A worker with other routes."""
+
+    def __init__(self, service, *routes):
+        super().__init__(service)
+        self._routes = list(routes)
+
+    def routes(self):
+        return self._routes
+
+
+def talked(role, talk):
+    """What ``talk(client)`` returns, with a client of the role's application."""
 
     async def run():
-        async with asyncio.timeout(60), TestClient(TestServer(app.build_app(service))) as client:
+        async with asyncio.timeout(60), TestClient(TestServer(app.build_app(role))) as client:
             return await talk(client)
 
     return asyncio.run(run())
 
 
 @pytest.fixture
-def failing(tmp_path, monkeypatch):
+def failing(tmp_path):
     """What a client hears of a route that raises an error: status, headers, body."""
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
@@ -62,7 +74,7 @@ def failing(tmp_path, monkeypatch):
             return answer.status, answer.headers, await answer.json()
 
         route = Route("POST", path, handler, "infer", body=1000)
-        return talked(service, talk, route, monkeypatch=monkeypatch)
+        return talked(Routes(service, route), talk)
 
     return fail
 
@@ -103,7 +115,7 @@ def test_ollamas_clients_read_errors_in_their_shape(failing):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(failing, monkeypatch):
-    monkeypatch.setattr(app, "BODY_TIME", 0.05)
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.05)
 
     async def never():
         yield b"{"
@@ -122,7 +134,7 @@ def test_a_route_says_how_large_its_body_may_be(failing):
     assert failing(ValueError(), data=b"x" * 1000)[0] == 500
 
 
-def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path, monkeypatch):
+def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path):
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
     async def handler(request):
@@ -137,7 +149,7 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path, monkeypatch):
             await answer.read()
         return service.metrics.text().decode()
 
-    text = talked(service, talk, Route("GET", "/x", handler, "infer"), monkeypatch=monkeypatch)
+    text = talked(Routes(service, Route("GET", "/x", handler, "infer")), talk)
     assert 'route="/x"' in text
 
 
@@ -155,18 +167,17 @@ def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
         seen = await client.get("/api/version")
         return refused.status, refused.headers["Retry-After"], seen.status, seen.headers
 
-    status, after, seen, headers = talked(service, talk)
+    status, after, seen, headers = talked(WorkerRole(service), talk)
     assert (status, after, seen, headers["Connection"]) == (503, "5", 200, "close")
 
 
-def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(idle_timeout, "PATIENCE", 0.05)
-    monkeypatch.setattr(idle_timeout, "EVERY", 0.01)
-    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
-    places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
+def test_a_head_that_does_not_come_is_given_up(monkeypatch):
+    monkeypatch.setattr(connection_timeout, "IDLE", 0.05)
+    monkeypatch.setattr(connection_timeout, "INTERVAL", 0.01)
+    places = listen("127.0.0.1:0", has_tokens=False)
 
     async def talk():
-        async with asyncio.timeout(60), _listening(app.build_app(service), places):
+        async with asyncio.timeout(60), accepting(app.build_app(Role()), places):
             host, port = places.sockets[0].getsockname()
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: local")
@@ -179,10 +190,10 @@ def test_a_head_that_does_not_come_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(write_timeout, "PATIENCE", 0.05)
-    monkeypatch.setattr(write_timeout, "EVERY", 0.01)
+    monkeypatch.setattr(connection_timeout, "WRITE", 0.05)
+    monkeypatch.setattr(connection_timeout, "INTERVAL", 0.01)
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
-    places = listen(Settings(addr="127.0.0.1:0"), has_tokens=False)
+    places = listen("127.0.0.1:0", has_tokens=False)
     is_over = asyncio.Event()
 
     async def handler(request):
@@ -195,9 +206,8 @@ def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
             is_over.set()
 
     async def talk():
-        route = Route("GET", "/x", handler, "infer")
-        monkeypatch.setattr(app, "all_routes", lambda _: [route])
-        async with asyncio.timeout(60), _listening(app.build_app(service), places):
+        built = app.build_app(Routes(service, Route("GET", "/x", handler, "infer")))
+        async with asyncio.timeout(60), accepting(built, places):
             with socket.create_connection(places.sockets[0].getsockname()) as client:
                 client.sendall(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 await is_over.wait()
@@ -221,9 +231,9 @@ class Slow:
 
 def test_a_slow_client_is_not_one_that_has_stopped():
     now = [0.0]
-    watch, slow, stopped = write_timeout.WriteTimeout(lambda: now[0]), Slow(), Slow()
+    watch, slow, stopped = connection_timeout.WriteTimeout(lambda: now[0]), Slow(), Slow()
     for size in range(100, 90, -1):
         slow.waiting, stopped.waiting = size, 5000
-        watch.look([slow, stopped])
-        now[0] += write_timeout.PATIENCE / 5
+        watch.check([slow, stopped])
+        now[0] += connection_timeout.WRITE / 5
     assert (slow.is_aborted, stopped.is_aborted) == (False, True)

@@ -209,4 +209,4 @@ def test_a_socket_that_does_not_listen_is_said(monkeypatch):
         monkeypatch.setattr(systemd, "FIRST", os.dup(mute.fileno()))
         environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
         with pytest.raises(UsageError, match="it does not listen"):
-            systemd.given(environment)
+            systemd.passed_sockets(environment)

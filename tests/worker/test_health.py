@@ -18,11 +18,11 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.api.health import CLOSING, WANTED
 from clowder_aimage.api.readiness import Readiness
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout, fingerprint
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
@@ -42,11 +42,10 @@ def service(tmp_path):
 
 def spoken(service, talk, *, wanted=(), tokens=None):
     """What ``talk(client, app)`` returns, with a client of the whole application."""
-    app = build_app(service, tokens=tokens)
-    app[WANTED] = wanted
+    app = build_app(WorkerRole(service), tokens=tokens)
+    service.wanted = wanted
 
     async def run():
-        app[CLOSING] = asyncio.Event()
         async with asyncio.timeout(60), TestClient(TestServer(app)) as client:
             return await talk(client, app)
 
@@ -254,7 +253,7 @@ def test_an_id_that_is_none_is_refused(service):
 def test_a_stream_of_events_ends_when_the_worker_does(service):
     async def talk(client, app):
         answer = await client.get("/v1/events")
-        app[CLOSING].set()
+        service.closing.set()
         return await answer.content.read()
 
     assert spoken(service, talk) == b"retry: 2000\n\n"

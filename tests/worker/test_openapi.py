@@ -16,10 +16,10 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.api.openapi import FILE
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
-from clowder_aimage.http.app import all_routes
 from clowder_aimage.http.route import OPEN
-from clowder_aimage.http.server import make_service
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 
@@ -36,7 +36,8 @@ EXAMPLES |= {"width": 16, "height": 16}
 @pytest.fixture
 def routes(tmp_path):
     async def make():
-        return all_routes(make_service(Settings(), ImageLayout(tmp_path), ClientOptions()))
+        service = make_service(Settings(), ImageLayout(tmp_path), ClientOptions())
+        return WorkerRole(service).routes()
 
     return asyncio.run(make())
 

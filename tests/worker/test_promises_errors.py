@@ -24,10 +24,11 @@ pytest.importorskip("pydantic_settings", reason="pydantic-settings is not instal
 from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api import openai, picture_link
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
-from clowder_aimage.http.app import all_routes, build_app
-from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, Route
-from clowder_aimage.http.server import make_service
+from clowder_aimage.http.app import build_app
+from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, Role, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.node.node_settings import NodeSettings
@@ -72,7 +73,7 @@ class Walk:
         service = make_service(Settings(), ImageLayout(root / "store"), ClientOptions())
         known = {token: scope for scope, token in TOKENS.items()}
         self._daemon = Daemon(service, NodeSettings(), known)
-        self.routes: list[Route] = [*all_routes(service), *self._daemon.routes()]
+        self.routes: list[Route] = [*WorkerRole(service).routes(), *self._daemon.routes()]
         self.service, self._known = service, known
 
     def close(self) -> None:
@@ -101,12 +102,10 @@ class Walk:
         **headers: str,
     ) -> Iterator[Said]:
         """The answers. What streams is not read."""
-        app = build_app(
-            self.service,
-            hosts=frozenset({"127.0.0.1"}),
-            tokens=self._known if is_guarded else None,
-            routes=self.routes,
-        )
+        role = Role()
+        role.routes = lambda: self.routes  # type: ignore[method-assign]
+        tokens = self._known if is_guarded else None
+        app = build_app(role, hosts=frozenset({"127.0.0.1"}), tokens=tokens)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
 
         async def ask() -> list[Said]:
@@ -148,6 +147,10 @@ def check_shape(said: Said) -> None:
         body = json.loads(said.body)
         assert set(body) == {"error", "code"}, said
         assert isinstance(body["error"], str) and body["error"], said
+        return
+    if said.path.startswith("/v2/"):
+        for each in json.loads(said.body)["errors"]:
+            assert each["code"].isupper() and each["message"], said
         return
     error = said.error
     assert set(error) == {"message", "type", "param", "code"}, said

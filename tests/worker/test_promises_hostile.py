@@ -26,11 +26,12 @@ pytest.importorskip("pydantic_settings", reason="pydantic-settings is not instal
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.distribution.registry_app import build_app as registry_app
+from clowder_aimage.api.service import make_service
+from clowder_aimage.api.worker_role import WorkerRole
+from clowder_aimage.distribution.registry_role import build_app as registry_app
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.engine.settings import Settings
-from clowder_aimage.http.app import all_routes, build_app
-from clowder_aimage.http.server import make_service
+from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.node.node_settings import NodeSettings
@@ -77,7 +78,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., list[tuple[int, bytes, Any]
     daemon = Daemon(service, NodeSettings(), {})
 
     def ask(*asked: Asked, **headers: str) -> list[tuple[int, bytes, Any]]:
-        app = build_app(service, routes=[*all_routes(service), *daemon.routes()])
+        app = build_app(WorkerRole(service), daemon)
         return spoken(app, list(asked), **headers)
 
     yield ask

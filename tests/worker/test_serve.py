@@ -23,9 +23,10 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 
 import structlog
 
+from clowder_aimage.api.worker_role import drain
 from clowder_aimage.http import systemd
 from clowder_aimage.http.log import FORMATS, configure, redact
-from clowder_aimage.http.shutdown import Signals, drain
+from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
 from tests.process import PROGRAM
 

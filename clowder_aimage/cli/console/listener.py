@@ -10,11 +10,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from clowder_aimage.cli.console.option import VerbSettings
+from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.settings import Listening
+    from clowder_aimage.node.node_settings import NodeSettings
+    from clowder_aimage.registry import ClientOptions
 
 _MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # in time, perhaps
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -169,6 +176,42 @@ def _try_to_make(store: Path) -> None:
     while not place.exists():
         place = place.parent
     Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
+
+
+def run_server(
+    said: Listening, node: NodeSettings | None, chosen: VerbSettings, connection: ClientOptions
+) -> NoReturn:
+    """Be a worker, a node, or both, until interrupted; then leave the process."""
+    from clowder_aimage.api.service import make_service
+    from clowder_aimage.api.worker_role import WorkerRole
+    from clowder_aimage.engine.settings import Settings as WorkerSettings
+    from clowder_aimage.http.access import read_tokens
+    from clowder_aimage.http.listening_socket import listen
+    from clowder_aimage.http.route import Role
+    from clowder_aimage.http.server import serve
+    from clowder_aimage.node.daemon import Daemon
+
+    tokens = read_tokens(said.token_file) if said.token_file else {}
+    opened = listen(
+        said.address,
+        said.socket,
+        is_default=not said.addr,
+        has_tokens=bool(tokens),
+        allow_hosts=said.allow_hosts,
+    )
+    with contextlib.closing(opened) as listeners:
+        service = make_service(said, chosen.layout, connection)
+        roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(said, WorkerSettings))]
+        if node is not None:
+            roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
+        serve(
+            listeners,
+            *roles,
+            tokens=tokens,
+            grace=said.grace,
+            on_ready=lambda urls: result({"urls": urls}, "\n".join(urls), as_json=chosen.as_json),
+        )
+    leave()
 
 
 def leave() -> NoReturn:

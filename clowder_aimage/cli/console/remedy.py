@@ -9,6 +9,11 @@ REMEDIES = {
     "choose_schema": "--schema NAME says which document it should be: {names}",
     "complete": "to complete it: aimage pull {reference}",
     "not_in_store": "'aimage ls' lists what is there",
+    "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
+    "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "
+    "--token-file",
+    "registry_without_token": "listen on 127.0.0.1, ask for a token with --token-file, or accept "
+    "that with --allow-remote",
 }
 
 

@@ -9,10 +9,10 @@ import click
 
 from clowder_aimage.cli.console.listener import (
     check_stores,
-    leave,
     listening_options,
     needs,
     node_options,
+    run_server,
 )
 from clowder_aimage.cli.console.option import (
     common_options,
@@ -21,7 +21,6 @@ from clowder_aimage.cli.console.option import (
     connection_options,
     settings,
 )
-from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.node_status import status
 from clowder_aimage.errors import UsageError
 
@@ -59,20 +58,12 @@ def node(
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
         from clowder_aimage.http import log
-        from clowder_aimage.http import server as worker
         from clowder_aimage.node.node_settings import NodeSettings
     chosen = settings()
     said, _ = gather(NodeSettings, options, config_file())
     check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
-    worker.serve(
-        said,
-        chosen.layout,
-        connection(plain_http, insecure, ca_file),
-        node=said,
-        on_ready=lambda names: result({"urls": names}, "\n".join(names), as_json=chosen.as_json),
-    )
-    leave()
+    run_server(said, said, chosen, connection(plain_http, insecure, ca_file))
 
 
 def _said(context: click.Context) -> str:

@@ -70,7 +70,8 @@ def serve(
     --insecure and --ca-file say how to reach it.
     """
     try:
-        from clowder_aimage.distribution import registry_server as server
+        from clowder_aimage.distribution import registry_role as server
+        from clowder_aimage.http.access import read_token
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "aiohttp":
             raise
@@ -86,7 +87,7 @@ def serve(
         addr,
         readonly=readonly,
         allow_remote=allow_remote,
-        token=server.read_token(token_file) if token_file else None,
+        token=read_token(token_file) if token_file else None,
         upstream=_upstream(upstream, plain_http, insecure, ca_file) if upstream else None,
         on_ready=lambda url: result({"url": url}, url, as_json=chosen.as_json),
     )

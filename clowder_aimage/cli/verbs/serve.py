@@ -10,10 +10,10 @@ import click
 from clowder_aimage.cli.console.listener import (
     NODE_OPTIONS,
     check_stores,
-    leave,
     listening_options,
     needs,
     node_options,
+    run_server,
 )
 from clowder_aimage.cli.console.option import (
     common_options,
@@ -22,7 +22,6 @@ from clowder_aimage.cli.console.option import (
     connection_options,
     settings,
 )
-from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
 
 _PATH = click.Path(dir_okay=False, path_type=Path)
@@ -99,7 +98,6 @@ def serve(
     with needs("a worker", "mlx,worker"):
         from clowder_aimage.engine.settings import effective, gather
         from clowder_aimage.http import log
-        from clowder_aimage.http import server as worker
         from clowder_aimage.node.node_settings import NodeSettings
 
     chosen = settings()
@@ -110,11 +108,4 @@ def serve(
     node = gather(NodeSettings, kept, config_file())[0] if is_node else None
     check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
-    worker.serve(
-        said,
-        chosen.layout,
-        connection(plain_http, insecure, ca_file),
-        node=node,
-        on_ready=lambda names: result({"urls": names}, "\n".join(names), as_json=chosen.as_json),
-    )
-    leave()
+    run_server(said, node, chosen, connection(plain_http, insecure, ca_file))

@@ -1,0 +1,90 @@
+"""A worker as a role of a server: its routes, its work beside them, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from clowder_aimage.api import health, ollama_routes, openapi, storage
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.engine import Engine
+from clowder_aimage.engine.preload import want
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.route import Role, Route
+
+EXPIRY = 1.0  # seconds between two checks for idle models
+
+_log = logging.getLogger("aimage.worker")
+
+
+class WorkerRole(Role):
+    """The interfaces over a service; a node's has none that makes pictures."""
+
+    def __init__(self, service: Service, *, makes_pictures: bool = True) -> None:
+        self._service = service
+        self._makes_pictures = makes_pictures
+
+    @property
+    def is_draining(self) -> bool:
+        """The engine begins nothing new."""
+        return self._service.engine.is_draining
+
+    def routes(self) -> list[Route]:
+        """Return the routes of all interfaces."""
+        service = self._service
+        found = [
+            route
+            for interface in (health, openapi, ollama_routes, storage)
+            for route in interface.routes(service)
+        ]
+        if not self._makes_pictures:
+            return found
+        from clowder_aimage.api import openai  # which imports what pictures need
+
+        return [*openai.routes(service), *ollama_routes.picture_routes(service), *found]
+
+    def count(self, route: str, status: int) -> None:
+        """Count an answered request."""
+        self._service.metrics.requests.labels(route, str(status)).inc()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Fetch the models that are wanted, and unload idle ones, meanwhile."""
+        async with beside(self._expire(), want(self._service.transfers, self._service.wanted)):
+            yield
+
+    async def ready(self) -> None:
+        await self._service.news.tell("ready")
+
+    async def drain(self, grace: float, hurry: asyncio.Event) -> None:
+        """Let requests end, then event streams."""
+        await self._service.news.tell("drain", grace=grace)
+        waiting = self._service.engine.waiting
+        _log.info("draining", extra={"grace": grace, "waiting": waiting})
+        await drain(self._service.engine, grace, hurry)
+        self._service.closing.set()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY)
+            try:
+                await self._service.engine.expire()
+                self._service.transfers.look()
+            except Exception:
+                _log.exception("cannot unload a model")
+
+
+async def drain(engine: Engine, grace: float, hurry: asyncio.Event) -> None:
+    """Accept nothing more; let what runs end within ``grace`` seconds, or until ``hurry``."""
+    closing = asyncio.create_task(engine.close(grace))
+    hurrying = asyncio.create_task(hurry.wait())
+    await asyncio.wait({closing, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not closing.done():
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await engine.close(0)
+        return
+    closing.result()

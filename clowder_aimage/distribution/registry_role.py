@@ -1,0 +1,205 @@
+"""The routes of the distribution API over one layout (distribution-spec, "Endpoints")."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from clowder_aimage.distribution.blob_routes import BlobRoutes
+from clowder_aimage.distribution.cache import PullThroughCache
+from clowder_aimage.distribution.catalog import Catalog
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.manifest_routes import ManifestRoutes
+from clowder_aimage.distribution.push_routes import PushRoutes
+from clowder_aimage.distribution.referrer_routes import ReferrerRoutes
+from clowder_aimage.distribution.served_blobs import ServedBlobs
+from clowder_aimage.distribution.served_lease import ServedLeases
+from clowder_aimage.distribution.tag_routes import TagRoutes
+from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
+from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http import app
+from clowder_aimage.http.access import LOOPBACK_HOSTS
+from clowder_aimage.http.api_error import OCI
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.listening_socket import listen
+from clowder_aimage.http.route import ADMIN, NODE, Handler, Role, Route
+from clowder_aimage.http.server import serve as serve_roles
+from clowder_aimage.layout import ImageLayout
+
+if TYPE_CHECKING:
+    from clowder_aimage.distribution.upstream import UpstreamRegistry
+
+GRACE = 5.0  # seconds that requests under way get to end in
+READ_BUFFER = 256 * 1024  # bytes of a request's body that may wait for the disk
+# The name is anything here, and parsed strictly by the routes, so that a bad one gets its own error
+_NAME = "/v2/{name:.+}"
+_UPLOAD = _NAME + "/blobs/uploads/{upload}"
+
+
+class RegistryRole(Role):
+    """The layout as a registry; with an ``upstream``, as a cache of that."""
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        *,
+        readonly: bool = False,
+        upstream: UpstreamRegistry | None = None,
+    ) -> None:
+        self._refusal = "this registry is read-only" if readonly else ""
+        if upstream is not None:
+            self._refusal = f"this is a cache of {upstream.name}: push there"
+        self._uploads = UploadSessions(layout, time.monotonic, EXPIRY)
+        self._leases = ServedLeases(layout, time.monotonic)
+        catalog = Catalog(layout, upstream.name if upstream else "")
+        blobs = ServedBlobs(layout, catalog, self._leases)
+        self._cache = (
+            PullThroughCache(layout, catalog, blobs, self._leases, upstream) if upstream else None
+        )
+        self._tags, self._referrers = (
+            TagRoutes(catalog, self._cache),
+            ReferrerRoutes(catalog, self._cache),
+        )
+        self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
+        self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
+
+    def routes(self) -> list[Route]:
+        """Return every endpoint. The first that matches wins: uploads stand before blobs."""
+        tag, push, blob, manifest = self._tags, self._push, self._blobs, self._manifests
+        found = [
+            Route("GET", "/v2/", tag.version, ADMIN),
+            Route("GET", "/v2/_catalog", tag.repositories, ADMIN),
+            Route("GET", _NAME + "/tags/list", tag.tags, ADMIN),
+            Route("POST", _NAME + "/blobs/uploads/", push.begin, ADMIN, None),
+            Route("GET", _UPLOAD, push.status, ADMIN, has_head=False),
+            Route("PATCH", _UPLOAD, push.append, ADMIN, None),
+            Route("PUT", _UPLOAD, push.finish, ADMIN, None),
+            Route("DELETE", _UPLOAD, push.cancel, ADMIN),
+            Route("GET", _NAME + "/blobs/{digest}", blob.get, ADMIN),
+            Route("DELETE", _NAME + "/blobs/{digest}", blob.delete, ADMIN),
+            Route("GET", _NAME + "/manifests/{reference}", manifest.get, ADMIN),
+            Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
+            Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
+            Route("GET", _NAME + "/referrers/{digest}", self._referrers.referrers, ADMIN),
+        ]
+        if not self._refusal:
+            return found
+        return [
+            one if one.method == "GET" else replace(one, handler=_refusing(self._refusal))
+            for one in found
+        ]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Give up silent uploads and old leases meanwhile, and all of them at the end."""
+        try:
+            async with beside(self._expire()):
+                yield
+        finally:
+            if self._cache is not None:
+                await self._cache.close()
+            await self._uploads.close()
+            self._leases.close()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self._uploads.expiry / 10)
+            await self._uploads.expire()
+            await asyncio.to_thread(self._leases.turn)
+
+
+def _refusing(message: str) -> Handler:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
+
+    return refuse
+
+
+def build_app(
+    layout: ImageLayout,
+    *,
+    readonly: bool = False,
+    hosts: frozenset[str] | None = LOOPBACK_HOSTS,
+    token: str | None = None,
+    upstream: UpstreamRegistry | None = None,
+) -> web.Application:
+    """Return the registry as an application; its work begins and ends with it."""
+    role = RegistryRole(layout, readonly=readonly, upstream=upstream)
+    built = app.build_app(role, hosts=hosts, tokens=_scopes(token), interface=OCI)
+
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        async with role.running():
+            yield
+
+    built.cleanup_ctx.append(running)
+    return built
+
+
+def _scopes(token: str | None) -> dict[str, str]:
+    return {token: ADMIN} if token is not None else {}
+
+
+def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
+    """Return the routes that only read, for other nodes.
+
+    ``leases`` are the caller's to turn and to close; with a ``base`` only names below it are
+    served.
+    """
+    catalog = Catalog(layout, base)
+    blobs = ServedBlobs(layout, catalog, leases)
+    tags, manifests = TagRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
+    return [
+        Route("GET", "/v2/", tags.version, NODE),
+        Route("GET", _NAME + "/tags/list", tags.tags, NODE),
+        Route("GET", _NAME + "/blobs/{digest}", BlobRoutes(blobs, None).get, NODE),
+        Route("GET", _NAME + "/manifests/{reference}", manifests.get, NODE),
+    ]
+
+
+def serve(
+    layout: ImageLayout,
+    address: str,
+    *,
+    readonly: bool = False,
+    allow_remote: bool = False,
+    token: str | None = None,
+    upstream: UpstreamRegistry | None = None,
+    on_ready: Callable[[str], object],
+) -> None:
+    """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
+
+    Clients must know ``token`` if there is one. With an ``upstream`` it is a cache of that.
+    ``on_ready`` gets the URL once connections are accepted; port 0 becomes a free one.
+
+    Raises:
+        UsageError: The address is malformed, or other machines reach it without a token.
+        AccessError: It is not possible to listen there.
+    """
+    if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
+        access = "reads" if readonly or upstream is not None else "reads and writes"
+        raise UsageError(
+            f"{address} can be reached from other machines, and there is no authentication: "
+            f"any of them {access} the whole store",
+            hint="listen on 127.0.0.1, or require a token",
+            remedy="registry_without_token",
+        )
+    with contextlib.closing(listen(address, has_tokens=True)) as listeners:
+        serve_roles(
+            listeners,
+            RegistryRole(layout, readonly=readonly, upstream=upstream),
+            tokens=_scopes(token),
+            interface=OCI,
+            on_ready=lambda urls: on_ready(urls[0]),
+            # A body must reach the store as it was sent: content codings are not undone
+            auto_decompress=False,
+            handler_cancellation=False,  # bytes of a broken upload are still written
+            read_bufsize=READ_BUFFER,
+            shutdown_timeout=GRACE / 2,  # waited for twice: to end, then to be cancelled
+        )

@@ -1,0 +1,59 @@
+"""Work beside the requests: coroutines of the event loop, and calls in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_log = logging.getLogger("aimage.worker")
+
+
+@contextlib.asynccontextmanager
+async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run coroutines meanwhile, and cancel them at the end. A failure is logged."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    for task in tasks:
+        task.add_done_callback(_log_failure)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _log_failure(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        work = getattr(task.get_coro(), "__qualname__", task.get_name())
+        _log.error("background work failed", extra={"work": work}, exc_info=error)
+
+
+async def aside(call: Callable[[], _T]) -> _T:
+    """Return ``call()``, which runs in a daemon thread of its own.
+
+    The threads of the event loop's executor are few, and the process does not end before they do: a
+    silent upstream must neither keep others from the disk nor the server from ending.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def answer(action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its callers with it
+            loop.call_soon_threadsafe(lambda: None if done.done() else action())
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            failed = error  # which outlives the block
+            answer(lambda: done.set_exception(failed))
+        else:
+            answer(lambda: done.set_result(result))
+
+    threading.Thread(target=work, name="aimage-upstream", daemon=True).start()
+    return await done

@@ -1,0 +1,103 @@
+"""Bodies that are not held in memory: of requests as they arrive, of answers from a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import BinaryIO
+
+from aiohttp import web
+
+from clowder_aimage.http.api_error import ApiError
+
+READ_TIMEOUT = 60.0  # seconds to wait for the next byte, and over which the speed is judged
+MIN_SPEED = 1024  # bytes per second that must arrive on average
+PIECE = 4 * 1024 * 1024  # bytes that the client must take within SEND_TIMEOUT
+SEND_TIMEOUT = 300.0  # seconds: a slower client would hold a file and a connection for ever
+
+
+async def pieces(request: web.Request) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives.
+
+    Raises:
+        ApiError: 408, the client sends nothing, or too slowly.
+    """
+    clock = asyncio.get_running_loop().time
+    waited, count = 0.0, 0
+    while True:
+        began = clock()
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                piece = await request.content.readany()
+        except TimeoutError:
+            raise _too_slow(f"nothing has arrived for {READ_TIMEOUT:.0f} seconds") from None
+        if not piece:
+            return
+        waited += clock() - began  # for the client, not for our own disk
+        count += len(piece)
+        if waited > READ_TIMEOUT:
+            if count < MIN_SPEED * READ_TIMEOUT:
+                raise _too_slow(f"less than {MIN_SPEED} bytes per second arrive")
+            waited, count = 0.0, 0
+        yield piece
+
+
+def _too_slow(message: str) -> ApiError:
+    return ApiError(408, message, code="BLOB_UPLOAD_INVALID")
+
+
+async def send_file(
+    request: web.Request,
+    file: BinaryIO,
+    offset: int,
+    count: int,
+    *,
+    piece: int = PIECE,
+    timeout: float = SEND_TIMEOUT,
+) -> None:
+    """Send ``count`` bytes of ``file`` by sendfile(2), each ``piece`` within ``timeout`` seconds.
+
+    The head of the answer is sent already: a failure closes the connection.
+
+    Raises:
+        ConnectionError: The client has left, or takes nothing, or the file is too short.
+    """
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client has left")
+    loop = asyncio.get_running_loop()
+    try:
+        while count:
+            async with asyncio.timeout(timeout):
+                sent = await loop.sendfile(transport, file, offset, min(count, piece))
+            if not sent:
+                raise ConnectionResetError("the blob was cut short while it was sent")
+            offset, count = offset + sent, count - sent
+    except (OSError, RuntimeError) as error:  # RuntimeError: the transport is closing
+        transport.abort()
+        raise ConnectionResetError(str(error)) from error
+
+
+async def send_growing_file(
+    request: web.Request,
+    file: BinaryIO,
+    start: int,
+    end: int,
+    wait: Callable[[int], Awaitable[int]],
+) -> None:
+    """Send bytes [start, end) of a file that still grows.
+
+    ``wait(offset)`` returns how far it may be sent once that is past ``offset``.
+
+    Raises:
+        ConnectionError: As for ``send_file``, or the file does not grow any more.
+    """
+    while start < end:
+        try:
+            front = min(end, await wait(start))
+        except ConnectionError:
+            if request.transport is not None:
+                request.transport.abort()  # the answer must not look complete
+            raise
+        await send_file(request, file, start, front - start)
+        start = front

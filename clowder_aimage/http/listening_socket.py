@@ -1,0 +1,173 @@
+"""Listening sockets: TCP, unix, and those that systemd passes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.errors import AccessError, UsageError
+from clowder_aimage.http import systemd
+from clowder_aimage.http.access import LOOPBACK_HOSTS
+
+_SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
+_BACKLOG = 128
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Open sockets, their URLs, and the names that a ``Host`` header may carry (None: any)."""
+
+    sockets: list[socket.socket] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+    hosts: set[str] | None = field(default_factory=lambda: set(LOOPBACK_HOSTS))
+    path: Path | None = None
+
+    def close(self) -> None:
+        """Close the sockets, and remove the unix socket's file."""
+        for each in self.sockets:
+            each.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def add(self, listening: socket.socket) -> None:
+        """Add a listening socket."""
+        self.sockets.append(listening)
+        if listening.family == socket.AF_UNIX:
+            self.urls.append(f"unix://{listening.getsockname()}")
+            return
+        endpoint = Endpoint("http", *listening.getsockname()[:2])
+        self.urls.append(str(endpoint))
+        if not endpoint.is_loopback:
+            self.hosts = None
+        elif self.hosts is not None:
+            self.hosts.add(endpoint.host)
+
+    def check_access(self) -> None:
+        """Raise UsageError if other machines reach one of the sockets."""
+        for each in self.sockets:
+            if each.family != socket.AF_UNIX:
+                check_access(Endpoint("http", *each.getsockname()[:2]), has_tokens=False)
+
+
+def listen(
+    address: str | None,
+    path: Path | None = None,
+    *,
+    is_default: bool = False,
+    has_tokens: bool,
+    allow_hosts: tuple[str, ...] = (),
+) -> Listeners:
+    """Listen on systemd's sockets, else the unix socket ``path``; and on the TCP ``address``.
+
+    A default address is not used beside another socket.
+
+    Raises:
+        UsageError: An address is malformed, or other machines reach it and there are no tokens.
+        AccessError: It is not possible to listen there.
+    """
+    found = Listeners()
+    try:
+        for each in systemd.passed_sockets():
+            found.add(each)
+        if not found.sockets and path:
+            found.sockets.append(listen_unix(path))
+            found.urls.append(f"unix://{path}")
+            found.path = path
+        if address and not (found.sockets and is_default):
+            endpoint = Endpoint.parse_listen(address)
+            check_access(endpoint, has_tokens=has_tokens)
+            found.add(listen_tcp(endpoint))
+        if not has_tokens:
+            found.check_access()
+    except BaseException:
+        found.close()
+        raise
+    if allow_hosts:
+        found.hosts = (found.hosts or set(LOOPBACK_HOSTS)) | set(allow_hosts)
+    return found
+
+
+def check_access(endpoint: Endpoint, *, has_tokens: bool) -> None:
+    """Raise UsageError if other machines reach the endpoint and there are no tokens."""
+    if not endpoint.is_loopback and not has_tokens:
+        raise UsageError(
+            f"{endpoint.authority} can be reached from other machines, and callers are not "
+            "authenticated: any of them makes pictures, and pulls and deletes models",
+            hint="listen on 127.0.0.1, or require tokens",
+            remedy="listen_without_tokens",
+        )
+
+
+def listen_tcp(endpoint: Endpoint) -> socket.socket:
+    """Return a listening TCP socket. Raises AccessError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise AccessError(
+            f"cannot listen on {endpoint.authority}: {error.strerror or error}",
+            hint="another server may be running; choose another address",
+            remedy="listen_elsewhere",
+        ) from None
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Return a listening unix socket that its owner and its group may use.
+
+    Its directory is created for the same two; a world-writable one is refused.
+
+    Raises:
+        UsageError: The path cannot hold a socket.
+        AccessError: It is not possible to listen there, or another process does.
+    """
+    try:
+        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        mode = path.parent.stat().st_mode
+        if mode & stat.S_IWOTH:
+            raise UsageError(
+                f"anybody may write to {path.parent}",
+                hint="name a socket in a directory of its own: it is created with mode 0750",
+            )
+        _remove_stale(path)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            before = os.umask(0o777 & ~_SOCKET_MODE)  # it is at no moment open to others
+            try:
+                listening.bind(str(path))
+            finally:
+                os.umask(before)
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise AccessError(f"cannot listen on {path}: {error.strerror or error}") from None
+    return listening
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that a killed server left."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(f"{path} exists, and is not a socket")
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
+                raise
+        else:
+            raise AccessError(f"another process listens on {path}")
+    path.unlink(missing_ok=True)
