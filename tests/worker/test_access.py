@@ -80,7 +80,9 @@ def test_what_changes_something_is_for_admins(service):
             assert route.scope == ADMIN, route.path
     known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json"}
     signed = {"/v1/files/pictures/{name}"}  # its address is the secret
-    assert {route.path for route in WorkerRole(service).routes() if route.scope == OPEN} <= known | signed
+    assert {
+        route.path for route in WorkerRole(service).routes() if route.scope == OPEN
+    } <= known | signed
 
 
 @pytest.mark.parametrize(
