@@ -24,11 +24,13 @@ from typing import Any
 import aiohttp
 
 from clowder_aimage.create import create
-from clowder_aimage.engine.engine import Engine, EngineLimits, Job
+from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.limits import EngineLimits
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 
@@ -40,18 +42,17 @@ BARE = "pipeline"
 _CHILD = """
 import sys, time
 from pathlib import Path
-from clowder_aimage.generate import find, load, make_request
-from clowder_aimage.layout.layered_store import Stores
+from clowder_aimage.generate import find, load
+from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.picture import encode_picture
-from clowder_aimage.model.pipeline import Image
+from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.oci import Reference
-store = Stores([Path(sys.argv[1])])
+store = LayeredStore([Path(sys.argv[1])])
 with store.lease() as lease:
     model = load(store, find(store, Reference.parse("shapes"), lease))
     for line in sys.stdin:
         seed, side = map(int, line.split())
-        request = make_request(model.stored.aimage, sys.argv[2], seed=seed, steps=8,
-                               width=side, height=side)
+        request = GenerateRequest(sys.argv[2], side, side, 8, seed)
         begun = time.perf_counter()
         for event in model.generate(request):
             if isinstance(event, Image):
@@ -98,9 +99,9 @@ class Server:
 
 
 async def by_engine(engine: Engine, seed: int, side: int) -> float:
-    wishes = {"seed": seed, "steps": STEPS, "width": side, "height": side}
+    request = GenerateRequest(PROMPT, side, side, STEPS, seed)
     begun = time.perf_counter()
-    async with contextlib.aclosing(engine.generate(Job(NAME, PROMPT, wishes))) as events:
+    async with contextlib.aclosing(engine.generate(NAME, lambda _: request)) as events:
         async for _ in events:
             pass
     return time.perf_counter() - begun

@@ -8,21 +8,16 @@ from typing import Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.copy_event import ignore
-from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Made, Pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import pull, stored_name
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.schema import validate
-
-MODEL_DEFAULTS = ("width", "height", "steps", "guidance")  # what a config may decide
-DEFAULT_SIDE = 1024  # pixels; what the reference pipeline uses
-DEFAULT_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,7 @@ class RunnableModel:
         """What computes: the device, and on a CPU the BLAS."""
         return describe()
 
-    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
+    def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Steps, previews and pictures as they come; closing the generator cancels."""
         return self.pipeline.generate(request)
 
@@ -136,18 +131,6 @@ def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None)
     """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
     chosen = dtype_name(dtype)
     return RunnableModel(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
-
-
-def make_request(aimage: AImage, prompt: str, **wishes: Any) -> GenerateRequest:
-    """A request in which what is not wished for (None) is as the AImage's config says."""
-    defaults = {
-        "width": DEFAULT_SIDE,
-        "height": DEFAULT_SIDE,
-        "steps": DEFAULT_STEPS,
-        **aimage.properties.get("defaults", {}),
-    }
-    known = {key: value for key, value in defaults.items() if key in MODEL_DEFAULTS}
-    return GenerateRequest(prompt, **known | {k: v for k, v in wishes.items() if v is not None})
 
 
 def describe_picture(

@@ -1,4 +1,4 @@
-"""What a client asks of ``POST /v1/images/generations``: read, checked, and made into wishes.
+"""What a client asks of ``POST /v1/images/generations``: read and checked.
 
 The fields are those of OpenAI's images API, of its ``gpt-image`` models, and what the neighbours
 send beside them: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's words.
@@ -11,14 +11,19 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from clowder_aimage.api.request_fields import RequestFields, shown, wrong
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.engine import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.pipeline import FORMATS, MAX_SEED, MAX_STEPS, GenerateRequest
+from clowder_aimage.model.pipeline import (
+    FORMATS,
+    MAX_SEED,
+    MAX_STEPS,
+    GenerateRequest,
+    PictureEncoding,
+)
 from clowder_aimage.oci import read_json
 
 MULTIPLE = 16  # pixels
@@ -92,37 +97,39 @@ class ImageRequest:
         return f"{self.width}x{self.height}"
 
     @property
-    def encoding(self) -> dict[str, Any]:
-        """How pictures are written. PNG loses nothing, so it knows no compression."""
+    def encoding(self) -> PictureEncoding:
+        """The file format of the pictures. PNG is lossless and has no quality."""
         quality = None if self.output_format == "png" else self.compression
-        return {"kind": self.output_format, "quality": quality, "facts": self.facts}
+        return PictureEncoding(self.output_format, quality, self.facts)
 
-    def both_sides(self, aimage: AImage) -> tuple[int, int]:
-        """Width and height of the pictures that the AImage makes."""
-        usual, own = GenerateRequest(""), aimage.properties.get("defaults", {})
-        width = self.width or own.get("width", usual.width)
-        return width, self.height or own.get("height", usual.height)
-
-    def wishes(self, aimage: AImage) -> dict[str, Any]:
-        """What the pipeline is asked for, where the AImage has its own defaults.
+    def for_model(self, aimage: AImage, previews: int = 0) -> GenerateRequest:
+        """Return the parameters, with the defaults of the AImage.
 
         Raises:
             ApiError: a negative prompt that would have no effect; one side with which the
                 AImage's other one makes too large a picture.
         """
-        usual = GenerateRequest("")
-        own = aimage.properties.get("defaults", {})
-        if self.negative and not (self.guidance or own.get("guidance", usual.guidance)):
+        parameters = GenerateRequest.for_model(
+            aimage,
+            self.prompt,
+            width=self.width,
+            height=self.height,
+            steps=self.steps,
+            seed=self.seed,
+            negative=self.negative,
+            guidance=self.guidance,
+            shift=self.shift,
+            n=self.n,
+            previews=previews,
+        )
+        if self.negative and not parameters.guidance:
             raise wrong("negative_prompt", "needs guidance above 0: without it nothing is avoided")
-        wishes: dict[str, Any] = {"seed": self.seed, "n": self.n, "steps": self.steps}
-        wishes |= {"width": self.width, "height": self.height}
-        wishes |= {"negative": self.negative, "guidance": self.guidance, "shift": self.shift}
         if len(self.sides) == 1:
-            check_pixels(self.sides[0], *self.both_sides(aimage))
+            check_pixels(self.sides[0], parameters.width, parameters.height)
         if self.steps is None and PRESETS[self.quality] != 1:
-            steps = math.ceil(own.get("steps", usual.steps) * PRESETS[self.quality])
-            wishes["steps"] = min(MAX_STEPS, steps)
-        return wishes
+            steps = math.ceil(parameters.steps * PRESETS[self.quality])
+            parameters = replace(parameters, steps=min(MAX_STEPS, steps))
+        return parameters
 
 
 def read_request(

@@ -15,7 +15,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -36,11 +36,13 @@ from clowder_aimage.api.ndjson import (
 )
 from clowder_aimage.api.request_fields import wrong as invalid
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.engine import FOR_EVER, IF_MISSING, NEVER, Job
-from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent, StepEvent
+from clowder_aimage.engine.engine import Engine
+from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
+from clowder_aimage.engine.limits import FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor, Reference
 
 SILENCE = 10.0  # seconds after which it hears that the request lives
@@ -57,7 +59,7 @@ class _Wanted:
     name: str
     reference: Reference
     prompt: str
-    wishes: Mapping[str, int]
+    parameters: Mapping[str, int]
     keep_alive: float | None
     is_streaming: bool
     is_stop: bool = False
@@ -81,7 +83,7 @@ class _Wanted:
             name or str(reference),
             reference,
             prompt,
-            _wishes(body),
+            _parameters(body),
             keep_alive(body.get("keep_alive")),
             flag(body, "stream", True),
             flag(body, "stop", False),
@@ -89,16 +91,19 @@ class _Wanted:
             flag(body, "png_facts", service.facts),
         )
 
-    def job(self, request: web.Request) -> Job:
-        """Who may not pull is served with what is here."""
-        may_pull = request.get("scope") == ADMIN
-        return Job(
+    def terms(self, request: web.Request) -> dict[str, Any]:
+        """Return ``keep_alive`` and ``pull`` of the engine, which a token may not be allowed."""
+        if request.get("scope") != ADMIN:
+            return {"pull": NEVER}
+        return {"keep_alive": self.keep_alive, "pull": self.pull}
+
+    def generate(self, engine: Engine, request: web.Request) -> AsyncGenerator[Event, None]:
+        """Yield the events of the engine. Raises as that."""
+        return engine.generate(
             self.reference,
-            self.prompt,
-            self.wishes,
-            {"facts": self.facts},
-            keep_alive=self.keep_alive if may_pull else None,
-            pull=self.pull if may_pull else NEVER,
+            lambda aimage: GenerateRequest.for_model(aimage, self.prompt, **self.parameters),
+            encoding=PictureEncoding(has_facts=self.facts),
+            **self.terms(request),
         )
 
     def line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
@@ -107,7 +112,7 @@ class _Wanted:
         return {"model": self.name, "created_at": created, "response": "", **more, "done": done}
 
 
-def _wishes(body: Mapping[str, Any]) -> dict[str, int]:
+def _parameters(body: Mapping[str, Any]) -> dict[str, int]:
     """Sizes, steps and seed, of the request itself or of its ``options``; a size of 0, or a seed
     below 0, is none."""
     options, found = fields(body, "options"), {}
@@ -206,7 +211,7 @@ async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.
     answer = NdjsonStream(request)
     try:
         async with contextlib.aclosing(
-            paced(service.engine.load(wanted.job(request)), SILENCE, SILENCE)
+            paced(service.engine.load(wanted.reference, **wanted.terms(request)), SILENCE, SILENCE)
         ) as events:
             async for event in events:
                 if event is None and wanted.is_streaming:
@@ -222,7 +227,7 @@ async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.
 
 async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
     answer, begun, last = NdjsonStream(request), time.monotonic_ns(), _NOTHING
-    events = service.engine.generate(wanted.job(request))
+    events = wanted.generate(service.engine, request)
     try:
         async with contextlib.aclosing(paced(events, SILENCE, SILENCE)) as heard:
             async for event in heard:
@@ -241,7 +246,7 @@ async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> 
 def _line(wanted: _Wanted, event: Event | None) -> dict[str, Any] | None:
     """What a client hears of an event; None stands for silence. It hears nothing of its place and
     of loading: what the model refuses then still has a status of its own."""
-    if isinstance(event, StepEvent):
+    if isinstance(event, Step):
         return wanted.line(completed=event.index, total=event.total)
     if isinstance(event, StartedEvent):
         return wanted.line()

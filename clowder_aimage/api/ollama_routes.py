@@ -21,7 +21,7 @@ from clowder_aimage.api import model_list
 from clowder_aimage.api.model_details import capabilities, details
 from clowder_aimage.api.ndjson import NdjsonStream, flag, read_object, text
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.engine import ModelSlot
+from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import registry_error

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -33,12 +33,12 @@ from clowder_aimage.api.openai_stream import (
 )
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.engine import Job
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 
 # What the pipeline calls its fields, and clients theirs
@@ -91,11 +91,11 @@ class ImageRoutes:
         if wish.model and service.alias(wish.model) and not chosen.is_default:
             headers["X-Aimage-Alias"] = quote(wish.model, safe="/:@ ")
         if not wish.is_stream:
-            return await self._whole(request, wish, self._made(wish, chosen, 0), headers)
+            return await self._whole(request, wish, self._events(wish, chosen), headers)
         dialect = choose(wish, request.headers)
         said = telling(dialect, wish, self._keeper(request, wish))
         previews = (wish.partial_images or 0) if dialect.startswith("openai") else 0
-        events = self._made(wish, chosen, previews, said.learn)
+        events = self._events(wish, chosen, previews, said.learn)
         return await _streamed(request, wish, said, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
@@ -115,28 +115,25 @@ class ImageRoutes:
         }
         return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
 
-    async def _made(
+    def _events(
         self,
         wish: ImageRequest,
         chosen: SelectedModel,
-        previews: int,
-        learn: Callable[[AImage], None] | None = None,
+        previews: int = 0,
+        learn: Callable[[GenerateRequest], None] = lambda _: None,
     ) -> AsyncGenerator[Event, None]:
-        """Events until all pictures are made. An AImage that is not here is fetched first: it says
-        how many steps a preset means, which ``learn`` is told."""
-        reference, pull = chosen.reference, chosen.pull
+        """Yield events until all pictures are made; ``learn`` is called with the parameters."""
 
-        def wishes(aimage: AImage) -> Mapping[str, Any]:
+        def make(aimage: AImage) -> GenerateRequest:
             if not is_runnable(aimage):
-                raise no_pictures(reference)
-            if learn is not None:
-                learn(aimage)
-            return wish.wishes(aimage)
+                raise no_pictures(chosen.reference)
+            parameters = wish.for_model(aimage, previews)
+            learn(parameters)
+            return parameters
 
-        job = Job(reference, wish.prompt, wishes, wish.encoding, previews=previews, pull=pull)
-        async with contextlib.aclosing(self._service.engine.generate(job)) as made:
-            async for event in made:
-                yield event
+        return self._service.engine.generate(
+            chosen.reference, make, encoding=wish.encoding, pull=chosen.pull
+        )
 
     async def _whole(
         self,

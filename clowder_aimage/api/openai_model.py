@@ -15,7 +15,7 @@ from clowder_aimage.api.image_request import ImageRequest
 from clowder_aimage.api.request_fields import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.engine import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout

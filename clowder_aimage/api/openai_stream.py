@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from clowder_aimage.api import sse
 from clowder_aimage.api.image_request import AUTO, OLLAMA, OPENAI, WITH_PROGRESS, ImageRequest
-from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import (
     Event,
     ImageEvent,
@@ -24,8 +23,8 @@ from clowder_aimage.engine.event import (
     PullingEvent,
     QueuedEvent,
     StartedEvent,
-    StepEvent,
 )
+from clowder_aimage.model.pipeline import GenerateRequest, Step
 
 Keep = Callable[[ImageEvent], str]  # the link to a picture that is kept from then on
 # Older words for OpenAI's, and the one that leaves it to us
@@ -35,8 +34,8 @@ _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 class ImageStream(Protocol):
     """A way to tell of events."""
 
-    def learn(self, aimage: AImage) -> None:
-        """Which AImage makes the pictures."""
+    def learn(self, parameters: GenerateRequest) -> None:
+        """Set the parameters, once the model is known."""
         ...
 
     def frames(self, event: Event) -> Iterator[bytes]:
@@ -98,11 +97,11 @@ class PlainStream:
         self._wish, self._keep = wish, keep
         self._data: list[dict[str, str]] = []
 
-    def learn(self, aimage: AImage) -> None:
-        """Nothing here is the AImage's to say."""
+    def learn(self, parameters: GenerateRequest) -> None:
+        """Ignore them: no event has the size."""
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, StepEvent):
+        if isinstance(event, Step):
             step = event.picture * event.total + event.index
             yield sse.frame("progress", {"step": step, "total": self._wish.n * event.total})
         elif isinstance(event, PullingEvent):
@@ -121,9 +120,8 @@ class OpenAIStream:
         self._wish, self._keep, self._has_progress = wish, keep, has_progress
         self._size = wish.size
 
-    def learn(self, aimage: AImage) -> None:
-        width, height = self._wish.both_sides(aimage)
-        self._size = f"{width}x{height}"
+    def learn(self, parameters: GenerateRequest) -> None:
+        self._size = f"{parameters.width}x{parameters.height}"
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, QueuedEvent):
@@ -134,7 +132,7 @@ class OpenAIStream:
             yield sse.comment("loading")
         elif isinstance(event, StartedEvent):
             yield sse.comment("begun")
-        elif isinstance(event, StepEvent):
+        elif isinstance(event, Step):
             yield self._progress(event)
         elif isinstance(event, PreviewEvent):
             facts = {"b64_json": encoded(event), "partial_image_index": event.number}
@@ -145,7 +143,7 @@ class OpenAIStream:
     def end(self) -> Iterator[bytes]:
         return iter(())
 
-    def _progress(self, event: StepEvent) -> bytes:
+    def _progress(self, event: Step) -> bytes:
         step = event.picture * event.total + event.index
         total = self._wish.n * event.total
         if not self._has_progress:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from clowder_aimage.api.readiness import Readiness
-from clowder_aimage.engine.engine import IF_MISSING, Engine, EngineLimits
+from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.limits import IF_MISSING, EngineLimits
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.settings import Listening, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue

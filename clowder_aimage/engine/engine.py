@@ -1,9 +1,9 @@
-"""Who is served: a request's way from its coming to the last picture.
+"""The engine: admits requests, fetches models, and serves each request in its turn.
 
-A request is admitted, its AImage fetched where need be; then it stands in line for the model
-(``fleet``) and is served in its turn. All of it runs on one event loop; what takes long is in other
-threads and processes. Whatever a request is at, its deadline, a stop and the end of the worker end
-it at once; what the model is at ends after the step, or with its process.
+A request is admitted, its AImage is fetched if necessary, then it queues for the model
+(``scheduler``). All of it runs on one event loop; work that takes long runs in other threads and
+processes. A deadline, a stop and the end of the worker end a request at once, whatever its stage;
+the model ends after the current step, or with its process.
 """
 
 from __future__ import annotations
@@ -11,39 +11,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
-from clowder_aimage.engine.available_memory import available
 from clowder_aimage.engine.engine_error import BusyError, StoppedError, ending
-from clowder_aimage.engine.event import Event, LoadingEvent, PullingEvent, QueuedEvent, StepEvent
+from clowder_aimage.engine.event import Event, LoadingEvent, PullingEvent, QueuedEvent
 from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.job import ALWAYS, FOR_EVER, IF_MISSING, NEVER, EngineLimits, Job
+from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER, EngineLimits
+from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.presence import fetch, find
-from clowder_aimage.engine.queued_request import QueuedRequest
+from clowder_aimage.engine.queued_request import MakeRequest, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.oci import Reference
 
-__all__ = [
-    "ALWAYS",
-    "FOR_EVER",
-    "IF_MISSING",
-    "NEVER",
-    "Engine",
-    "EngineLimits",
-    "Job",
-    "ModelSlot",
-]
+T = TypeVar("T")
+Emit = Callable[[T], None]
 
 
 class Engine:
-    """Serves jobs with the models of one store."""
+    """Serves requests with the models of one store."""
 
     def __init__(
         self,
@@ -60,73 +54,86 @@ class Engine:
         self._news = news or EventLog()
         self._transfers = transfers
         self._clock = clock
-        self._fleet = ModelScheduler(
+        self._scheduler = ModelScheduler(
             store.roots, limits, metrics, self._news, clock=clock, free=free
         )
-        self._tickets: set[QueuedRequest] = set()
+        self._requests: set[QueuedRequest] = set()
         self._number = 0
-        self._took = 10.0  # seconds of a request, about
-        self._left = asyncio.Event()  # a request has
+        self._average = 10.0  # seconds of a request
+        self._left = asyncio.Event()  # set when a request has ended
         self.is_draining = False
 
-    # -- what is there
-
     def loaded(self) -> list[ModelSlot]:
-        """The models in memory, the last used first."""
-        return self._fleet.loaded()
+        """Return the models in memory, the last used first."""
+        return self._scheduler.loaded()
 
     @property
     def waiting(self) -> int:
-        """The requests whose turn has not come."""
-        return sum(not ticket.is_begun for ticket in self._tickets)
+        """The number of requests whose turn has not come."""
+        return sum(not request.is_begun for request in self._requests)
 
     # -- serving
 
-    async def generate(self, job: Job) -> AsyncGenerator[Event, None]:
-        """Events as they come. Closing the iterator gives up, at once; what the model is at ends
-        within a step.
+    def generate(
+        self,
+        reference: Reference,
+        make: MakeRequest,
+        *,
+        encoding: PictureEncoding | None = None,
+        keep_alive: float | None = None,
+        pull: str = IF_MISSING,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a generation; closing the generator cancels it between two steps.
+
+        ``make`` returns the parameters once the AImage is in the store. ``pull`` is NEVER,
+        IF_MISSING or ALWAYS.
 
         Raises:
-            BusyError: too many wait.
-            NotFoundError: the AImage is not here as a whole, and may not or cannot be fetched.
-            UsageError: the model cannot make this.
-            DeadlineError, StoppedError; ModelError: the model failed, or its process died.
-            AImageError: whatever a pull or loading raises.
+            BusyError: too many requests wait.
+            NotFoundError: the AImage is not in the store in full and must not or cannot be pulled.
+            UsageError: the model cannot serve the request.
+            DeadlineError, StoppedError: the request was ended.
+            ModelError: the model failed, or its process died.
+            AImageError: an error of ``make``, of a pull or of loading.
         """
-        async with contextlib.aclosing(self._admitted(job, draws=True)) as events:
-            async for event in events:
-                yield event
+        request = QueuedRequest(
+            reference, make, encoding or PictureEncoding(), keep_alive=keep_alive, pull=pull
+        )
+        return _stream(partial(self._serve, request))
 
-    async def load(self, job: Job) -> AsyncGenerator[Event, None]:
-        """Events until the model is in memory; nothing is made. Raises as ``generate``."""
-        async with contextlib.aclosing(self._admitted(job, draws=False)) as events:
-            async for event in events:
-                yield event
+    def load(
+        self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
+    ) -> AsyncGenerator[Event, None]:
+        """Yield events until the model is in memory. Raises as ``generate``."""
+        request = QueuedRequest(reference, keep_alive=keep_alive, pull=pull)
+        return _stream(partial(self._serve, request))
 
-    async def pull(self, reference: Reference) -> AsyncGenerator[PullingEvent, None]:
-        """Fetch an AImage; those who ask for one that is under way join. Raises as ``pull``.
+    def pull(self, reference: Reference) -> AsyncGenerator[PullingEvent, None]:
+        """Pull an AImage; requests for the same one share the transfer. Raises as ``pull``.
 
-        Closing the iterator gives it up, where nobody else waits for it; what came is kept.
+        Closing the generator cancels the transfer unless others wait for it; partial content is
+        kept.
         """
-        async with contextlib.aclosing(fetch(self._transfers, reference)) as events:
-            async for event in events:
-                yield event
+        return _stream(partial(fetch, self._transfers, reference))
 
-    async def _admitted(self, job: Job, *, draws: bool) -> AsyncGenerator[Event, None]:
+    async def _serve(self, request: QueuedRequest, emit: Emit[Event]) -> None:
+        """Admit a request, run it, and release its place."""
         if self.is_draining:
             raise ending()
-        self._check_room("waiting", self.limits.queue + self._free())
-        ticket = QueuedRequest(self._next(), self.limits.deadline, draws=draws)
-        self._tickets.add(ticket)
+        self._check_queue("waiting", self.limits.queue + self._idle())
+        request.number, request.deadline = self._next(), self.limits.deadline
+        self._requests.add(request)
         self._count()
         try:
-            events = ticket.watch(self._served(job, ticket))
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    yield event
+            async with request.timeout():
+                await self._run(request, emit)
+        except (TimeoutError, AImageError) as error:
+            if (cause := request.cause(error)) is not error:
+                raise cause from None
+            raise
         finally:
-            self._tickets.discard(ticket)
-            self._fleet.leave(ticket, job.keep_alive)
+            self._requests.discard(request)
+            self._scheduler.leave(request)
             self._count()
             self._left.set()
 
@@ -134,139 +141,161 @@ class Engine:
         self._number += 1
         return self._number
 
-    def _check_room(self, stage: str, most: int) -> None:
-        """Raise BusyError where ``most`` requests are at a stage already. Those that wait for a
-        download are counted apart: they take nothing from those whose model is here."""
-        is_pulling = stage == "pulling"
-        there = [one for one in self._tickets if not one.is_begun]
-        count = sum((one.stage == "pulling") == is_pulling for one in there)
-        if count >= most:
-            self.metrics.refused.inc()
-            raise BusyError(count, max(1, min(300, round(self._took * (count + 1)))))
+    def _check_queue(self, stage: str, limit: int) -> None:
+        """Raise BusyError if ``limit`` requests are in a stage already.
 
-    def _free(self) -> int:
-        """Requests that would not wait at all."""
-        busy = sum(ticket.is_begun for ticket in self._tickets)
+        Requests that wait for a download are counted apart: they take no place from those whose
+        model is in the store.
+        """
+        is_pulling = stage == "pulling"
+        waiting = [one for one in self._requests if not one.is_begun]
+        count = sum((one.stage == "pulling") == is_pulling for one in waiting)
+        if count >= limit:
+            self.metrics.refused.inc()
+            raise BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
+
+    def _idle(self) -> int:
+        """Return the number of requests that would start at once."""
+        busy = sum(request.is_begun for request in self._requests)
         return max(0, self.limits.models - busy)
 
     def _count(self) -> None:
         self.metrics.queue.set(self.waiting)
 
-    async def _served(self, job: Job, ticket: QueuedRequest) -> AsyncGenerator[Event, None]:
-        stored = await self._here(job)
+    async def _run(self, request: QueuedRequest, emit: Emit[Event]) -> None:
+        """Fetch the AImage, wait for the model and generate."""
+        stored = await self._find(request)
         if stored is None:
-            self._check_room("pulling", self.limits.queue + self.limits.models)
-            ticket.stage = "pulling"
-            yield QueuedEvent(self._fleet.ahead(ticket))
-            async with contextlib.aclosing(fetch(self._transfers, job.reference)) as moved:
-                async for event in moved:
-                    yield event
-            ticket.stage, ticket.number = "waiting", self._next()
-            stored = await asyncio.to_thread(find, self.store, job.reference)
-        wishes = job.wishes(stored.aimage) if callable(job.wishes) else job.wishes
-        model = self._fleet.enter(ticket, job.reference, stored)
-        yield QueuedEvent(self._fleet.ahead(ticket))
-        await ticket.moved.wait()
-        if not ticket.is_begun:
-            yield LoadingEvent()
-            await ticket.turn.wait()
+            self._check_queue("pulling", self.limits.queue + self.limits.models)
+            request.stage = "pulling"
+            emit(QueuedEvent(self._scheduler.ahead(request)))
+            await fetch(self._transfers, request.reference, emit)
+            request.stage, request.number = "waiting", self._next()
+            stored = await asyncio.to_thread(find, self.store, request.reference)
+        parameters = request.make(stored.aimage) if request.make else None
+        model = self._scheduler.enter(request, stored)
+        emit(QueuedEvent(self._scheduler.ahead(request)))
+        await request.moved.wait()
+        if not request.is_begun:
+            emit(LoadingEvent())
+            await request.turn.wait()
         self._count()
-        if ticket.draws:
-            async with contextlib.aclosing(self._drawn(model, ticket, job, wishes)) as events:
-                async for made in events:
-                    yield made
+        if parameters is not None:
+            await self._generate(model, request, parameters, emit)
 
-    async def _here(self, job: Job) -> StoredAImage | None:
-        """The AImage, if it is here as a whole; None where it is to be fetched."""
-        may_pull = job.pull != NEVER and job.reference.registry is not None
-        if may_pull and job.pull == ALWAYS:
+    async def _find(self, request: QueuedRequest) -> StoredAImage | None:
+        """Return the AImage if the store has it in full; None if it is to be pulled."""
+        may_pull = request.pull != NEVER and request.reference.registry is not None
+        if may_pull and request.pull == ALWAYS:
             return None
         try:
-            return await asyncio.to_thread(find, self.store, job.reference)
+            return await asyncio.to_thread(find, self.store, request.reference)
         except NotFoundError:
             if not may_pull:
                 raise
             return None
 
-    async def _drawn(
-        self, model: ModelSlot, ticket: QueuedRequest, job: Job, wishes: Any
-    ) -> AsyncGenerator[Event, None]:
-        assert ticket.runner is not None  # noqa: S101 - its turn has come
+    async def _generate(
+        self,
+        model: ModelSlot,
+        request: QueuedRequest,
+        parameters: GenerateRequest,
+        emit: Emit[Event],
+    ) -> None:
+        assert request.runner is not None  # noqa: S101 - its turn has come
         outcome, begun = "cancelled", self._clock()
         last = begun
-        events = ticket.runner.generate(
-            _pinned(job.reference, model.digest),
-            job.prompt,
-            {**wishes, "previews": job.previews},
-            job.encoding,
-        )
+
+        def on_event(event: Event) -> None:
+            nonlocal last
+            now = self._clock()
+            if isinstance(event, Step):
+                self.metrics.steps.observe(now - last)
+            last = now
+            emit(event)
+
+        name = model.pinned_name(request.reference)
         try:
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    now = self._clock()
-                    if isinstance(event, StepEvent):
-                        self.metrics.steps.observe(now - last)
-                    last = now
-                    yield event
+            await request.runner.generate(name, parameters, request.encoding, on_event)
             outcome = "done"
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             raise
         finally:
-            took = self._clock() - begun
-            if outcome == "cancelled" and ticket.is_over:
+            seconds = self._clock() - begun
+            if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
-            self._note(model, outcome, took)
-            facts = {"outcome": outcome, "seconds": round(took, 3)}
+            self._observe(model, outcome, seconds)
+            facts = {"outcome": outcome, "seconds": round(seconds, 3)}
             await self._news.tell("generate", model=str(model.reference), **facts)
 
-    def _note(self, model: ModelSlot, outcome: str, took: float) -> None:
+    def _observe(self, model: ModelSlot, outcome: str, seconds: float) -> None:
         if outcome == "done":
-            self._took = 0.7 * self._took + 0.3 * took
+            self._average = 0.7 * self._average + 0.3 * seconds
         if outcome == "cancelled":
             self.metrics.cancelled.inc()
         label = self.metrics.model(model.reference.repository)
-        self.metrics.generations.labels(label, outcome).observe(took)
+        self.metrics.generations.labels(label, outcome).observe(seconds)
 
     # -- ending
 
     async def stop(self, reference: Reference) -> bool:
-        """Have the models that ``reference`` means go, now; says whether there were any."""
+        """Unload the models of ``reference`` at once; return whether there were any."""
         try:
-            wanted = {(await asyncio.to_thread(self.store.resolve, reference)).digest}
+            digests = {(await asyncio.to_thread(self.store.resolve, reference)).digest}
         except NotFoundError:
-            wanted = set()
-        models = self._fleet.models
-        found = [one for one in models if one.digest in wanted or one.reference == reference]
-        for ticket in self._tickets:
-            if ticket.model in found:
-                ticket.interrupt(StoppedError(f"{reference} was stopped"))
-        await asyncio.gather(*(self._fleet.stop(model) for model in found))
+            digests = set()
+        models = self._scheduler.models
+        found = [one for one in models if one.digest in digests or one.reference == reference]
+        for request in self._requests:
+            if request.model in found:
+                request.interrupt(StoppedError(f"{reference} was stopped"))
+        await asyncio.gather(*(self._scheduler.stop(model) for model in found))
         return bool(found)
 
     async def expire(self) -> None:
-        """Let idle models go whose time is over; to be called every now and then."""
-        await self._fleet.expire()
+        """Unload idle models whose time is over; to be called periodically."""
+        await self._scheduler.expire()
 
     async def close(self, grace: float) -> None:
-        """Take nothing more, send away who waits, let what runs end within ``grace`` seconds, then
-        end everything."""
+        """Refuse new requests, interrupt waiting ones, let running ones end within ``grace``
+        seconds, then end everything."""
         self.is_draining = True
-        self._interrupt(lambda ticket: not ticket.is_begun)
+        self._interrupt(lambda request: not request.is_begun)
         self._transfers.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                while any(ticket.is_begun for ticket in self._tickets):
+                while any(request.is_begun for request in self._requests):
                     self._left.clear()
                     await self._left.wait()
         self._interrupt(lambda _: True)
-        await self._fleet.end()
+        await self._scheduler.end()
 
-    def _interrupt(self, which: Callable[[QueuedRequest], bool]) -> None:
-        for ticket in filter(which, self._tickets):
-            ticket.interrupt(ending())
+    def _interrupt(self, matches: Callable[[QueuedRequest], bool]) -> None:
+        for request in filter(matches, self._requests):
+            request.interrupt(ending())
 
 
-def _pinned(reference: Reference, digest: Digest) -> str:
-    """The name with the digest that it meant when the model was loaded."""
-    return f"{str(reference).partition('@')[0]}@{digest}"
+async def _stream(
+    produce: Callable[[Emit[T]], Coroutine[Any, Any, None]],
+) -> AsyncGenerator[T, None]:
+    """Yield what ``produce`` emits, in a task of its own, which closing the generator cancels.
+
+    Events are queued: a slow consumer does not keep a model from the next request.
+    """
+    events: asyncio.Queue[T | None] = asyncio.Queue()
+
+    def end(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # which is raised below, unless the consumer has left
+        events.put_nowait(None)
+
+    task = asyncio.create_task(produce(events.put_nowait))
+    task.add_done_callback(end)
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

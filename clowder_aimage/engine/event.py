@@ -1,20 +1,22 @@
-"""What a request hears while it is served, from its place in the queue to the last picture."""
+"""The events of a request, from its place in the queue to its last picture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clowder_aimage.model.pipeline import Step
+
 
 @dataclass(frozen=True, slots=True)
 class QueuedEvent:
-    """It waits; ``ahead`` requests are served first."""
+    """The request waits; ``ahead`` requests are served first."""
 
     ahead: int
 
 
 @dataclass(frozen=True, slots=True)
 class PullingEvent:
-    """The model is fetched: ``done`` of ``total`` bytes."""
+    """The model is pulled: ``done`` of ``total`` bytes."""
 
     done: int
     total: int
@@ -27,22 +29,15 @@ class LoadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class StartedEvent:
-    """It is the request's turn, and the model has taken it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvent:
-    """Step ``index`` of ``total`` is done (1 to total), of picture ``picture`` (0 to n - 1)."""
-
-    index: int
-    total: int
-    picture: int
+    """The model has accepted the request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviewEvent:
-    """What the picture will be, as far as it is known after a step: encoded as a picture is, and
-    ``number`` counts the previews of this picture from 0."""
+    """A preview of picture ``picture``, encoded as the picture will be.
+
+    ``number`` counts the previews of a picture from 0.
+    """
 
     data: bytes
     number: int
@@ -60,6 +55,4 @@ class ImageEvent:
     height: int
 
 
-Event = (
-    QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | StepEvent | PreviewEvent | ImageEvent
-)
+Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | PreviewEvent | ImageEvent

@@ -1,18 +1,37 @@
-"""How much memory this machine has for a worker, or the container that it runs in."""
+"""The memory of this machine, or of the container that the process runs in.
+
+Sources: Linux, Documentation/filesystems/proc.rst ("MemAvailable"),
+Documentation/admin-guide/cgroup-v2.rst ("memory.max", "memory.current"; "inactive_file" of
+memory.stat is reclaimed when it is needed) and cgroup-v1/memory.rst.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-_PART = 0.8  # of it: the system, and whatever else runs, have the rest
-_FILES = ("memory.max", "memory.limit_in_bytes")  # of version 2 and version 1
+_SHARE = 0.8  # of the memory; the rest is for the system and other processes
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and version 1
+_UNLIMITED = 1 << 60  # version 1 has a huge number for no limit
 
 
 def memory(root: Path = Path("/")) -> int | None:
-    """Bytes that may be used; None where the system does not say."""
-    found = [size for size in (_physical(), *_limits(root)) if size]
-    return int(min(found) * _PART) if found else None
+    """Return the bytes that a worker may use; None if they are unknown."""
+    limits = (_number(group / name) for group in _groups(root) for name in _LIMITS)
+    found = [size for size in (_physical(), *limits) if 0 < size < _UNLIMITED]
+    return int(min(found) * _SHARE) if found else None
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Return the bytes that a new process may use now; None if they are unknown."""
+    kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
+    found = [] if kilobytes is None else [kilobytes * 1024]
+    for group in _groups(root):
+        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit and used:
+            found.append(limit - used + _fields(group / "memory.stat").get("inactive_file", 0))
+    return max(0, min(found)) if found else None
 
 
 def _physical() -> int:
@@ -22,28 +41,23 @@ def _physical() -> int:
         return 0
 
 
-def _limits(root: Path) -> list[int]:
-    """What control groups allow: that of this process, and each that it is in.
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the control groups of this process, from the inner to the outer ones.
 
-    Linux, Documentation/admin-guide/cgroup-v2.rst ("memory.max") and cgroup-v1/memory.rst; lines
-    of /proc/self/cgroup are ``NUMBER:CONTROLLERS:PATH``, with no controllers for version 2.
+    Lines of /proc/self/cgroup are ``NUMBER:CONTROLLERS:PATH``, without controllers for version 2.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
-        return []
-    found = []
+        return
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inner = mount / path.lstrip("/")
-        # in a container the path may be the host's, and what is mounted is the container's own
-        for group in (inner, *inner.parents):
-            if group == mount or mount in group.parents:
-                found += [_number(group / name) for name in _FILES]
-    return [size for size in found if 0 < size < 1 << 60]  # version 1 writes a huge one for none
+        # in a container the path may be the host's, and the container's own group is mounted
+        yield from (one for one in (inner, *inner.parents) if one.is_relative_to(mount))
 
 
 def _number(file: Path) -> int:
@@ -51,3 +65,12 @@ def _number(file: Path) -> int:
         return int(file.read_text())
     except (OSError, ValueError):
         return 0  # "max"
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Read the lines ``NAME NUMBER`` of a file of the system."""
+    try:
+        words = [line.split() for line in file.read_text().splitlines()]
+        return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+    except (OSError, ValueError):
+        return {}

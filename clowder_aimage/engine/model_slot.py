@@ -1,4 +1,4 @@
-"""A model that is loaded, or about to be."""
+"""A model that is loaded, or will be."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from datetime import UTC, datetime, timedelta
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-LONGEST = 100 * 365 * 86400.0  # seconds to stay; who says more means for ever
+MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer is for ever
 
 
 class ModelSlot:
-    """A model that somebody uses, or used of late. ``size`` is that of its blobs; ``at_work`` says
-    whose turn it is, ``users`` how many wait or are served."""
+    """A model that is in use, or was recently.
+
+    ``size`` is the bytes of its blobs, ``current`` the request that is served, ``users`` the number
+    of requests that wait or are served.
+    """
 
     def __init__(
         self,
@@ -30,8 +33,8 @@ class ModelSlot:
         self.keep_alive = keep_alive
         self.runner: Runner | None = None
         self.load: asyncio.Task[Runner] | None = None
-        self.leaving: asyncio.Task[None] | None = None  # of one that was stopped as it was loaded
-        self.at_work: object | None = None
+        self.unloading: asyncio.Task[None] | None = None  # if it was stopped while it was loaded
+        self.current: object | None = None
         self.users = 0
         self.is_stopped = False
         self.used = clock()
@@ -39,7 +42,7 @@ class ModelSlot:
 
     @property
     def digest(self) -> Digest:
-        """Of its manifest."""
+        """The digest of its manifest."""
         return self.manifest.digest
 
     @property
@@ -49,24 +52,23 @@ class ModelSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is in memory, and a request would be served at once."""
+        """Whether it is in memory and would serve a request at once."""
         runner = self.runner
-        return self.at_work is None and runner is not None and runner.is_free
+        return self.current is None and runner is not None and runner.is_free
 
     @property
     def left(self) -> float:
-        """For how many seconds it stays if nobody asks for it."""
+        """Seconds until it may be unloaded."""
         if self.users:
             return self.keep_alive
         return max(0.0, self.used + self.keep_alive - self._clock())
 
     @property
     def until(self) -> datetime | None:
-        """When it goes if nobody asks for it; None for never."""
+        """The time at which it may be unloaded; None for never."""
         left = self.left
-        return None if left >= LONGEST else datetime.now(UTC) + timedelta(seconds=left)
+        return None if left >= MAX_KEEP_ALIVE else datetime.now(UTC) + timedelta(seconds=left)
 
-    @property
-    def pinned(self) -> str:
-        """Its name, with the digest that the name meant when it was first asked for."""
-        return f"{str(self.reference).partition('@')[0]}@{self.digest}"
+    def pinned_name(self, reference: Reference) -> str:
+        """Return ``reference`` with the digest that it had when the model was first requested."""
+        return f"{str(reference).partition('@')[0]}@{self.digest}"

@@ -1,9 +1,9 @@
-"""Whether an AImage is in the store as a whole, and fetching it where it is not."""
+"""Find an AImage in the store, and fetch one that is missing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -13,15 +13,15 @@ from clowder_aimage.layout.completeness import check_stored, completion, describ
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference
 
-_EVERY = 0.2  # seconds between two words on a download
+_INTERVAL = 0.2  # seconds between two events of a download
 
 
 def find(store: ImageLayout, reference: Reference) -> StoredAImage:
-    """The AImage, all of whose blobs are here in their full size.
+    """Return the AImage if all its blobs are in the store in their full size.
 
     Raises:
-        NotFoundError: there is none by that name; or it is here in part, or damaged.
-        FormatError: it is no AImage.
+        NotFoundError: the name is unknown, or the AImage is incomplete or damaged.
+        FormatError: it is not an AImage.
     """
     try:
         root = store.resolve(reference)
@@ -46,15 +46,15 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
 
 
 async def fetch(
-    transfers: TransferQueue, reference: Reference
-) -> AsyncGenerator[PullingEvent, None]:
-    """Fetch an AImage; those who ask for one that is under way join. Raises as ``pull``.
+    transfers: TransferQueue, reference: Reference, emit: Callable[[PullingEvent], None]
+) -> None:
+    """Pull an AImage; requests for the same one share the transfer. Raises as ``pull``.
 
-    Closing the iterator gives it up, where nobody else waits for it; what came is kept.
+    If this is cancelled, the transfer is too, unless others wait for it; partial content is kept.
     """
     with transfers.pull(reference) as transfer:
         while not transfer.result.done():
-            yield PullingEvent(transfer.completed, transfer.total)
-            await asyncio.wait([transfer.result], timeout=_EVERY)
+            emit(PullingEvent(transfer.completed, transfer.total))
+            await asyncio.wait([transfer.result], timeout=_INTERVAL)
         transfer.result.result()
-    yield PullingEvent(transfer.total, transfer.total)
+    emit(PullingEvent(transfer.total, transfer.total))

@@ -1,8 +1,8 @@
 """The process of one loaded model: ``python -m clowder_aimage.engine.process``.
 
-Commands come on standard input, answers go to standard output, both as frames. The first thread
-owns MLX and does the work; a second one reads commands, so that a cancel is heard between two
-steps. When the worker is gone, standard input ends, and so does this.
+Commands are read from standard input, replies are written to standard output, both as frames. The
+first thread owns MLX and does the work; a second one reads commands, so that a cancel is seen
+between two steps. When the worker has ended, standard input ends, and so does this process.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,15 +24,15 @@ from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Descriptor, Reference
 
-_EVERY = 1.0  # seconds between two words on a load
-_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # as MLX says it, and what it stands on
+_INTERVAL = 1.0  # seconds between two reports of a load
+_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
 _log = logging.getLogger(__name__)
 
 
-class _Known(LayeredStore):
-    """Stores in which every name means one manifest: the one that was found for a request, though
-    its tag may mean another one by now."""
+class _PinnedStore(LayeredStore):
+    """Stores in which every name resolves to one manifest: the tag may have moved since the request
+    was resolved."""
 
     def __init__(self, roots: Sequence[Path], manifest: Descriptor) -> None:
         super().__init__(roots)
@@ -49,19 +49,19 @@ class ModelProcess:
         self._source, self._target = source, target
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
-        self._is_alone = False  # the worker is gone
+        self._is_orphaned = False  # the worker has ended
         self._model: Any = None
-        self._turn = threading.Lock()  # of whoever writes a frame
+        self._lock = threading.Lock()  # of the target
         self._leases = contextlib.ExitStack()
 
     def run(self) -> None:
         """Serve until standard input ends."""
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
         with self._leases:
             while (command := self._commands.get()) is not None:
-                self._obey(command)
+                self._execute(command)
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         try:
             while (found := frame.read(self._source)) is not None:
                 command, _ = found
@@ -70,70 +70,57 @@ class ModelProcess:
                 else:
                     self._commands.put(command)
         finally:
-            self._is_alone = True
+            self._is_orphaned = True
             self._commands.put(None)
 
-    def _obey(self, command: frame.Message) -> None:
+    def _execute(self, command: frame.Message) -> None:
         number = command.get("id")
         try:
             if command["do"] == "load":
                 self._load(command)
             else:
                 self._generate(command)
-        except BrokenPipeError:  # the worker is gone, and nobody hears of anything
+        except BrokenPipeError:  # the worker has ended
             raise
         except AImageError as error:
-            kind = type(error).__name__
-            self._fail(number, kind, error.message, hint=error.hint, code=error.exit_code)
-        except Exception as error:  # whatever it is, the worker must hear of it
+            self._fail(number, type(error).__name__, error.message, error.hint)
+        except Exception as error:  # any error is reported to the worker
             if _lacks_memory(error):
                 self._fail(number, "MemoryError", "there is not enough memory for this")
                 return
-            # on one line, and without its text, which may hold a prompt
+            # on one line, and without the message, which may contain a prompt
             _log.error("the model failed: %s at %s", type(error).__name__, _places(error))
             self._fail(number, "Exception", f"the model failed: {type(error).__name__}")
         finally:
             self._cancelled.discard(number or 0)
 
-    def _fail(
-        self, number: int | None, kind: str, message: str, *, hint: str | None = None, code: int = 1
-    ) -> None:
-        said = {"kind": kind, "message": message, "hint": hint}
-        self._say({"is": "error", "id": number, "code": code, **said})
+    def _fail(self, number: int | None, kind: str, message: str, hint: str | None = None) -> None:
+        self._send("error", number, kind=kind, message=message, hint=hint)
 
     def _load(self, command: frame.Message) -> None:
         generate = _needs_mlx()
-        begun = time.monotonic()
-        store = _Known(
+        store = _PinnedStore(
             [Path(root) for root in command["roots"]],
             Descriptor.from_json(command["manifest"], "manifest"),
         )
         lease = self._leases.enter_context(store.lease())
-        with self._telling_size():
+        with self._reporting():
             stored = generate.find(store, Reference.parse(command["reference"]), lease)
             self._model = generate.load(store, stored, dtype=command.get("dtype"))
-            _make_room(self._model.pipeline, command["keep"])
-        self._say(
-            {
-                "is": "loaded",
-                "device": self._model.backend,
-                "dtype": self._model.dtype,
-                "bytes": _resident(),
-                "seconds": time.monotonic() - begun,
-            }
-        )
+            _set_memory(self._model.pipeline, command["memory"])
+        self._send("loaded", device=self._model.backend, dtype=self._model.dtype, bytes=_resident())
 
     @contextlib.contextmanager
-    def _telling_size(self) -> Iterator[None]:
-        """Tell meanwhile how much memory this process has: while that grows, a load moves."""
+    def _reporting(self) -> Iterator[None]:
+        """Report the memory of this process periodically: it grows while a load makes progress."""
         is_over = threading.Event()
 
-        def tell() -> None:
+        def report() -> None:
             with contextlib.suppress(OSError):
-                while not is_over.wait(_EVERY):
-                    self._say({"is": "loading", "bytes": _resident()})
+                while not is_over.wait(_INTERVAL):
+                    self._send("loading", bytes=_resident())
 
-        thread = threading.Thread(target=tell, daemon=True)
+        thread = threading.Thread(target=report, daemon=True)
         thread.start()
         try:
             yield
@@ -142,96 +129,89 @@ class ModelProcess:
             thread.join()
 
     def _generate(self, command: frame.Message) -> None:
-        from clowder_aimage.generate import make_request
+        from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.picture import encode_picture
-        from clowder_aimage.model.pipeline import Image, Preview
+        from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
 
         number: int = command["id"]
-        prompt, wishes = command["prompt"], command["wishes"]
-        request = make_request(self._model.stored.aimage, prompt, **wishes)
-        facts = self._facts(command, request)
-        encoding = dict(command["encoding"])
-        remembers = encoding.pop("facts", True)
-        events = self._model.generate(request)  # which refuses at once what it cannot make
-        self._say({"is": "begun", "id": number})
+        request = GenerateRequest(**command["request"])
+        encoding = PictureEncoding(**command["encoding"])
+        name = command["reference"].partition("@")[0]  # the facts have the digest apart
+        facts = describe_picture(Reference.parse(name), self._model, request)
+        events = self._model.generate(request)  # raises at once if the request cannot be served
+        self._send("started", number)
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
-                    own = facts | {"seed": event.seed} if remembers else None
-                    data = encode_picture(event.pixels, own, **encoding)
+                    own = facts | {"seed": event.seed} if encoding.has_facts else None
+                    data = encode_picture(event.pixels, own, encoding.kind, encoding.quality)
                     said = {"seed": event.seed, "picture": event.picture}
                     size = {"width": event.width, "height": event.height}
-                    self._say({"is": "image", "id": number, **said, **size}, data)
+                    self._send("image", number, data, **said, **size)
                 elif isinstance(event, Preview):
-                    data = encode_picture(event.pixels, None, **encoding)
-                    at = {"number": event.number, "picture": event.picture}
-                    self._say({"is": "preview", "id": number, **at}, data)
+                    data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
+                    self._send("preview", number, data, number=event.number, picture=event.picture)
                 else:
-                    at = {"index": event.index, "total": event.total, "picture": event.picture}
-                    self._say({"is": "step", "id": number, **at})
-        is_cut = number in self._cancelled or self._is_alone
-        self._say({"is": "done", "id": number, "cancelled": is_cut})
+                    self._send("step", number, **asdict(event))
+        self._send("done", number, cancelled=number in self._cancelled or self._is_orphaned)
 
     def _until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
         if number in self._cancelled:
             return
         for event in events:
             yield event
-            if number in self._cancelled or self._is_alone:
+            if number in self._cancelled or self._is_orphaned:
                 return
 
-    def _facts(self, command: frame.Message, request: Any) -> dict[str, Any]:
-        from clowder_aimage.generate import describe_picture
-
-        name = command["reference"].partition("@")[0]  # the digest is a fact of its own
-        return describe_picture(Reference.parse(name), self._model, request)
-
-    def _say(self, message: frame.Message, data: bytes = b"") -> None:
-        with self._turn:
+    def _send(
+        self, kind: str, request: int | None = None, data: bytes = b"", /, **facts: Any
+    ) -> None:
+        message = {"is": kind, "id": request, **facts}
+        with self._lock:
             self._target.write(frame.encode(message, data))
             self._target.flush()
 
 
 def _needs_mlx() -> Any:
-    """The module ``generate``. Raises ModelError where the extra [mlx] is not installed."""
+    """Return the module ``generate``. Raises ModelError if the extra [mlx] is not installed."""
     try:
         from clowder_aimage import generate
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         raise ModelError(
-            f"this worker keeps models and runs none: {error.name} is not installed "
-            "(pip install 'clowder-aimage[mlx]')"  # in the message: a 5xx tells no hint
+            f"this worker stores models and runs none: {error.name} is not installed "
+            "(pip install 'clowder-aimage[mlx]')"  # in the message: a 5xx has no hint
         ) from None
     return generate
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether it is for want of memory; MLX raises a RuntimeError then."""
-    said = str(error).lower()
-    is_said = isinstance(error, RuntimeError) and any(word in said for word in _NO_MEMORY)
-    return isinstance(error, MemoryError) or is_said
+    """Return whether an allocation failed; MLX raises a RuntimeError then."""
+    text = str(error).lower()
+    is_of_mlx = isinstance(error, RuntimeError) and any(word in text for word in _NO_MEMORY)
+    return isinstance(error, MemoryError) or is_of_mlx
 
 
 def _places(error: Exception) -> str:
-    """Where an error was raised."""
+    """Return the places of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
 
 
-def _make_room(pipeline: Any, keep: Mapping[str, Any]) -> None:
-    """Tell the pipeline its share of the memory."""
+def _set_memory(pipeline: Any, policy: Mapping[str, Any]) -> None:
+    """Give the pipeline its share of the memory."""
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import device_memory
 
-    there = device_memory() or machine.memory()
-    share = there if keep["memory"] is None else keep["memory"]
-    share = None if share is None else share // keep["models"]
-    pipeline.make_room(keep["text_encoder"], share, there)
+    total = device_memory() or machine.memory()
+    share = total if policy["memory"] is None else policy["memory"]
+    share = None if share is None else share // policy["models"]
+    pipeline.set_memory(policy["text_encoder"], share, total)
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say."""
+    """Return the resident bytes of this process; the peak where there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -243,16 +223,16 @@ def _resident() -> int:
 
 
 def main() -> None:
-    """Keep standard output for frames: what a library prints goes to standard error."""
+    """Run the process; output that libraries print goes to standard error."""
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # One line each: the worker takes them into its own log. Where it is gone, nobody reads them.
+    # One line each, for the log of the worker; no errors if it has ended
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         ModelProcess(source, target).run()
-    os._exit(0)  # at once: nothing here is worth waiting for
+    os._exit(0)  # without waiting for threads
 
 
 if __name__ == "__main__":

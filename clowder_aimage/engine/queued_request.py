@@ -1,19 +1,21 @@
-"""One request on its way through the engine: its place in line, and what ends it early."""
+"""A request in the engine: its parameters, its place in the queue and its end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.engine_error import DeadlineError
-from clowder_aimage.engine.job import FOR_EVER
+from clowder_aimage.engine.limits import FOR_EVER, IF_MISSING
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
+from clowder_aimage.oci import Reference
 
-T = TypeVar("T")
+MakeRequest = Callable[[AImage], GenerateRequest]
 _HINTS = {
     "waiting": "it was still waiting for its turn; try again later",
     "pulling": "the model was still being fetched; pull it first",
@@ -22,23 +24,30 @@ _HINTS = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """What the engine knows of a request. ``stage`` is one of waiting, pulling, loading, drawing;
-    one that does not draw only wants the model loaded.
+    """A request on its way through the engine.
 
-    ``moved`` is set when there is news for who waits: the load has begun, or it is its turn.
+    ``make`` returns the parameters once the AImage is in the store; None for a request that only
+    loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set when
+    the load has begun or the turn has come, ``turn`` when the turn has come.
     """
 
-    def __init__(self, number: int, deadline: float, *, draws: bool) -> None:
-        self.number, self.draws = number, draws
-        self.stage = "waiting"
-        self.model: ModelSlot | None = None
-        self.runner: Runner | None = None  # from its turn on
-        self.moved, self.turn = asyncio.Event(), asyncio.Event()
-        self.error: AImageError | None = None
-        self._deadline = deadline
-        self._end = None if deadline == FOR_EVER else asyncio.get_running_loop().time() + deadline
-        self._limit: asyncio.Timeout | None = None
+    reference: Reference
+    make: MakeRequest | None = None
+    encoding: PictureEncoding = PictureEncoding()
+    keep_alive: float | None = None
+    pull: str = IF_MISSING
+
+    number: int = 0
+    stage: str = "waiting"
+    model: ModelSlot | None = None
+    runner: Runner | None = None  # from its turn on
+    error: AImageError | None = None
+    limit: asyncio.Timeout | None = None
+    deadline: float = FOR_EVER
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_begun(self) -> bool:
@@ -46,45 +55,28 @@ class QueuedRequest:
         return self.turn.is_set()
 
     @property
-    def is_over(self) -> bool:
-        """Whether it is not who asked that ends it."""
-        late = self._end is not None and asyncio.get_running_loop().time() >= self._end
-        return late or self.error is not None
+    def is_interrupted(self) -> bool:
+        """Whether the deadline or an interruption ends it."""
+        return self.error is not None or (self.limit is not None and self.limit.expired())
+
+    def timeout(self) -> asyncio.Timeout:
+        """Return the context that the deadline and ``interrupt`` end."""
+        is_limited = self.deadline != FOR_EVER
+        self.limit = asyncio.timeout(self.deadline if is_limited else None)
+        return self.limit
 
     def interrupt(self, error: AImageError) -> None:
-        """End it with ``error``, whatever it is at."""
+        """End the request with ``error``."""
         self.error = self.error or error
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time())
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
-    async def watch(self, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """The events, until the deadline or an interruption: then what is under way is cancelled.
-
-        Raises:
-            DeadlineError; what ``interrupt`` was given; what the events raise.
-        """
-        async with contextlib.aclosing(events):
-            while True:
-                if self.error is not None:
-                    raise self.error
-                limit = asyncio.timeout_at(self._end)
-                try:
-                    async with limit:
-                        self._limit = limit
-                        event = await anext(events)
-                except StopAsyncIteration:
-                    return
-                except (TimeoutError, AImageError) as error:
-                    if self.error is not None:  # the rest is what became of that
-                        raise self.error from None
-                    if limit.expired():
-                        raise self._late() from None
-                    raise error
-                finally:
-                    self._limit = None
-                yield event
-
-    def _late(self) -> DeadlineError:
-        return DeadlineError(
-            f"the request took longer than {self._deadline:g} seconds", hint=_HINTS[self.stage]
-        )
+    def cause(self, error: Exception) -> Exception:
+        """Return the error that ended the request: ``error``, or the interruption before it."""
+        if self.error is not None:
+            return self.error
+        if self.limit is not None and self.limit.expired():
+            return DeadlineError(
+                f"the request took longer than {self.deadline:g} seconds", hint=_HINTS[self.stage]
+            )
+        return error

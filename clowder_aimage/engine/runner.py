@@ -1,11 +1,11 @@
-"""A loaded model as the worker sees it: a process to speak with, and to end."""
+"""A loaded model as seen by the worker: a child process and its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -14,43 +14,56 @@ from typing import Any
 from clowder_aimage import errors
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.child_process import ChildProcess
-from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, StartedEvent, StepEvent
+from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
-GRACE = 2.0  # seconds that a process gets to end in, before it is killed
-STALL = 300.0  # seconds that a load may stand still
-PATIENCE = 30.0  # seconds that a process gets to end what was given up
+GRACE = 2.0  # seconds in which a process may end before it is killed
+LOAD_TIMEOUT = 300.0  # seconds without progress
+CANCEL_TIMEOUT = 30.0  # seconds
+_EVENTS: dict[str, type[Event]] = {
+    "started": StartedEvent,
+    "step": Step,
+    "preview": PreviewEvent,
+    "image": ImageEvent,
+}
 
 
 class NoMemoryError(ModelError):
-    """A model, or a picture, for which the memory did not do."""
+    """The memory is not enough for a model or a picture."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """What stays in memory between requests. ``text_encoder``: "keep", "release" for loading it
-    again when a prompt is new, "auto" for what fits. ``memory``: bytes that ``models`` models share
-    at most; None for what the machine has."""
+class MemoryPolicy:
+    """The memory of a model between requests.
+
+    text_encoder: "keep", "release" to load it again for new prompts, "auto" for what fits. memory:
+    bytes that ``models`` models share; None for the machine's.
+    """
 
     text_encoder: str = "auto"
     memory: int | None = None
     models: int = 1
 
 
-_USUAL = KeepAlive()
+_DEFAULT_POLICY = MemoryPolicy()
 
 
 class Runner:
-    """One process with one model. Requests are served one at a time, as they come.
+    """One process with one model. Requests are served one at a time, in order.
 
-    ``ending`` is at work while the process ends what was given up.
+    ``ending`` is the task in which the process ends a cancelled request.
     """
 
     def __init__(
-        self, child: ChildProcess, loaded: Mapping[str, Any], *, patience: float = PATIENCE
+        self,
+        child: ChildProcess,
+        loaded: Mapping[str, Any],
+        *,
+        cancel_timeout: float = CANCEL_TIMEOUT,
     ) -> None:
-        self._child, self._patience = child, patience
+        self._child, self._cancel_timeout = child, cancel_timeout
         self._numbers = itertools.count(1)
         self.ended = child.ended
         self.ending: asyncio.Task[None] | None = None
@@ -66,17 +79,18 @@ class Runner:
         manifest: Descriptor,
         *,
         dtype: str | None = None,
-        keep: KeepAlive = _USUAL,
-        stall: float = STALL,
-        patience: float = PATIENCE,
+        policy: MemoryPolicy = _DEFAULT_POLICY,
+        load_timeout: float = LOAD_TIMEOUT,
+        cancel_timeout: float = CANCEL_TIMEOUT,
     ) -> Runner:
-        """Start a process and load the AImage ``reference``, whose ``manifest`` is known, and which
-        is complete in the store. Where this is cancelled, the process is killed.
+        """Start a process and load an AImage that the store has in full.
+
+        If this is cancelled, the process is killed.
 
         Raises:
-            AImageError: what the process could not do, as it said it.
-            NoMemoryError: the memory did not do.
-            ModelError: it died, or nothing moved for ``stall`` seconds.
+            AImageError: the error that the process reported.
+            NoMemoryError: the memory is not enough.
+            ModelError: the process died, or made no progress for ``load_timeout`` seconds.
         """
         child = await ChildProcess.spawn()
         try:
@@ -87,16 +101,16 @@ class Runner:
                     "reference": reference,
                     "manifest": manifest.to_json(),
                     "dtype": dtype,
-                    "keep": asdict(keep),
+                    "memory": asdict(policy),
                 }
             )
-            message = await _loaded(child, stall)
+            message = await _loaded(child, load_timeout)
             if message["is"] == "error":
                 raise _error(message)
         except BaseException:
             await child.end(0.0)
             raise
-        return cls(child, message, patience=patience)
+        return cls(child, message, cancel_timeout=cancel_timeout)
 
     @property
     def is_alive(self) -> bool:
@@ -104,7 +118,7 @@ class Runner:
 
     @property
     def is_free(self) -> bool:
-        """Whether it would take a request now."""
+        """Whether it would accept a request now."""
         return self.is_alive and (self.ending is None or self.ending.done())
 
     @property
@@ -112,43 +126,57 @@ class Runner:
         return self._child.pid
 
     async def generate(
-        self, reference: str, prompt: str, wishes: Mapping[str, Any], encoding: Mapping[str, Any]
-    ) -> AsyncGenerator[Event, None]:
-        """Steps and pictures as they come. Closing the iterator cancels between two steps, and
-        returns at once: the next request waits until the process is free, or was killed because
-        it did not get free.
+        self,
+        reference: str,
+        request: GenerateRequest,
+        encoding: PictureEncoding,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Make pictures; ``on_event`` is called with steps, previews and pictures.
+
+        If this is cancelled, the process ends the request after the current step, and this returns
+        at once: the next request waits until the process is free, or was killed because it did not
+        end the request in time.
 
         Raises:
-            AImageError: what the model could not do, as it said it.
+            AImageError: the error that the process reported.
             ModelError: the process died.
         """
         if self.ending is not None:
             await asyncio.wait({self.ending})
         number = next(self._numbers)
-        command = {"do": "generate", "id": number, "reference": reference, "prompt": prompt}
         is_done = False
-        self._child.send({**command, "wishes": dict(wishes), "encoding": dict(encoding)})
+        self._child.send(
+            {
+                "do": "generate",
+                "id": number,
+                "reference": reference,
+                "request": asdict(request),
+                "encoding": asdict(encoding),
+            }
+        )
         try:
             while True:
                 message, data = await self._child.receive()
-                if message["is"] in ("done", "error"):
-                    is_done = True
-                    if message["is"] == "error":
-                        raise _error(message)
-                    if message["cancelled"]:  # and not by us: it is about to end
-                        raise self._child.died()
-                    return
-                yield _event(message, data)
+                if message["is"] in _EVENTS:
+                    on_event(_event(message, data))
+                    continue
+                is_done = True
+                if message["is"] == "error":
+                    raise _error(message)
+                if message["cancelled"]:  # though this request was not: the process is ending
+                    raise self._child.died()
+                return
         finally:
             if not is_done and self.is_alive:
                 self.ending = asyncio.create_task(self._cancel(number))
 
     async def _cancel(self, number: int) -> None:
-        """Have the process drop a request, and read what it had still to say of it. One that does
-        not listen for long is killed: a step may take its time, one that hangs takes all of it."""
+        """Cancel a request and read the rest of its frames; kill a process that does not end it in
+        time."""
         with contextlib.suppress(ModelError):
             try:
-                async with asyncio.timeout(self._patience):
+                async with asyncio.timeout(self._cancel_timeout):
                     self._child.send({"do": "cancel", "id": number})
                     while (await self._child.receive())[0]["is"] not in ("done", "error"):
                         pass
@@ -162,44 +190,41 @@ class Runner:
             await asyncio.wait({self.ending})
 
 
-async def _loaded(child: ChildProcess, stall: float) -> frame.Message:
-    """What the process says when it has loaded. While it loads it tells how much it has in memory:
-    what does not change for long stands still."""
-    loop, known = asyncio.get_running_loop(), None
-    end = loop.time() + stall
+async def _loaded(child: ChildProcess, timeout: float) -> frame.Message:
+    """Return the message that ends a load.
+
+    The process reports how much memory it has: a load whose size does not change has stalled.
+    """
+    loop, size = asyncio.get_running_loop(), None
+    end = loop.time() + timeout
     while True:
         try:
             async with asyncio.timeout_at(end):
                 message, _ = await child.receive()
         except TimeoutError:
             raise ModelError(
-                f"the model did not load: nothing moved for {stall:g} seconds",
+                f"the model did not load: no progress for {timeout:g} seconds",
                 hint="see the worker's log, and whether the disk and the device work",
             ) from None
         except ModelError as error:
-            if child.signal == SIGKILL:  # and not by us: it is how a system gets memory back
-                raise NoMemoryError(error.message, hint=error.hint) from None
+            if child.signal == SIGKILL:  # not sent by this worker: the system needs memory
+                raise NoMemoryError(error.message, **error.advice) from None
             raise
         if message["is"] != "loading":
             return message
-        if message["bytes"] != known:
-            known, end = message["bytes"], loop.time() + stall
+        if message["bytes"] != size:
+            size, end = message["bytes"], loop.time() + timeout
 
 
 def _event(message: frame.Message, data: bytes) -> Event:
-    if message["is"] == "begun":
-        return StartedEvent()
-    if message["is"] == "step":
-        return StepEvent(message["index"], message["total"], message["picture"])
-    if message["is"] == "preview":
-        return PreviewEvent(data, message["number"], message["picture"])
-    return ImageEvent(
-        data, message["seed"], message["picture"], message["width"], message["height"]
-    )
+    fields = {key: value for key, value in message.items() if key not in ("is", "id")}
+    if data:
+        fields["data"] = data
+    return _EVENTS[message["is"]](**fields)
 
 
 def _error(message: frame.Message) -> AImageError:
-    """What the process raised, of the same kind."""
+    """Return an error of the class that the process raised."""
     if message["kind"] == "MemoryError":
         return NoMemoryError(message["message"], hint=message["hint"])
     kind = getattr(errors, message["kind"], ModelError)

@@ -1,8 +1,8 @@
-"""The models in memory: who is served next, which model is loaded, and which one goes for it.
+"""The scheduler: which request is served next, which model is loaded and which is unloaded for it.
 
-Whoever waits stands in one line, in the order of coming. A turn is given as soon as the model is
-in memory and free; where somebody waits for room, who came later gets no turn on a model that
-would have to make it. All of it runs on one event loop; ``arrange`` is called after each change.
+Requests wait in one queue, in the order of arrival. A request gets its turn as soon as its model is
+in memory and free; while a request waits for memory, later ones get no turn on a model that would
+have to be unloaded. All of it runs on one event loop; ``arrange`` is called after each change.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.engine.available_memory import available
 from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.job import EngineLimits
+from clowder_aimage.engine.limits import EngineLimits
+from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.queued_request import QueuedRequest
-from clowder_aimage.engine.runner import KeepAlive, NoMemoryError, Runner
+from clowder_aimage.engine.runner import MemoryPolicy, NoMemoryError, Runner
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Digest
 
 _log = logging.getLogger("aimage.worker")
 
 
 class ModelScheduler:
-    """The models of one worker, each in a process of its own. ``free`` says how many bytes of
-    memory there are for another one; None stands for enough."""
+    """The models of one worker, each in a process of its own.
+
+    ``free`` returns the bytes of memory for another model; None for enough.
+    """
 
     def __init__(
         self,
@@ -46,62 +48,61 @@ class ModelScheduler:
         self._roots, self._limits, self._metrics, self._news = roots, limits, metrics, news
         self._clock, self._free = clock, free
         self._models: dict[Digest, ModelSlot] = {}
-        self._line: list[QueuedRequest] = []
-        self._loads: set[asyncio.Task[Runner]] = set()  # and those that are being called off
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._queue: list[QueuedRequest] = []
+        self._loads: set[asyncio.Task[Runner]] = set()  # cancelled ones too, until they end
+        self._unloads: set[asyncio.Task[None]] = set()
+        self._records: set[asyncio.Task[None]] = set()
 
     @property
     def models(self) -> list[ModelSlot]:
-        """All that are loaded, or that somebody waits for."""
+        """The models that are loaded or that requests wait for."""
         return list(self._models.values())
 
     def loaded(self) -> list[ModelSlot]:
-        """The models in memory, the last used first."""
+        """Return the models in memory, the last used first."""
         return sorted((one for one in self.models if one.is_ready), key=lambda one: -one.used)
 
-    # -- who waits
+    # -- the queue
 
-    def enter(self, ticket: QueuedRequest, reference: Reference, stored: StoredAImage) -> ModelSlot:
-        """Take a place in line, by the ticket's number."""
+    def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
+        """Queue a request by its number."""
         digest = stored.descriptor.digest
         model = self._models.get(digest)
         if model is None:
-            size = sum(blob.size for blob in stored.manifest.children)
             model = self._models[digest] = ModelSlot(
-                reference,
+                request.reference,
                 stored.descriptor,
-                size=size,
+                size=sum(blob.size for blob in stored.manifest.children),
                 keep_alive=self._limits.keep_alive,
                 clock=self._clock,
             )
-        ticket.model = model
+        request.model = model
         model.users += 1
         if model.load is not None:
-            ticket.stage = "loading"
-            ticket.moved.set()
-        self._line.append(ticket)
-        self._line.sort(key=lambda one: one.number)
+            request.stage = "loading"
+            request.moved.set()
+        self._queue.append(request)
+        self._queue.sort(key=lambda one: one.number)
         self.arrange()
         return model
 
-    def ahead(self, ticket: QueuedRequest) -> int:
-        """How many stand in line before it."""
-        return sum(one.number < ticket.number for one in self._line)
+    def ahead(self, request: QueuedRequest) -> int:
+        """Return the number of requests before this one."""
+        return sum(one.number < request.number for one in self._queue)
 
-    def leave(self, ticket: QueuedRequest, keep_alive: float | None) -> None:
-        """A request has ended, or its place in line is given up."""
-        model, ticket.model = ticket.model, None
+    def leave(self, request: QueuedRequest) -> None:
+        """Remove a request that has ended."""
+        model, request.model = request.model, None
         if model is None:
             return
-        if ticket in self._line:
-            self._line.remove(ticket)
-        if model.at_work is ticket:
-            model.at_work = None
+        if request in self._queue:
+            self._queue.remove(request)
+        if model.current is request:
+            model.current = None
         model.users -= 1
         model.used = self._clock()
-        if keep_alive is not None:
-            model.keep_alive = keep_alive
+        if request.keep_alive is not None:
+            model.keep_alive = request.keep_alive
         if model.runner is not None and model.runner.ending is not None:
             model.runner.ending.add_done_callback(lambda _: self.arrange())
         if not model.users and (model.load is not None or model.keep_alive <= 0):
@@ -110,40 +111,39 @@ class ModelScheduler:
         self.arrange()
 
     def arrange(self) -> None:
-        """Give turns, and begin the load that is due."""
-        is_full = False  # somebody waits for room
-        for ticket in list(self._line):
-            model = ticket.model
-            if model is None or ticket.error is not None:
+        """Give turns, and begin the next load."""
+        is_full = False  # a request waits for memory
+        for request in list(self._queue):
+            model = request.model
+            if model is None or request.error is not None:
                 continue
-            if model.is_ready and not ticket.draws:
-                self._turn(ticket, model)
+            if model.is_ready and request.make is None:
+                self._start(request, model)
             elif model.is_ready:
                 if model.is_free and not is_full:
-                    model.at_work = ticket
-                    self._turn(ticket, model)
+                    model.current = request
+                    self._start(request, model)
             elif model.load is None and not is_full:
                 is_full = not self._begin(model)
         self._metrics.show_models(one.reference.repository for one in self.loaded())
 
-    def _turn(self, ticket: QueuedRequest, model: ModelSlot) -> None:
-        self._line.remove(ticket)
-        ticket.runner = model.runner
-        ticket.stage = "drawing"
-        ticket.turn.set()
-        ticket.moved.set()
+    def _start(self, request: QueuedRequest, model: ModelSlot) -> None:
+        self._queue.remove(request)
+        request.runner = model.runner
+        request.stage = "drawing"
+        request.turn.set()
+        request.moved.set()
 
-    # -- what is loaded
+    # -- loads and unloads
 
     def _begin(self, model: ModelSlot) -> bool:
-        """Load a model where there is room, or have another one make it; False where all of them
-        are at work."""
+        """Load a model, or unload an idle one for it; return False if all models are at work."""
         if self._loads:
-            return True  # one at a time; this one is next
-        taken = len(self.loaded()) + len(self._leaving)
+            return True  # one load at a time; this one is next
+        taken = len(self.loaded()) + len(self._unloads)
         if taken < self._limits.models:
             self._load(model)
-        elif taken - len(self._leaving) >= self._limits.models:
+        elif taken - len(self._unloads) >= self._limits.models:
             idle = self._idle()
             if idle is None:
                 return False
@@ -151,32 +151,32 @@ class ModelScheduler:
         return True
 
     def _idle(self) -> ModelSlot | None:
-        """The model that was idle for longest."""
-        idle = [one for one in self.loaded() if one.at_work is None]
+        """Return the model that was idle for longest."""
+        idle = [one for one in self.loaded() if one.current is None]
         return idle[-1] if idle else None
 
     def _load(self, model: ModelSlot) -> None:
-        model.load = load = asyncio.create_task(self._started(model))
+        model.load = load = asyncio.create_task(self._run(model))
         self._loads.add(load)
         load.add_done_callback(partial(self._ended, model, self._clock()))
-        for ticket in self._of(model):
-            ticket.stage = "loading"
-            ticket.moved.set()
+        for request in self._of(model):
+            request.stage = "loading"
+            request.moved.set()
 
-    async def _started(self, model: ModelSlot) -> Runner:
-        """The model's process. Idle ones go first while the memory does not do for all."""
+    async def _run(self, model: ModelSlot) -> Runner:
+        """Start the model's process; unload idle models first while the memory is not enough."""
         while self._lacks(model.size) and (idle := self._idle()) is not None:
-            await self._gone([self.unload(idle, "memory")])
+            await self._wait([self.unload(idle, "memory")])
         limits = self._limits
         start = partial(
             Runner.start,
             self._roots,
-            model.pinned,
+            model.pinned_name(model.reference),
             model.manifest,
             dtype=limits.dtype,
-            keep=KeepAlive(limits.text_encoder, limits.memory, limits.models),
-            stall=limits.stall,
-            patience=limits.patience,
+            policy=MemoryPolicy(limits.text_encoder, limits.memory, limits.models),
+            load_timeout=limits.load_timeout,
+            cancel_timeout=limits.cancel_timeout,
         )
         try:
             return await start()
@@ -184,20 +184,19 @@ class ModelScheduler:
             if (idle := self._idle()) is None:
                 raise
             while idle is not None:
-                await self._gone([self.unload(idle, "memory")])
+                await self._wait([self.unload(idle, "memory")])
                 idle = self._idle()
             return await start()
 
     def _lacks(self, size: int) -> bool:
-        """Whether there is too little memory for a model whose blobs are that large."""
+        """Return whether the memory is not enough for a model of that size."""
         sizes = [one.runner.size for one in self.loaded() if one.runner is not None]
-        of_all, free = self._limits.memory, self._free()
+        limit, free = self._limits.memory, self._free()
         return (free is not None and free < size) or (
-            of_all is not None and of_all < size + sum(sizes)
+            limit is not None and limit < size + sum(sizes)
         )
 
     def _ended(self, model: ModelSlot, begun: float, load: asyncio.Task[Runner]) -> None:
-        """A load has ended, in whatever way."""
         self._loads.discard(load)
         model.load = None
         if load.cancelled():
@@ -206,86 +205,86 @@ class ModelScheduler:
             if not isinstance(error, AImageError):
                 _log.error("a model could not be loaded", exc_info=error)
                 error = ModelError(f"the model could not be loaded: {type(error).__name__}")
-            for ticket in self._of(model):
-                ticket.interrupt(error)
+            for request in self._of(model):
+                request.interrupt(error)
         else:
-            self._there(model, load.result(), self._clock() - begun)
+            self._ready(model, load.result(), self._clock() - begun)
         self._drop(model)
         self.arrange()
 
-    def _there(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
+    def _ready(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
         model.runner, model.used = runner, self._clock()
         runner.ended.add_done_callback(lambda _: self._died(model, runner))
         self._metrics.loads.observe(seconds)
-        self._tell("load", model, seconds=round(seconds, 3))
+        self._record("load", model, seconds=round(seconds, 3))
         if model.is_stopped:
-            model.leaving = self.unload(model, "stopped")
+            model.unloading = self.unload(model, "stopped")
 
     def _died(self, model: ModelSlot, runner: Runner) -> None:
         if model.runner is not runner:
-            return  # it was let go
-        model.runner = model.at_work = None
+            return  # it was unloaded
+        model.runner = model.current = None
         self._metrics.evictions.labels("died").inc()
-        self._tell("evict", model, reason="died")
+        self._record("evict", model, reason="died")
         self._drop(model)
         self.arrange()
 
     def unload(self, model: ModelSlot, reason: str) -> asyncio.Task[Any] | None:
-        """Let a model go, or call its load off; what is done when all of its memory is free."""
+        """Unload a model or cancel its load; return the task that ends when its memory is free."""
         load, runner = model.load, model.runner
-        if load is not None and not load.cancelling():  # twice, it would not wait for the process
+        # a second cancel would not wait for the process
+        if load is not None and not load.cancelling():
             load.cancel()
-        model.runner = model.at_work = None
+        model.runner = model.current = None
         self._drop(model)
         if runner is None:
             return load
         self._metrics.evictions.labels(reason).inc()
-        self._tell("evict", model, reason=reason)
+        self._record("evict", model, reason=reason)
         task = asyncio.create_task(runner.stop())
-        self._leaving.add(task)
-        task.add_done_callback(self._left)
+        self._unloads.add(task)
+        task.add_done_callback(self._unloaded)
         return task
 
-    def _left(self, task: asyncio.Task[None]) -> None:
-        self._leaving.discard(task)
+    def _unloaded(self, task: asyncio.Task[None]) -> None:
+        self._unloads.discard(task)
         self.arrange()
 
     async def stop(self, model: ModelSlot) -> None:
-        """End what a model is at, and the model; nobody is served by it any more."""
+        """Unload a model at once; no request is served by it any more."""
         model.is_stopped = True
         if self._models.get(model.digest) is model:
-            del self._models[model.digest]  # who comes now has it loaded again
-        await self._gone([self.unload(model, "stopped")])
-        await self._gone([model.leaving])  # its load had just ended
+            del self._models[model.digest]  # a new request loads it again
+        await self._wait([self.unload(model, "stopped")])
+        await self._wait([model.unloading])  # if its load had just ended
 
     async def expire(self) -> None:
-        """Let idle models go whose time is over."""
+        """Unload idle models whose time is over."""
         idle = [one for one in self.loaded() if not one.users and not one.left]
-        await self._gone([self.unload(one, "idle") for one in idle])
+        await self._wait([self.unload(one, "idle") for one in idle])
 
     async def end(self) -> None:
-        """Let all models go, and wait until they are gone."""
+        """Unload all models, and wait until they have ended."""
         for model in self.models:
             self.unload(model, "end")
-        while tasks := [*self._loads, *self._leaving, *self._telling]:
-            await self._gone(tasks)
+        while tasks := [*self._loads, *self._unloads, *self._records]:
+            await self._wait(tasks)
 
-    async def _gone(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-        """Wait for all of them, whatever becomes of them; who stops waiting stops none."""
+    async def _wait(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+        """Wait for all tasks; their errors are not raised, and a cancelled wait cancels none."""
         if waited := [task for task in tasks if task is not None]:
             await asyncio.wait(waited)
 
     def _drop(self, model: ModelSlot) -> None:
-        """Forget a model that is not in memory and that nobody waits for."""
+        """Forget a model that is not in memory and that no request waits for."""
         is_needed = model.users or model.load is not None or model.runner is not None
         if not is_needed and self._models.get(model.digest) is model:
             del self._models[model.digest]
 
     def _of(self, model: ModelSlot) -> list[QueuedRequest]:
-        return [ticket for ticket in self._line if ticket.model is model]
+        return [request for request in self._queue if request.model is model]
 
-    def _tell(self, kind: str, model: ModelSlot, **facts: Any) -> None:
-        told: Coroutine[Any, Any, None] = self._news.tell(kind, model=str(model.reference), **facts)
-        task = asyncio.create_task(told)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def _record(self, kind: str, model: ModelSlot, **facts: Any) -> None:
+        task = asyncio.create_task(self._news.tell(kind, model=str(model.reference), **facts))
+        self._records.add(task)
+        task.add_done_callback(self._records.discard)

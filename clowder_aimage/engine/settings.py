@@ -24,7 +24,7 @@ from pydantic_settings import (
 
 from clowder_aimage import schema
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.engine.engine import FOR_EVER, EngineLimits
+from clowder_aimage.engine.limits import FOR_EVER, EngineLimits
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Reference
 

@@ -1,8 +1,8 @@
-"""Memory for networks: one that can go and come back, and whether it has to.
+"""Memory of networks: a budget, and a module that is released and loaded again.
 
-A text encoder is as large as what makes the picture, and is needed for new texts alone. Where all
-does not fit, it goes when a text is encoded: what follows, above all the decoding of a large
-picture, has its memory then.
+A text encoder is as large as the other networks, and is needed for new texts alone. If the networks
+do not fit together, it is released after a text is encoded: the steps that follow, above all the
+decoding of a large picture, have its memory then.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from clowder_aimage.model.backend import Network, mx, on_gpu, tree_flatten
 from clowder_aimage.model.pipeline import Arrays
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-# Bytes while a picture is decoded, in values as wide as the widest layer at full size: on a CPU
-# MLX lays the 3 by 3 surroundings of every pixel out in memory, on a GPU it does not
+# Bytes while a picture is decoded, in values as wide as the widest layer at full size: MLX unfolds
+# the 3 by 3 surroundings of every pixel in memory on a CPU, and does not on a GPU
 _ON_CPU, _ON_GPU = 28, 8
-_SURROUNDINGS = 9  # of them, the 3 by 3 pixels are this many in one array
-# MLX's multiplication on a CPU counts so far (0.32.4, seen): attention with more scores than that
+_UNFOLDED = 9  # values of an unfolded pixel in one array, 3 by 3
+# The limit of MLX's matrix multiplication on a CPU (0.32.4, measured): attention with more scores
 # gives wrong numbers with one head, and ends the process with several
-_COUNTS_TO = (1 << 31) - 1
-_FUSED = (64, 80, 128)  # channels of a head with which a GPU keeps no scores
+_MAX_NUMBERS = (1 << 31) - 1
+_FUSED = (64, 80, 128)  # channels of a head with which a GPU stores no scores
 
 N = TypeVar("N", bound=Network)
 
 
 class OffloadedModule(Generic[N]):
-    """A network that is loaded by ``load``: now, and again whenever it is asked for and not here.
+    """A network that ``load`` loads: at once, and again if it is needed after ``release``.
 
-    Raises what ``load`` raises.
+    Raises the errors of ``load``.
     """
 
     def __init__(self, load: Callable[[], N]) -> None:
@@ -39,7 +39,7 @@ class OffloadedModule(Generic[N]):
         self.size = size_of(self._network)
 
     @property
-    def is_here(self) -> bool:
+    def is_loaded(self) -> bool:
         return self._network is not None
 
     def get(self) -> N:
@@ -48,81 +48,82 @@ class OffloadedModule(Generic[N]):
         return self._network
 
     def release(self) -> None:
-        """Let it go. What was computed with it must have been evaluated."""
+        """Release the network. Arrays computed with it must be evaluated before."""
         self._network = None
         mx.clear_cache()
 
 
 class MemoryBudget:
-    """How much memory there is, and how much a picture takes beside the networks: first a guess,
-    then what pictures took.
+    """The memory for networks and pictures: estimated before the first picture, then measured.
 
-    ``wish``: KEEP, RELEASE, or AUTO for what fits into ``memory`` bytes (None: all fits).
-    ``whole``: bytes that there are at all (None: nobody says), which no array may exceed.
+    ``policy``: KEEP, RELEASE, or AUTO to keep networks that fit into ``memory`` bytes (None: all
+    fit). ``total``: bytes of the device (None: unknown), which no array may exceed.
     """
 
-    def __init__(self, wish: str = KEEP, memory: int | None = None) -> None:
-        self.wish, self.memory = wish, memory
-        self.whole = device_memory() or machine_memory()
-        self._took: dict[int, int] = {}  # bytes, by the pixels of a picture
-        self._begun = 0
+    def __init__(self, policy: str = KEEP, memory: int | None = None) -> None:
+        self.policy, self.memory = policy, memory
+        self.total = device_memory() or machine_memory()
+        self._peaks: dict[int, int] = {}  # bytes, by the pixels of a picture
+        self._active = 0
 
     @property
-    def most(self) -> Arrays:
-        """How large arrays may be. MLX asks no system whether it got memory: without, it ends."""
-        return Arrays(self.whole, None if on_gpu() else _COUNTS_TO)
+    def arrays(self) -> Arrays:
+        """The limit of arrays. MLX ends the process if an allocation fails."""
+        return Arrays(self.total, None if on_gpu() else _MAX_NUMBERS)
 
-    def has_room(self, networks: int, pixels: int, guess: float) -> bool:
-        """Whether networks of so many bytes can all stay while a picture is made. ``guess``: bytes
-        for each pixel, for as long as none was made."""
-        if self.wish != AUTO or self.memory is None:
-            return self.wish != RELEASE
-        return networks + self._needs(pixels, guess) <= self.memory
+    def fits(self, networks: int, pixels: int, guess: float) -> bool:
+        """Return whether networks of so many bytes can stay in memory while a picture is made.
 
-    def _needs(self, pixels: int, guess: float) -> float:
-        """What such a picture took, or the next larger one; else in proportion to the largest."""
-        if not self._took:
+        ``guess`` is the bytes of a pixel until a picture was measured.
+        """
+        if self.policy != AUTO or self.memory is None:
+            return self.policy != RELEASE
+        return networks + self._needed(pixels, guess) <= self.memory
+
+    def _needed(self, pixels: int, guess: float) -> float:
+        """Return the peak of the next larger picture, else in proportion to the largest."""
+        if not self._peaks:
             return pixels * guess
-        larger = [size for size in self._took if size >= pixels]
+        larger = [size for size in self._peaks if size >= pixels]
         if larger:
-            return self._took[min(larger)]
-        largest = max(self._took)
-        return self._took[largest] * pixels / largest
+            return self._peaks[min(larger)]
+        largest = max(self._peaks)
+        return self._peaks[largest] * pixels / largest
 
     def begin(self) -> None:
-        """A picture is about to be made, with what is in memory now."""
-        self._begun = mx.get_active_memory()
+        """Start to measure a picture."""
+        self._active = mx.get_active_memory()
         mx.reset_peak_memory()
 
     def end(self, pixels: int) -> None:
-        """The picture is made."""
-        took = max(0, mx.get_peak_memory() - self._begun)
-        self._took[pixels] = max(took, self._took.get(pixels, 0))
+        """Record the peak of the picture."""
+        peak = max(0, mx.get_peak_memory() - self._active)
+        self._peaks[pixels] = max(peak, self._peaks.get(pixels, 0))
 
 
 def size_of(network: Any) -> int:
-    """Bytes of a network's weights."""
+    """Return the bytes of a network's weights."""
     weights: Any = tree_flatten(network.parameters())
     return sum(value.nbytes for _, value in weights)
 
 
 def decoding(width: int, dtype: mx.Dtype) -> float:
-    """Bytes for each pixel of a picture that is decoded by layers of ``width`` channels, about."""
+    """Estimate the bytes of a pixel while layers of ``width`` channels decode a picture."""
     return width * dtype.size * (_ON_GPU if on_gpu() else _ON_CPU)
 
 
-def surroundings(width: int, pixels: int, dtype: mx.Dtype) -> int:
-    """Bytes of the largest array in which a CPU lays out so many pixels of ``width`` channels."""
-    return 0 if on_gpu() else pixels * width * _SURROUNDINGS * dtype.size
+def unfolded(width: int, pixels: int, dtype: mx.Dtype) -> int:
+    """Return the bytes of the largest array in which a CPU unfolds pixels of ``width`` channels."""
+    return 0 if on_gpu() else pixels * width * _UNFOLDED * dtype.size
 
 
 def scores(heads: int, channels: int, length: int) -> int:
-    """How many there are while every one of ``length`` tokens attends to every other one."""
+    """Return the number of attention scores between ``length`` tokens."""
     return 0 if on_gpu() and channels in _FUSED else heads * length * length
 
 
 def machine_memory() -> int | None:
-    """Bytes of memory that the machine has; None where the system does not say."""
+    """Return the bytes of the machine's memory; None if they are unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -130,12 +131,14 @@ def machine_memory() -> int | None:
 
 
 def device_memory() -> int | None:
-    """Bytes of the GPU that may be used; None where MLX computes in the machine's own memory, or
-    does not say. (MLX, ``device_info``: Metal names what it recommends, CUDA the whole.)"""
+    """Return the usable bytes of the GPU; None if MLX computes on the CPU, or if they are unknown.
+
+    Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.
+    """
     if not on_gpu():
         return None
     info = mx.device_info()
     if advised := int(info.get("max_recommended_working_set_size", 0)):
         return advised
-    whole = int(info.get("total_memory", 0) or info.get("memory_size", 0))
-    return whole * 9 // 10 or None
+    total = int(info.get("total_memory", 0) or info.get("memory_size", 0))
+    return total * 9 // 10 or None

@@ -1,19 +1,21 @@
-"""What every image pipeline takes and gives: a request in, steps and pictures out."""
+"""The interface of image pipelines: a request in, steps and pictures out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
 
-if TYPE_CHECKING:  # a worker that only keeps models has no numpy, and still reads requests
+if TYPE_CHECKING:  # a worker without numpy stores models and still parses requests
     import numpy as np
     import numpy.typing as npt
 
-FORMATS = ("png", "jpeg", "webp")  # of files with pictures
+FORMATS = ("png", "jpeg", "webp")  # of picture files
+MODEL_DEFAULTS = ("width", "height", "steps", "guidance")  # that a config may set
 MAX_STEPS = 1000
 MAX_PICTURES = 1024
 MAX_SEED = (1 << 64) - 1
@@ -22,12 +24,13 @@ MAX_PREVIEWS = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What to make.
+    """The parameters of a generation. Between processes it travels as ``dataclasses.asdict``.
 
-    width, height: pixels. steps: denoising steps. seed: of the first picture; the next one takes
-    the next seed. guidance: 0 switches classifier-free guidance off; w adds w times the
+    width, height: pixels. steps: denoising steps. seed: of the first picture; the next picture
+    takes the next seed. guidance: 0 switches classifier-free guidance off; w adds w times the
     difference between prompt and ``negative`` (the empty text, if None). shift: replaces the
-    model's own shift of the noise schedule. n: how many pictures. previews: of each, on the way.
+    model's own shift of the noise schedule. n: number of pictures. previews: number of previews
+    of each picture.
     """
 
     prompt: str
@@ -41,10 +44,29 @@ class GenerateRequest:
     n: int = 1
     previews: int = 0
 
+    @classmethod
+    def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
+        """Return a request whose missing parameters (None) have the defaults of the AImage."""
+        own = aimage.properties.get("defaults")
+        known = own.items() if isinstance(own, dict) else ()
+        defaults = {key: value for key, value in known if key in MODEL_DEFAULTS}
+        given = {key: value for key, value in parameters.items() if value is not None}
+        return cls(prompt, **defaults | given)
+
     def previews_after(self) -> frozenset[int]:
-        """The steps that a preview follows: spread evenly, never the last one."""
+        """Return the steps that a preview follows: spread evenly, never the last one."""
         after = (round((k + 1) * self.steps / (self.previews + 1)) for k in range(self.previews))
         return frozenset(step for step in after if 0 < step < self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureEncoding:
+    """The file format of pictures: one of FORMATS, the ``quality`` (0 to 100) of JPEG and WebP, and
+    whether a PNG stores the parameters that it was made with."""
+
+    kind: str = "png"
+    quality: int | None = None
+    has_facts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +80,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preview:
-    """What picture ``picture`` is about to be: smaller RGB ``pixels`` (height, width, 3), uint8.
-    ``number`` counts from 0."""
+    """A preview of picture ``picture``: smaller RGB ``pixels`` (height, width, 3), uint8.
+    ``number`` counts the previews of a picture from 0."""
 
     pixels: npt.NDArray[np.uint8]
     number: int
@@ -86,29 +108,28 @@ class Image:
 
 
 class Pipeline(Protocol):
-    """A loaded model. It lives on the thread that loaded it."""
+    """A loaded model, used on the thread that loaded it."""
 
-    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
-        """Steps, previews and pictures, as they come; closing the generator cancels.
+    def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
+        """Yield steps, previews and pictures; closing the generator cancels.
 
         Raises:
             UsageError: at once, for a request that this model cannot serve.
         """
         ...
 
-    def make_room(self, wish: str, memory: int | None, whole: int | None = None) -> None:
-        """``wish``: whether what is not needed for each picture stays in memory, as ``Room`` has
-        it, with ``memory`` bytes to share; ``whole``: bytes that there are at all."""
+    def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
+        """Set the policy of the memory budget, the bytes to share and the bytes of the machine."""
         ...
 
 
-Made = Step | Preview | Image
+PipelineEvent = Step | Preview | Image
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The largest arrays while a picture is made: ``size`` in bytes, and ``numbers`` in one that is
-    multiplied. Or how large they may be; None for no bound."""
+    """The largest arrays of a generation: ``size`` in bytes, and the ``numbers`` of one that is
+    multiplied. As a limit, None is no bound."""
 
     size: int | None = None
     numbers: int | None = None
@@ -124,22 +145,24 @@ def check_request(
     max_width: int,
     max_height: int,
     needs: Callable[[int, int], Arrays] | None = None,
-    most: Arrays = _ANY,
+    limit: Arrays = _ANY,
 ) -> None:
-    """Refuse a request out of bounds: sides must be multiples of ``multiple`` pixels. ``needs``
-    says how large the arrays of a picture of width and height are; ``most`` bounds them.
+    """Refuse a request out of bounds.
+
+    Sides must be multiples of ``multiple`` pixels. ``needs`` returns the largest arrays of a
+    picture of width and height; ``limit`` bounds them.
 
     Raises:
         UsageError: in one sentence, with the field and the bound.
     """
-    for name, side, limit in (
+    for name, side, longest in (
         ("width", request.width, max_width),
         ("height", request.height, max_height),
     ):
         if not _is_int(side) or side < multiple or side % multiple:
             raise UsageError(f"{name} must be a multiple of {multiple} pixels, not {side!r}")
-        if side > limit:
-            raise UsageError(f"{name} can be {limit} pixels at most with this model, not {side}")
+        if side > longest:
+            raise UsageError(f"{name} can be {longest} pixels at most with this model, not {side}")
     _check_count("steps", request.steps, MAX_STEPS)
     _check_count("n", request.n, MAX_PICTURES)
     if not _is_int(request.previews) or not 0 <= request.previews <= MAX_PREVIEWS:
@@ -156,19 +179,19 @@ def check_request(
     if request.negative is not None:
         _check_text("negative", request.negative)
     if needs is not None:
-        _check_arrays(request, multiple, needs, most)
+        _check_arrays(request, multiple, needs, limit)
 
 
 def _check_arrays(
-    request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], most: Arrays
+    request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], limit: Arrays
 ) -> None:
-    """Refuse a picture whose arrays would be too large: no error comes of such ones, the process
-    ends, or what it computes is wrong."""
+    """Refuse a picture whose arrays would be too large: MLX raises no error for them, the process
+    ends or computes wrong numbers."""
     width, height = request.width, request.height
-    if (why := _excess(needs(width, height), most)) is None:
+    if (why := _excess(needs(width, height), limit)) is None:
         return
     side = math.isqrt(width * height) // multiple * multiple
-    while side and _excess(needs(side, side), most):
+    while side and _excess(needs(side, side), limit):
         side -= multiple
     such = f", such as {side}x{side}" if side else ""
     raise UsageError(
@@ -177,13 +200,13 @@ def _check_arrays(
     )
 
 
-def _excess(needed: Arrays, most: Arrays) -> str | None:
-    """Why arrays cannot be; None where they can."""
-    if needed.size is not None and most.size is not None and needed.size > most.size:
-        return f"it takes {_gib(needed.size)} of memory at least, and there is {_gib(most.size)}"
-    if needed.numbers is None or most.numbers is None or needed.numbers <= most.numbers:
+def _excess(needed: Arrays, limit: Arrays) -> str | None:
+    """Return why arrays are too large; None if they are not."""
+    if needed.size is not None and limit.size is not None and needed.size > limit.size:
+        return f"it takes {_gib(needed.size)} of memory at least, and there is {_gib(limit.size)}"
+    if needed.numbers is None or limit.numbers is None or needed.numbers <= limit.numbers:
         return None
-    return f"attention has {needed.numbers} numbers, and this device takes {most.numbers}"
+    return f"attention has {needed.numbers} numbers, and this device takes {limit.numbers}"
 
 
 def _gib(size: int) -> str:
@@ -213,14 +236,14 @@ def _check_text(name: str, value: object) -> None:
 
 
 def to_pixels(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Values from 0 to 1 as bytes: times 255 in float32, rounded half to even."""
+    """Convert values from 0 to 1 to bytes: times 255 in float32, rounded half to even."""
     import numpy as np
 
     return (np.clip(values, 0, 1) * np.float32(255)).round().astype(np.uint8)
 
 
-def halved(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """A picture at half its size, of which each pixel is the mean of four."""
+def downsample(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return a picture at half its size; each pixel is the mean of four."""
     height, width, colours = pixels.shape
     quarters = pixels.reshape(height // 2, 2, width // 2, 2, colours)
     mean: npt.NDArray[np.uint8] = quarters.mean(axis=(1, 3)).round().astype(pixels.dtype)

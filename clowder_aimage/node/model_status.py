@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from clowder_aimage.engine.backoff import TIME, WRONG, Backoff
-from clowder_aimage.engine.engine import FOR_EVER
+from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.engine.metric import SOURCES
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.layout import ImageLayout

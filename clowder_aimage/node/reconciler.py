@@ -21,9 +21,9 @@ from clowder_aimage.engine.backoff import (
     again,
     whole,
 )
-from clowder_aimage.engine.engine import ALWAYS, NEVER
 from clowder_aimage.engine.engine_error import StoppedError
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.limits import ALWAYS, NEVER
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH, TransferQueue
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError

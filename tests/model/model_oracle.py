@@ -48,7 +48,7 @@ def ours(pipeline: ZImagePipeline, request: GenerateRequest, vae: Vae | None = N
     caption = pipeline.transformer.caption(text)
     schedule = pipeline.schedule(request)
     noise = mx.array(pipeline.noise(request, request.seed))
-    *_, final = pipeline.denoise(noise, schedule, pipeline.guide(request))
+    *_, final = pipeline.denoise(noise, schedule, pipeline.conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
     assert steps == [Step(index + 1, request.steps, 0) for index in range(request.steps)]

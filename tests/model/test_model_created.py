@@ -38,7 +38,7 @@ def latents(
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
     assert isinstance(pipeline, ZImagePipeline)
-    noise, guide = mx.array(pipeline.noise(REQUEST, 42)), pipeline.guide(REQUEST)
+    noise, guide = mx.array(pipeline.noise(REQUEST, 42)), pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
@@ -86,9 +86,9 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path):
     from clowder_aimage.content import bytes_body
     from clowder_aimage.create import create
     from clowder_aimage.dialect import DIALECTS, AImage, Layer
-    from clowder_aimage.generate import find, load, make_request
+    from clowder_aimage.generate import find, load
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.model.pipeline import Image
+    from clowder_aimage.model.pipeline import GenerateRequest, Image
     from clowder_aimage.oci import Descriptor, Reference, mediatype
     from tests.conftest import TINY
 
@@ -110,7 +110,7 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path):
         with store.lease() as lease:
             stored = find(store, Reference.parse(name), lease)
             model = load(store, stored)
-            request = make_request(stored.aimage, "a dog", steps=1, seed=3)
+            request = GenerateRequest.for_model(stored.aimage, "a dog", steps=1, seed=3)
             (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]
             pictures.append(picture.pixels.tobytes())
     assert pictures[0] == pictures[1]

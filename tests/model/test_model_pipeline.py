@@ -19,7 +19,7 @@ from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.memory_budget import size_of
 from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Preview, Step, to_pixels
 from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.model.zimage.pipeline import CAPTIONS, ZImagePipeline
+from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
 from clowder_aimage.tensor import blas
 
 Model = tuple[FolderStore, AImage]
@@ -249,16 +249,16 @@ def test_a_text_encoder_that_was_let_go_gives_its_memory_back_and_the_same_pictu
 ) -> None:
     other = load_pipeline(*tiny, dtype="float32")
     assert isinstance(other, ZImagePipeline)
-    other.make_room("release", None)
+    other.set_memory("release", None)
     request = dataclasses.replace(SMALL, prompt="a fox that goes", guidance=2.0, negative="a hare")
     whole = mx.get_active_memory()
     assert made(other, request) == made(pipeline, request)
     gone = mx.get_active_memory()
-    assert not other.held.is_here
-    assert other.held.size > 100_000
-    assert gone < whole - other.held.size + 50_000  # the captions that are remembered
+    assert not other.offloaded.is_loaded
+    assert other.offloaded.size > 100_000
+    assert gone < whole - other.offloaded.size + 50_000  # the captions that are remembered
     assert made(other, request) == made(pipeline, request)
-    assert not other.held.is_here  # nothing is loaded for texts that are remembered
+    assert not other.offloaded.is_loaded  # nothing is loaded for texts that are remembered
     new = dataclasses.replace(request, prompt="another fox")
     assert made(other, new) == made(pipeline, new)
 
@@ -276,7 +276,7 @@ def test_a_text_encoder_is_loaded_again_for_a_new_text_alone(
     monkeypatch.setattr(ModelWeights, "open", counted)
     held = load_pipeline(*tiny, dtype="float32")
     assert isinstance(held, ZImagePipeline)
-    held.make_room("release", None)
+    held.set_memory("release", None)
     assert loads == ["text_encoder", "transformer", "vae"]
     for prompt in ("one", "one", "two", "one", "two"):
         made(held, dataclasses.replace(SMALL, prompt=prompt))
@@ -296,27 +296,27 @@ def test_the_text_encoder_stays_where_all_fits(
     held = load_pipeline(*tiny, dtype="float32")
     assert isinstance(held, ZImagePipeline)
     weights = sum(size_of(one) for one in (held.text_encoder, held.transformer, held.vae))
-    held.make_room(wish, None if spare is None else weights + spare)
+    held.set_memory(wish, None if spare is None else weights + spare)
     made(held, SMALL)
-    assert held.held.is_here == stays
+    assert held.offloaded.is_loaded == stays
 
 
 def test_a_picture_shows_how_much_room_the_next_one_needs(tiny: Model) -> None:
     held = load_pipeline(*tiny, dtype="float32")
     assert isinstance(held, ZImagePipeline)
-    room, large = held.room, dataclasses.replace(SMALL, width=128, height=128)
-    held.make_room("auto", 0)
-    assert room.has_room(0, 32 * 32, 0.0)  # as was guessed
+    budget, large = held.budget, dataclasses.replace(SMALL, width=128, height=128)
+    held.set_memory("auto", 0)
+    assert budget.fits(0, 32 * 32, 0.0)  # as was guessed
     made(held, large)
-    needed = room._needs(128 * 128, 0.0)
+    needed = budget._needed(128 * 128, 0.0)
     assert needed > 128 * 128 * 3 * 4  # it holds the values of the picture at least
-    assert room._needs(256 * 256, 0.0) == 4 * needed
-    assert room._needs(32 * 32, 0.0) == needed  # no less than the next larger picture
+    assert budget._needed(256 * 256, 0.0) == 4 * needed
+    assert budget._needed(32 * 32, 0.0) == needed  # no less than the next larger picture
     made(held, SMALL)
-    assert room._needs(32 * 32, 0.0) < needed
-    held.make_room("auto", int(needed))
-    assert room.has_room(0, 128 * 128, 0.0)
-    assert not room.has_room(1, 128 * 128, 0.0)
+    assert budget._needed(32 * 32, 0.0) < needed
+    held.set_memory("auto", int(needed))
+    assert budget.fits(0, 128 * 128, 0.0)
+    assert not budget.fits(1, 128 * 128, 0.0)
 
 
 def test_a_text_encoder_that_is_not_there_any_more_is_an_error_and_no_crash(
@@ -324,7 +324,7 @@ def test_a_text_encoder_that_is_not_there_any_more_is_an_error_and_no_crash(
 ) -> None:
     held = load_pipeline(*tiny, dtype="float32")
     assert isinstance(held, ZImagePipeline)
-    held.make_room("release", None)
+    held.set_memory("release", None)
     first = made(held, SMALL)
     with monkeypatch.context() as patched:
         patched.setattr(ModelWeights, "open", _gone)
@@ -384,7 +384,7 @@ def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.Mo
     for prompt in ("a fox twice", "a fox twice", "a hare once", "a fox twice"):
         list(pipeline.generate(dataclasses.replace(SMALL, prompt=prompt)))
     assert texts == ["a fox twice", "a hare once"]
-    for number in range(CAPTIONS):
+    for number in range(CACHED_TEXTS):
         pipeline.caption(f"another {number}")
     pipeline.caption("a fox twice")
     assert texts.count("a fox twice") == 2

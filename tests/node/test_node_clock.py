@@ -14,7 +14,7 @@ import pytest
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.storage import encode
 from clowder_aimage.engine.backoff import again
-from clowder_aimage.engine.engine import NEVER
+from clowder_aimage.engine.limits import NEVER
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec

@@ -21,7 +21,7 @@ from aiohttp import web
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.cli.verbs.node_status import state_of
-from clowder_aimage.engine.engine import ALWAYS
+from clowder_aimage.engine.limits import ALWAYS
 from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name

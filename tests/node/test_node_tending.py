@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from clowder_aimage.engine.backoff import DAY, HOUR, whole
-from clowder_aimage.engine.engine import ALWAYS, FOR_EVER
+from clowder_aimage.engine.limits import ALWAYS, FOR_EVER
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name

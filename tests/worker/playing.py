@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.create import create
-from clowder_aimage.engine.engine import Engine, EngineLimits, Job
+from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import Event
 from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.limits import EngineLimits
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.importer import Provenance
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
@@ -33,12 +35,14 @@ def stocked(root: Path) -> LayeredStore:
 
 
 def job(name="tiny", steps=2, seed=1, **options):
-    wishes = options.pop("wishes", {}) | {"steps": steps, "seed": seed}
-    return Job(Reference.parse(name), "a dog", wishes, **options)
+    """The arguments of ``Engine.generate``."""
+    more = options.pop("parameters", {}) | {"steps": steps, "seed": seed}
+    make = lambda aimage: GenerateRequest.for_model(aimage, "a dog", **more)  # noqa: E731
+    return {"reference": Reference.parse(name), "make": make} | options
 
 
 async def served(engine, one):
-    async with contextlib.aclosing(engine.generate(one)) as events:
+    async with contextlib.aclosing(engine.generate(**one)) as events:
         return [event async for event in events]
 
 
@@ -63,9 +67,10 @@ def played(store, play, *, free=None, **limits):
 class Client:
     """Asks, and notes what it hears; ``result()`` is that, or the error."""
 
-    def __init__(self, engine: Engine, one: Job, *, loads: bool = False) -> None:
+    def __init__(self, engine: Engine, one: dict[str, Any], *, loads: bool = False) -> None:
         self.heard: list[Event] = []
-        self._events = engine.load(one) if loads else engine.generate(one)
+        terms = {key: one[key] for key in ("keep_alive", "pull") if key in one}
+        self._events = engine.load(one["reference"], **terms) if loads else engine.generate(**one)
         self.task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> list[Event]:

@@ -20,14 +20,13 @@ from clowder_aimage.engine.event import (
     PreviewEvent,
     QueuedEvent,
     StartedEvent,
-    StepEvent,
 )
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
-from clowder_aimage.generate import find, load, make_request
+from clowder_aimage.generate import find, load
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.model.picture import load_picture
-from clowder_aimage.model.pipeline import Image
+from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.worker.playing import NAME, job, played, sample, served, stocked
@@ -45,7 +44,7 @@ def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
         return first, second
 
     first, second = played(store, play)
-    drawn = [StartedEvent, StepEvent, StepEvent, ImageEvent]
+    drawn = [StartedEvent, Step, Step, ImageEvent]
     assert [type(event) for event in first] == [QueuedEvent, LoadingEvent, *drawn]
     assert [type(event) for event in second] == [QueuedEvent, *drawn]
     assert first[-1].data == second[-1].data
@@ -55,15 +54,16 @@ def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
     assert facts["seed"] == 7
     with store.lease() as lease:
         model = load(store, find(store, NAME, lease))
-        request = make_request(model.stored.aimage, "a dog", steps=2, seed=7)
+        request = GenerateRequest.for_model(model.stored.aimage, "a dog", steps=2, seed=7)
         (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
 def test_previews_and_other_encodings(store):
     async def play(engine):
-        encoding = {"kind": "jpeg", "quality": 80}
-        return await served(engine, job(steps=4, previews=2, encoding=encoding))
+        encoding = PictureEncoding("jpeg", 80)
+        asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
+        return await served(engine, asked)
 
     events = played(store, play)
     previews = [event for event in events if isinstance(event, PreviewEvent)]
@@ -92,10 +92,10 @@ def test_past_the_queue_requests_are_refused_at_once(store):
 
 def test_who_leaves_frees_the_engine_within_a_step(store):
     async def play(engine):
-        async with contextlib.aclosing(engine.generate(job(steps=1000))) as events:
+        async with contextlib.aclosing(engine.generate(**job(steps=1000))) as events:
             seen = 0
             async for event in events:
-                seen += isinstance(event, StepEvent)
+                seen += isinstance(event, Step)
                 if seen == 3:
                     break
         steps = _count(engine, "aimage_generation_step_seconds_count")
@@ -110,9 +110,9 @@ def test_who_leaves_frees_the_engine_within_a_step(store):
 
 def test_who_leaves_the_queue_makes_room(store):
     async def play(engine):
-        running = engine.generate(job(steps=300))
+        running = engine.generate(**job(steps=300))
         await anext(running)
-        while not isinstance(await anext(running), StepEvent):
+        while not isinstance(await anext(running), Step):
             pass
         waiting = asyncio.create_task(served(engine, job()))
         while engine.waiting == 0:
@@ -129,9 +129,9 @@ def test_who_leaves_the_queue_makes_room(store):
 
 def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(store):
     async def play(engine):
-        events = engine.generate(job(steps=1000))
+        events = engine.generate(**job(steps=1000))
         async for event in events:
-            if isinstance(event, StepEvent):
+            if isinstance(event, Step):
                 break
         os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
         with pytest.raises(ModelError, match="killed by signal 9"):
@@ -201,9 +201,9 @@ def test_two_models_may_stay(store):
 
 def test_stop_ends_what_runs(store):
     async def play(engine):
-        events = engine.generate(job(steps=1000))
+        events = engine.generate(**job(steps=1000))
         async for event in events:
-            if isinstance(event, StepEvent):
+            if isinstance(event, Step):
                 break
         assert await engine.stop(NAME)
         with pytest.raises(StoppedError, match="was stopped"):
@@ -219,7 +219,7 @@ def test_a_deadline(store):
         await served(engine, job())
         engine.limits = dataclasses.replace(engine.limits, deadline=0.3)
         with pytest.raises(DeadlineError, match="took longer than"):
-            await served(engine, job(steps=1000, wishes={"width": 256, "height": 256}))
+            await served(engine, job(steps=1000, parameters={"width": 256, "height": 256}))
         failed = sample(
             engine, "aimage_generation_duration_seconds_count", model="tiny", outcome="failed"
         )
@@ -235,7 +235,7 @@ def test_a_deadline(store):
 def test_a_bad_request_is_refused_and_the_model_stays(store):
     async def play(engine):
         with pytest.raises(UsageError, match="multiple of 16"):
-            await served(engine, job(wishes={"width": 33}))
+            await served(engine, job(parameters={"width": 33}))
         return len(engine.loaded())
 
     assert played(store, play) == 1

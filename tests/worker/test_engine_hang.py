@@ -19,18 +19,18 @@ pytest.importorskip("prometheus_client")
 
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.child_process import ChildProcess
-from clowder_aimage.engine.engine import FOR_EVER
 from clowder_aimage.engine.engine_error import DeadlineError, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
     QueuedEvent,
     StartedEvent,
-    StepEvent,
 )
+from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.engine.process import _lacks_memory
 from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
 from clowder_aimage.errors import ModelError
+from clowder_aimage.model.pipeline import Step
 from tests.worker.playing import (
     NAME,
     Client,
@@ -55,7 +55,7 @@ def store(tmp_path_factory):
 async def at_work(engine, name="tiny", **options):
     """A client whose request runs, and the process of its model."""
     client = Client(engine, job(name, steps=1000, **options))
-    await client.hears(StepEvent)
+    await client.hears(Step)
     (model,) = (one for one in engine.loaded() if str(one.reference) == f"{name}:latest")
     return client, model.runner.pid
 
@@ -130,7 +130,7 @@ def test_the_deadline_is_kept_though_the_process_hangs(store):
         again = await served(engine, job())
         return caught.value.hint, again, is_gone(pid)
 
-    hint, again, gone = played(store, play, patience=0.1)
+    hint, again, gone = played(store, play, cancel_timeout=0.1)
     assert "fewer steps" in hint
     assert isinstance(again[-1], ImageEvent)
     assert gone  # it did not listen
@@ -250,8 +250,8 @@ def test_stop_ends_a_model_whose_load_has_just_ended(store, monkeypatch):
     async def play(engine):
         async def started(*args, **options):
             runner = await start(*args, **options)
-            (model,) = engine._fleet.models
-            stopping.append((asyncio.create_task(engine._fleet.stop(model)), runner.pid))
+            (model,) = engine._scheduler.models
+            stopping.append((asyncio.create_task(engine._scheduler.stop(model)), runner.pid))
             return runner
 
         monkeypatch.setattr(Runner, "start", started)
@@ -283,12 +283,12 @@ def test_a_load_that_stands_still_is_given_up(store):
     async def play():
         before = children()
         start = asyncio.create_task(
-            Runner.start(store.roots, "tiny", store.resolve(NAME), stall=1.0)
+            Runner.start(store.roots, "tiny", store.resolve(NAME), load_timeout=1.0)
         )
         await until(lambda: children() - before)
         (pid,) = children() - before
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(ModelError, match="nothing moved for 1 seconds"):
+        with pytest.raises(ModelError, match="no progress for 1 seconds"):
             await start
         return is_gone(pid)
 
@@ -353,7 +353,7 @@ def test_a_forced_end_is_no_crash(store):
 def test_nothing_is_loaded_for_a_worker_that_ends(store):
     async def play(engine):
         client = Client(engine, job(steps=30))
-        await client.hears(StepEvent)
+        await client.hears(Step)
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
         (other,) = await queued(engine, "other")
         closing = asyncio.create_task(engine.close(60))

@@ -14,8 +14,6 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine.available_memory import available
-from clowder_aimage.engine.engine import ModelSlot
 from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
@@ -23,12 +21,14 @@ from clowder_aimage.engine.event import (
     PullingEvent,
     QueuedEvent,
     StartedEvent,
-    StepEvent,
 )
+from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
+from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.worker.playing import NAME, Client, job, played, sample, served, stocked, until
 
@@ -51,7 +51,7 @@ def silence():
 def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
     async def play(engine):
         first = Client(engine, job(steps=1000))
-        await first.hears(StepEvent)
+        await first.hears(Step)
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
         order, clients = [], []
         for name in ("tiny", "other", "tiny", "tiny"):
@@ -145,7 +145,7 @@ def test_loading_makes_nothing_and_waits_for_no_turn(store):
         heard = await first.result()
         gone = not engine.loaded()
         working = Client(engine, job(steps=1000))
-        await working.hears(StepEvent)
+        await working.hears(Step)
         again = await Client(engine, job(keep_alive=77.0), loads=True).result()
         kept = engine.loaded()[0].keep_alive
         await working.leave()
@@ -158,20 +158,21 @@ def test_loading_makes_nothing_and_waits_for_no_turn(store):
     assert kept == 77.0
 
 
-def test_wishes_may_depend_on_the_model(store):
+def test_parameters_may_depend_on_the_model(store):
+    def make(aimage):
+        return GenerateRequest.for_model(aimage, "a dog", steps=len(aimage.layers) and 3)
+
     def refuse(aimage):
         raise UsageError("not by this one")
 
     async def play(engine):
-        asked = job()
-        wishes = lambda aimage: {"steps": len(aimage.layers) and 3}  # noqa: E731
-        heard = await served(engine, type(asked)(NAME, "a dog", wishes))
+        heard = await served(engine, {"reference": NAME, "make": make})
         with pytest.raises(UsageError, match="not by this one"):
-            await served(engine, type(asked)(NAME, "a dog", refuse))
+            await served(engine, {"reference": NAME, "make": refuse})
         return heard
 
     heard = played(store, play)
-    assert sum(isinstance(event, StepEvent) for event in heard) == 3
+    assert sum(isinstance(event, Step) for event in heard) == 3
     assert sum(isinstance(event, StartedEvent) for event in heard) == 1
 
 

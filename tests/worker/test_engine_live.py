@@ -140,16 +140,16 @@ def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
     place = {"roots": [str(worker.store)], "reference": "tiny", "manifest": manifest}
     load = {"do": "load", **place}
     process.stdin.write(
-        frame.encode(load | {"keep": {"text_encoder": "auto", "memory": None, "models": 1}})
+        frame.encode(load | {"memory": {"text_encoder": "auto", "memory": None, "models": 1}})
     )
     process.stdin.flush()
     while (found := frame.read(process.stdout))[0]["is"] == "loading":
         pass
     assert found[0]["is"] == "loaded"
     process.stdout.close()
-    wishes = {"steps": 3, "seed": 1}
-    ask = {"do": "generate", "id": 1, "reference": "tiny", "prompt": "a dog", "encoding": {}}
-    process.stdin.write(frame.encode(ask | {"wishes": wishes}))
+    request = {"prompt": "a dog", "width": 32, "height": 32, "steps": 3, "seed": 1}
+    command = {"do": "generate", "id": 1, "reference": "tiny", "encoding": {}}
+    process.stdin.write(frame.encode(command | {"request": request}))
     process.stdin.flush()
     with process.stderr:
         assert process.stderr.read() == b""

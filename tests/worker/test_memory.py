@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import re
@@ -16,12 +15,12 @@ from clowder_aimage import generate
 from clowder_aimage.create import create
 from clowder_aimage.engine import machine
 from clowder_aimage.engine.event import ImageEvent
-from clowder_aimage.engine.runner import KeepAlive, Runner
+from clowder_aimage.engine.runner import MemoryPolicy, Runner
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import on_gpu
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 
@@ -91,15 +90,19 @@ def lose_text_encoder(store):
 
 
 async def picture(runner, prompt):
-    wishes = {"width": 32, "height": 32, "steps": 1, "seed": 7}
-    async with contextlib.aclosing(runner.generate("tiny", prompt, wishes, {})) as events:
-        return [event.data async for event in events if isinstance(event, ImageEvent)]
+    events, request = [], GenerateRequest(prompt, 32, 32, steps=1, seed=7)
+    await runner.generate("tiny", request, PictureEncoding(), events.append)
+    return [event.data for event in events if isinstance(event, ImageEvent)]
 
 
 def played(store, play, keep):
     async def run():
         runner = await Runner.start(
-            store.roots, "tiny", store.resolve(Reference.parse("tiny")), dtype="float32", keep=keep
+            store.roots,
+            "tiny",
+            store.resolve(Reference.parse("tiny")),
+            dtype="float32",
+            policy=keep,
         )
         try:
             async with asyncio.timeout(100):
@@ -115,10 +118,11 @@ async def two(runner):
 
 
 @pytest.mark.parametrize(
-    "keep", [KeepAlive("release"), KeepAlive(memory=1), KeepAlive(memory=30_000_000, models=30)]
+    "keep",
+    [MemoryPolicy("release"), MemoryPolicy(memory=1), MemoryPolicy(memory=30_000_000, models=30)],
 )
 def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, keep):
-    stays = played(store, two, KeepAlive("keep"))
+    stays = played(store, two, MemoryPolicy("keep"))
     assert played(store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
 
@@ -133,7 +137,9 @@ def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, 
     assert played(store, without, keep) == stays[0]
 
 
-@pytest.mark.parametrize("keep", [KeepAlive("keep", 1), KeepAlive(), KeepAlive(memory=30_000_000)])
+@pytest.mark.parametrize(
+    "keep", [MemoryPolicy("keep", 1), MemoryPolicy(), MemoryPolicy(memory=30_000_000)]
+)
 def test_a_process_with_room_keeps_the_text_encoder(store, keep):
     async def without(runner):
         await picture(runner, "a dog")
@@ -161,7 +167,7 @@ def refused(pipeline, width, height, **more):
 
 @pytest.mark.parametrize("size", [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)])
 def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
-    pipeline.make_room("keep", None, 24 * GIB)
+    pipeline.set_memory("keep", None, 24 * GIB)
     error = refused(pipeline, *size)
     assert error.message.startswith(f"width {size[0]} and height {size[1]} make too large a")
     assert "of memory at least, and there is 24.0 GiB" in error.message
@@ -169,7 +175,7 @@ def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
 
 
 def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
-    pipeline.make_room("keep", None, GIB)
+    pipeline.set_memory("keep", None, GIB)
     assert (
         pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
     )  # as much as there is
@@ -177,7 +183,7 @@ def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
     side = int(re.search("such as ([0-9]+)x", error.hint)[1])
     assert side == 1024
     assert refused(pipeline, side + pipeline.multiple, side).hint == error.hint
-    pipeline.make_room("keep", None, 1)
+    pipeline.set_memory("keep", None, 1)
     assert refused(pipeline, 16, 16).hint == "ask for a smaller one"
 
 
@@ -185,7 +191,7 @@ def test_what_mlx_would_count_wrong_is_refused_whatever_memory_there_is(pipeline
     """With more than 2^31 scores a CPU gives wrong numbers, and says nothing."""
     if on_gpu():
         pytest.skip("of a CPU")
-    pipeline.make_room("keep", None, 1 << 50)
+    pipeline.set_memory("keep", None, 1 << 50)
     for side in (1024, 1536, 1712):
         pipeline.check(GenerateRequest("a dog", side, side))
     error = refused(pipeline, 2048, 2048)

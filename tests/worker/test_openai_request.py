@@ -18,6 +18,7 @@ from clowder_aimage.api.request_fields import RequestFields
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 
 
 def read(raw: bytes | None = None, *, strict: bool = False, **fields: object):
@@ -38,11 +39,10 @@ def aimage(**defaults: object) -> AImage:
 
 def test_what_is_not_said_is_the_models_to_decide() -> None:
     wish = read()
-    wishes = wish.wishes(aimage())
-    assert wishes.pop("seed") == 42
-    assert wishes.pop("n") == 1
-    assert set(wishes.values()) == {None}
-    assert wish.encoding == {"kind": "png", "quality": None, "facts": True}
+    own = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
+    assert wish.for_model(aimage(**own)) == GenerateRequest("a dog", 32, 48, 9, 42, guidance=2)
+    assert wish.for_model(aimage()) == GenerateRequest("a dog", seed=42)
+    assert wish.encoding == PictureEncoding()
     assert (wish.size, wish.is_url, wish.is_stream) == ("auto", False, False)
 
 
@@ -69,17 +69,10 @@ def test_everything_that_can_be_said() -> None:
         moderation="low",
         style="vivid",
     )
-    assert wish.wishes(aimage()) == {
-        "width": 1024,
-        "height": 768,
-        "n": 3,
-        "seed": 7,
-        "steps": 4,
-        "negative": "a cat",
-        "guidance": 2.5,
-        "shift": 3.0,
-    }
-    assert wish.encoding == {"kind": "webp", "quality": 80, "facts": False}
+    assert wish.for_model(aimage(), 2) == GenerateRequest(
+        "a dog", 1024, 768, 4, 7, "a cat", guidance=2.5, shift=3.0, n=3, previews=2
+    )
+    assert wish.encoding == PictureEncoding("webp", 80, has_facts=False)
     assert (wish.is_url, wish.is_stream, wish.partial_images) == (True, True, 2)
     assert wish.ignored == ()
     assert "somebody" not in repr(wish)
@@ -98,31 +91,31 @@ def test_the_words_of_neighbours_mean_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("quality", "steps"),
-    [("low", 5), ("medium", None), ("auto", None), ("standard", None), ("high", 18), ("hd", 18)],
+    [("low", 5), ("medium", 9), ("auto", 9), ("standard", 9), ("high", 18), ("hd", 18)],
 )
-def test_a_preset_is_relative_to_the_models_own_steps(quality: str, steps: int | None) -> None:
-    assert read(quality=quality).wishes(aimage(steps=9))["steps"] == steps
+def test_a_preset_is_relative_to_the_models_own_steps(quality: str, steps: int) -> None:
+    assert read(quality=quality).for_model(aimage(steps=9)).steps == steps
 
 
 def test_a_preset_of_a_model_that_says_nothing_is_relative_to_eight() -> None:
-    assert read(quality="low").wishes(aimage())["steps"] == 4
+    assert read(quality="low").for_model(aimage()).steps == 4
 
 
 def test_a_preset_never_asks_for_more_steps_than_there_can_be_or_none() -> None:
-    assert read(quality="max").wishes(aimage(steps=900))["steps"] == 1000
-    assert read(quality="low").wishes(aimage(steps=1))["steps"] == 1
+    assert read(quality="max").for_model(aimage(steps=900)).steps == 1000
+    assert read(quality="low").for_model(aimage(steps=1)).steps == 1
 
 
 def test_steps_win_over_a_preset() -> None:
-    assert read(quality="high", steps=3).wishes(aimage(steps=9))["steps"] == 3
+    assert read(quality="high", steps=3).for_model(aimage(steps=9)).steps == 3
 
 
 def test_a_negative_prompt_needs_guidance_from_somewhere() -> None:
     with pytest.raises(ApiError, match="needs guidance above 0") as caught:
-        read(negative_prompt="a cat").wishes(aimage())
+        read(negative_prompt="a cat").for_model(aimage())
     assert caught.value.param == "negative_prompt"
-    assert read(negative_prompt="a cat").wishes(aimage(guidance=3))["negative"] == "a cat"
-    assert read(negative_prompt="").wishes(aimage())["negative"] is None
+    assert read(negative_prompt="a cat").for_model(aimage(guidance=3)).negative == "a cat"
+    assert read(negative_prompt="").for_model(aimage()).negative is None
 
 
 @pytest.mark.parametrize(
@@ -208,8 +201,8 @@ def test_the_largest_size() -> None:
 def test_one_side_leaves_the_other_to_the_model() -> None:
     wish = read(width=64)
     assert (wish.size, wish.sides) == ("auto", ("width",))
-    wishes = wish.wishes(aimage(width=32, height=48))
-    assert (wishes["width"], wishes["height"]) == (64, None)
+    parameters = wish.for_model(aimage(width=32, height=48))
+    assert (parameters.width, parameters.height) == (64, 48)
 
 
 def test_sides_make_a_size_and_may_say_the_same_as_one() -> None:
@@ -223,15 +216,9 @@ def test_sides_make_no_larger_picture_than_a_size() -> None:
     assert refused(width=3856, height=2160).param == "width"
     tall = read(height=518400)
     with pytest.raises(ApiError, match="8294400 pixels at most, not 530841600") as caught:
-        tall.wishes(aimage())
+        tall.for_model(aimage())
     assert caught.value.param == "height"
-    assert tall.wishes(aimage(width=16))["height"] == 518400
-
-
-def test_the_size_of_the_pictures_is_known_before_they_are_made() -> None:
-    assert read(size="32x48").both_sides(aimage(width=64)) == (32, 48)
-    assert read(width=32).both_sides(aimage(width=64, height=48)) == (32, 48)
-    assert read().both_sides(aimage()) == (1024, 1024)
+    assert tall.for_model(aimage(width=16)).height == 518400
 
 
 def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:

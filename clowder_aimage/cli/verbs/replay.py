@@ -48,7 +48,7 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
         stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
     dtype = facts.get("dtype")
     model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))
-    model.pipeline.make_room(KEEP, None, device_memory() or machine.memory())
+    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
     request = _request(picture, facts)
     (rendered,) = render(model.generate(request), request, quiet=chosen.quiet)
     again = rendered.pixels

@@ -140,15 +140,16 @@ def _here(
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import KEEP, device_memory
     from clowder_aimage.model.picture import encode_picture
+    from clowder_aimage.model.pipeline import GenerateRequest
 
     layout, quiet = job.chosen.layout, job.chosen.quiet
     with Progress("pulling", job.reference, quiet=quiet) as progress:
         lease = click.get_current_context().with_resource(layout.lease())
         stored = generate.fetch(layout, job.reference, reach(), lease, on_event=progress.on_event)
     drawn = job.draw_seed()
-    request = generate.make_request(stored.aimage, job.prompt, n=job.count, **job.wishes)
+    request = GenerateRequest.for_model(stored.aimage, job.prompt, n=job.count, **job.wishes)
     model = generate.load(layout, stored, dtype=dtype)
-    model.pipeline.make_room(KEEP, None, device_memory() or machine.memory())
+    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
     events = model.generate(request)
     if drawn:
         note(f"seed {request.seed}")

@@ -25,17 +25,17 @@ from clowder_aimage.model.memory_budget import (
     decoding,
     scores,
     size_of,
-    surroundings,
+    unfolded,
 )
 from clowder_aimage.model.pipeline import (
     Arrays,
     GenerateRequest,
     Image,
-    Made,
+    PipelineEvent,
     Preview,
     Step,
     check_request,
-    halved,
+    downsample,
     to_pixels,
 )
 from clowder_aimage.model.weights import ModelWeights
@@ -52,13 +52,14 @@ from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae
 
+T = TypeVar("T")
 Network = TypeVar("Network", TextEncoder, Transformer, Vae)
-CAPTIONS = 32  # texts that are remembered, the last used
+CACHED_TEXTS = 32  # the last used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
-    """What leads the denoising: a caption, and with guidance one to lead away from."""
+    """The captions of a generation; ``negative`` and its ``weight`` with guidance alone."""
 
     positive: Caption
     negative: Caption | None = None
@@ -67,17 +68,18 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZImagePipeline:
-    """The loaded networks. ``skipped`` names the tensors that were left out on purpose; ``room``
-    says whether the text encoder stays in memory when it has done its work."""
+    """The loaded networks. ``skipped`` names the tensors that were left out on purpose; ``budget``
+    decides whether the text encoder stays in memory after its work."""
 
     tokenizer: Tokenizer
-    held: OffloadedModule[TextEncoder]
+    offloaded: OffloadedModule[TextEncoder]
     transformer: Transformer
     vae: Vae
     scheduler: Scheduler
     dtype: mx.Dtype
     skipped: tuple[str, ...] = ()
-    room: MemoryBudget = field(default_factory=MemoryBudget)
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
     _captions: dict[str, Caption] = field(default_factory=dict)
 
     @classmethod
@@ -89,7 +91,7 @@ class ZImagePipeline:
         *,
         keep_quantized: bool | None = None,
     ) -> ZImagePipeline:
-        """Load every component strictly. ``keep_quantized`` is as ``ModelWeights.apply`` has it.
+        """Load every component strictly; ``keep_quantized`` is that of ``ModelWeights.apply``.
 
         Raises:
             ModelError: for configurations or weights that do not fit, or not each other.
@@ -109,29 +111,29 @@ class ZImagePipeline:
             skipped.extend(f"{component}/{name}" for name in left_out)
             return module
 
-        held = OffloadedModule(lambda: network("text_encoder", _text_encoder))
+        offloaded = OffloadedModule(lambda: network("text_encoder", _text_encoder))
         transformer = network("transformer", _transformer)
         vae = network("vae", _vae)
-        _check_fit(held.get(), transformer, vae)
-        return cls(tokenizer, held, transformer, vae, scheduler, dtype, tuple(skipped))
+        _check_fit(offloaded.get(), transformer, vae)
+        return cls(tokenizer, offloaded, transformer, vae, scheduler, dtype, tuple(skipped))
 
     @property
     def text_encoder(self) -> TextEncoder:
-        """Loaded again if it was let go. Raises as ``load`` does."""
-        return self.held.get()
+        """The text encoder, loaded again if it was released. Raises as ``load`` does."""
+        return self.offloaded.get()
 
-    def make_room(self, wish: str, memory: int | None, whole: int | None = None) -> None:
-        """Have the text encoder stay or go as ``MemoryBudget`` says; pictures are the same."""
-        self.room.wish, self.room.memory = wish, memory
-        self.room.whole = whole or self.room.whole
+    def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
+        """Set the budget's fields; pictures are the same with any of them."""
+        self.budget.policy, self.budget.memory = policy, memory
+        self.budget.total = total or self.budget.total
 
     @property
     def multiple(self) -> int:
-        """Pixels of which both sides must be multiples."""
+        """The number of pixels that both sides are multiples of."""
         return self.vae.config.scale * PATCH
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse what this model cannot make. Raises UsageError."""
+        """Refuse a request that this model cannot serve. Raises UsageError."""
         _, rows, columns = self.transformer.config.axes_lens
         check_request(
             request,
@@ -139,110 +141,114 @@ class ZImagePipeline:
             max_width=columns * self.multiple,
             max_height=rows * self.multiple,
             needs=lambda width, height: self.arrays(request, width, height),
-            most=self.room.most,
+            limit=self.budget.arrays,
         )
 
     def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
-        """The largest arrays of a picture: scores of attention, and the decoder's at full size."""
+        """Return the largest arrays of a picture: attention scores, the decoder's at full size."""
         cells = width * height // self.vae.config.scale**2
         widths, config = self.vae.config.block_out_channels, self.transformer.config
         texts = [request.prompt, *([request.negative or ""] if request.guidance else [])]
-        words = max(padded(len(self.tokenizer.encode(text))) for text in texts)
+        tokens = max(padded(len(self.tokens(text))) for text in texts)
         image = padded(width * height // self.multiple**2)
-        numbers = scores(config.n_heads, config.head_dim, image + words)
+        numbers = scores(config.n_heads, config.head_dim, image + tokens)
         if self.vae.config.mid_block_add_attention:
             numbers = max(numbers, scores(1, widths[-1], cells))
-        decoded = surroundings(max(widths[:2]), width * height, self.dtype)
+        decoded = unfolded(max(widths[:2]), width * height, self.dtype)
         return Arrays(max(numbers * self.dtype.size, decoded), numbers)
 
-    def generate(self, request: GenerateRequest) -> Generator[Made, None, None]:
-        """Steps, previews and pictures, as they come; closing the generator cancels.
+    def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
+        """Yield steps, previews and pictures; closing the generator cancels.
 
         Raises:
             UsageError: at once, for a request that this model cannot serve.
-            ModelError: while it runs, when the model computes what is not a picture.
+            ModelError: while it runs, when the model computes values that are not a picture.
         """
         self.check(request)
         return self._generate(request, self.schedule(request))
 
     def _generate(
         self, request: GenerateRequest, schedule: Schedule
-    ) -> Generator[Made, None, None]:
-        guide = self.guide(request)
-        self._settle(request)
-        wanted = sorted(request.previews_after())
+    ) -> Generator[PipelineEvent, None, None]:
+        conditioning = self.conditioning(request)
+        self._offload(request)
+        previewed = sorted(request.previews_after())
         for picture in range(request.n):
             seed = request.seed + picture
-            self.room.begin()
+            self.budget.begin()
             latents = mx.array(self.noise(request, seed))
-            for index, state in enumerate(self.denoise(latents, schedule, guide), 1):
+            for index, state in enumerate(self.denoise(latents, schedule, conditioning), 1):
                 before, latents = latents, state
                 yield Step(index, request.steps, picture)
-                if index in wanted:
+                if index in previewed:
                     small = self.preview(before, latents, schedule, index - 1)
-                    yield Preview(small, wanted.index(index), picture)
+                    yield Preview(small, previewed.index(index), picture)
             pixels = self.decode(latents)
-            self.room.end(request.width * request.height)
+            self.budget.end(request.width * request.height)
             yield Image(pixels, seed, picture)
 
-    def _settle(self, request: GenerateRequest) -> None:
-        """Let the text encoder go where the picture needs its room."""
-        networks = self.held.size + size_of(self.transformer) + size_of(self.vae)
+    def _offload(self, request: GenerateRequest) -> None:
+        """Release the text encoder if the picture needs its memory."""
+        networks = self.offloaded.size + size_of(self.transformer) + size_of(self.vae)
         guess = decoding(max(self.vae.config.block_out_channels[:2]), self.dtype)
-        if not self.room.has_room(networks, request.width * request.height, guess):
-            self.held.release()
+        if not self.budget.fits(networks, request.width * request.height, guess):
+            self.offloaded.release()
 
     def preview(
         self, before: mx.array, after: mx.array, schedule: Schedule, step: int
     ) -> npt.NDArray[np.uint8]:
-        """The picture at half its size, as step ``step`` (from 0) sees it: the latents that the
-        straight way from ``before`` through ``after`` ends at, decoded."""
+        """Return the picture at half its size, as step ``step`` (from 0) predicts it.
+
+        It is decoded from the end of the straight line from ``before`` through ``after``.
+        """
         sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
         end = float(schedule.sigmas[-1])
-        seen = before + (after - before) * ((sigma - end) / (sigma - lower))
-        return halved(self.decode(seen))  # smaller latents may mean other colours
+        predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
+        return downsample(self.decode(predicted))  # smaller latents may mean other colours
 
     def schedule(self, request: GenerateRequest) -> Schedule:
-        """The noise levels for the request's steps, size and shift. Raises UsageError."""
+        """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
         rows, columns = request.height // self.multiple, request.width // self.multiple
         return self.scheduler.schedule(request.steps, rows * columns, request.shift)
 
-    def guide(self, request: GenerateRequest) -> Conditioning:
-        """The request's texts, encoded and refined. Raises as ``encode`` does."""
+    def conditioning(self, request: GenerateRequest) -> Conditioning:
+        """Return the request's texts, encoded and refined. Raises as ``encode`` does."""
         positive = self.caption(request.prompt)
         if not request.guidance:
             return Conditioning(positive)
         return Conditioning(positive, self.caption(request.negative or ""), request.guidance)
 
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text; the last ones are cached."""
+        return _cached(self._tokens, text, self.tokenizer.encode)
+
     def caption(self, text: str) -> Caption:
-        """A text, encoded and refined; the last ones are remembered. Raises as ``encode`` does."""
-        known = self._captions.pop(text, None)
-        if known is None:
-            known = self.transformer.caption(self.encode(text))
-            mx.eval(known.tokens, *known.rope)  # or else it would hold on to the text encoder
-            while len(self._captions) >= CAPTIONS:
-                del self._captions[next(iter(self._captions))]
-        self._captions[text] = known
-        return known
+        """Return a text, encoded and refined; the last ones are cached. Raises as ``encode``."""
+        return _cached(self._captions, text, self._refined)
+
+    def _refined(self, text: str) -> Caption:
+        caption = self.transformer.caption(self.encode(text))
+        mx.eval(caption.tokens, *caption.rope)  # a lazy array keeps the text encoder in memory
+        return caption
 
     def denoise(
-        self, latents: mx.array, schedule: Schedule, guide: Conditioning
+        self, latents: mx.array, schedule: Schedule, conditioning: Conditioning
     ) -> Iterator[mx.array]:
-        """The latents after every Euler step, in float32 and evaluated."""
+        """Yield the latents after every Euler step, in float32 and evaluated."""
         changes = np.diff(schedule.sigmas)
         for time, change in zip(schedule.times, changes, strict=True):
-            latents = latents - float(change) * self.velocity(latents, float(time), guide)
+            latents = latents - float(change) * self.velocity(latents, float(time), conditioning)
             mx.eval(latents)
             yield latents
 
     def encode(self, prompt: str) -> mx.array:
-        """The text features of a prompt, (tokens, hidden size).
+        """Return the text features of a prompt, (tokens, hidden size).
 
         Raises:
             UsageError: when the transformer has fewer positions than the prompt needs.
-            ModelError: when tokenizer and text encoder are not of one mind.
+            ModelError: when tokenizer and text encoder do not fit each other.
         """
-        tokens = self.tokenizer.encode(prompt)
+        tokens = self.tokens(prompt)
         positions = self.transformer.config.axes_lens[0]
         if padded(len(tokens)) + 2 > positions:
             raise UsageError(f"the prompt is too long: {len(tokens)} tokens, {positions} positions")
@@ -252,34 +258,43 @@ class ZImagePipeline:
         return encoder(mx.array(tokens))
 
     def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
-        """The initial latents, (channels, height / scale, width / scale), as torch draws them."""
+        """Return the latents that torch draws, (channels, height / scale, width / scale)."""
         scale = self.vae.config.scale
         channels = self.transformer.config.in_channels
         return randn(seed, (channels, request.height // scale, request.width // scale))
 
-    def velocity(self, latents: mx.array, time: float, guide: Conditioning) -> mx.array:
-        """The predicted direction from noise to picture, in float32.
+    def velocity(self, latents: mx.array, time: float, conditioning: Conditioning) -> mx.array:
+        """Return the predicted direction from noise to picture, in float32.
 
-        Guided, it is positive + weight * (positive - negative).
+        With guidance it is positive + weight * (positive - negative).
         """
         typed = latents.astype(self.dtype)
-        towards = self.transformer(typed, time, guide.positive).astype(mx.float32)
-        if guide.negative is None:
+        towards = self.transformer(typed, time, conditioning.positive).astype(mx.float32)
+        if conditioning.negative is None:
             return towards
-        away = self.transformer(typed, time, guide.negative).astype(mx.float32)
-        return towards + guide.weight * (towards - away)
+        away = self.transformer(typed, time, conditioning.negative).astype(mx.float32)
+        return towards + conditioning.weight * (towards - away)
 
     def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
-        """Latents (channels, height, width) to RGB pixels.
+        """Decode latents (channels, height, width) to RGB pixels.
 
         Raises:
             ModelError: when values are infinite or not numbers.
         """
         values = self.vae.decode(latents.astype(self.dtype))
-        shown = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
-        if not np.isfinite(shown).all():
+        pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
+        if not np.isfinite(pixels).all():
             raise ModelError("the model computed values that are not numbers")
-        return to_pixels(shown)
+        return to_pixels(pixels)
+
+
+def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
+    """Return the value of a text, and keep the values of the last CACHED_TEXTS texts."""
+    value = cache.pop(text) if text in cache else make(text)
+    while len(cache) >= CACHED_TEXTS:
+        del cache[next(iter(cache))]
+    cache[text] = value
+    return value
 
 
 def _text_encoder(weights: ModelWeights) -> TextEncoder:
@@ -295,7 +310,7 @@ def _vae(weights: ModelWeights) -> Vae:
 
 
 def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
-    """Refuse components that are not of one model."""
+    """Refuse components that do not fit each other."""
     hidden = text_encoder.config.hidden_size
     if hidden != transformer.config.cap_feat_dim:
         raise ModelError(
