@@ -1,7 +1,7 @@
-"""A client of a worker, over the standard library alone, so that a verb with it starts fast.
+"""A client of a worker's API, with the standard library alone, so that it is imported fast.
 
-It asks, and it reads what the worker sends while it works, line by line: JSON (ollama's way) or
-server-sent events (OpenAI's way). What a worker refuses becomes one of the project's errors.
+It reads replies while the worker sends them: lines of JSON (ollama's API) or server-sent events
+(OpenAI's API). An error of the worker becomes one of the project's errors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -26,41 +27,48 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 
-_ANSWER = 300.0  # seconds for an answer in one piece; removing a large model takes a while
-_SILENCE = 120.0  # seconds; in a stream of events a worker says every ten that it lives
-_LONGEST_LINE = 256 << 20  # bytes: ten large pictures as base64
-_LONGEST_ANSWER = 16 << 20
-_LONGEST_REFUSAL = 64 << 10
+_CONNECT = 10.0  # seconds
+_REPLY = 300.0  # seconds for a reply in one piece; the removal of a large model takes long
+_SILENCE = 120.0  # seconds; a worker sends a comment into a stream of events every ten
+_MAX_LINE = 256 << 20  # bytes: ten large pictures as base64
+_MAX_REPLY = 16 << 20
+_MAX_ERROR = 64 << 10
 _PIECE = 1 << 20
+# A machine that vanished is detected after a minute, however long a picture takes
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class WorkerClient:
-    """A worker, as a program on this machine or another one sees it.
+    """A worker on this machine or another one; ``host`` is an address for ``Endpoint.parse``.
 
-    ``host`` is what ``Place.parse`` takes. Every method raises:
+    Every method raises:
 
-    NetworkError: no worker is there, or it broke off. UsageError, NotFoundError, UnauthorizedError,
-    NoSpaceError, AccessError: what it said. FormatError: it said what cannot be understood.
+    NetworkError: no worker answers, or the connection ended. UsageError, NotFoundError,
+    UnauthorizedError, NoSpaceError, AccessError: the worker's error. FormatError: a reply is not
+    one of a worker.
     """
 
     def __init__(self, host: str = DEFAULT_HOST, token: str | None = None) -> None:
-        self.place = Endpoint.parse(host)
+        self.endpoint = Endpoint.parse(host)
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise UsageError("a worker's token is ASCII characters without spaces")
         self._token = token
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the worker answers with; None where it answers with nothing."""
-        with self._asked(method, path, body, _ANSWER) as response, self._broken_off():
-            text = response.read(_LONGEST_ANSWER + 1)
-        if len(text) > _LONGEST_ANSWER:
-            raise FormatError(f"the worker at {self.place} answers without end")
+        """Return the JSON of a reply; None for an empty one."""
+        with self._request(method, path, body, _REPLY) as response, self._network():
+            text = response.read(_MAX_REPLY + 1)
+        if len(text) > _MAX_REPLY:
+            raise FormatError(f"the worker at {self.endpoint} answers without end")
         return self._parse(text) if text.strip() else None
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Send, and yield the lines of JSON as they come (ollama's API). Closing the iterator
-        hangs up, which cancels. A line with an ``error`` is raised."""
-        with self._asked("POST", path, body, None) as response:
+        """Yield the JSON lines of a reply as they come (ollama's API).
+
+        A line with an ``error`` is raised. Closing the generator closes the connection, which
+        cancels the request.
+        """
+        with self._request("POST", path, body, None) as response:
             for line in self._read(response):
                 if line:
                     yield self._value(line)
@@ -68,10 +76,12 @@ class WorkerClient:
     def events(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[tuple[str, dict[str, Any]], None, None]:
-        """Send, and yield the server-sent events as they come: their type and the JSON in them
-        (HTML standard, 9.2.6 "Interpreting an event stream"). Before them comes ``open`` with the
-        answer's header fields, in lower case. Else as ``lines``."""
-        with self._asked("POST", path, body, _SILENCE) as response:
+        """Yield the type and the JSON data of server-sent events as they come; else as ``lines``.
+
+        The first event is ``open``, with the header fields of the reply in lower case. Source: HTML
+        standard, 9.2.6 "Interpreting an event stream".
+        """
+        with self._request("POST", path, body, _SILENCE) as response:
             yield "open", {name.lower(): text for name, text in response.getheaders()}
             kind, data = "message", list[bytes]()
             for line in self._read(response):
@@ -87,10 +97,10 @@ class WorkerClient:
                     data.append(text)
 
     @contextmanager
-    def _asked(
+    def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request; the answer, once it is one that says yes. Leaving hangs up."""
+        """Send a request and yield the response, if its status is 2xx."""
         headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -98,25 +108,25 @@ class WorkerClient:
         if body is not None:
             data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        with closing(self.place.connect()) as connection:
-            with self._broken_off():
+        with closing(_connect(self.endpoint)) as connection:
+            with self._network():
                 connection.sock.settimeout(timeout)
-                with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered
+                with suppress(BrokenPipeError, ConnectionResetError):  # it may have replied
                     connection.request(method, path, data, headers)
                 response = connection.getresponse()
-            with closing(response):  # it may own the socket by now
+            with closing(response):  # it may own the socket now
                 if not 200 <= response.status < 300:
                     raise self._refusal(response)
                 yield response
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """Lines, without their ends. (``readline`` would take a broken connection for the end.)"""
+        """Yield lines without their ends (``readline`` takes a broken connection for the end)."""
         begun = bytearray()
         while piece := self._piece(response):
             first, *others = piece.split(b"\n")
             begun += first
-            if len(begun) > _LONGEST_LINE:
-                raise FormatError(f"the worker at {self.place} sends a line without end")
+            if len(begun) > _MAX_LINE:
+                raise FormatError(f"the worker at {self.endpoint} sends a line without end")
             for other in others:
                 yield bytes(begun).removesuffix(b"\r")
                 begun = bytearray(other)
@@ -124,56 +134,68 @@ class WorkerClient:
             yield bytes(begun)
 
     def _piece(self, response: http.client.HTTPResponse) -> bytes:
-        with self._broken_off():
+        with self._network():
             piece = response.read1(_PIECE)
             if not piece and response.length:
                 raise http.client.IncompleteRead(b"", response.length)
         return piece
 
-    def _broken_off(self) -> _BrokenOff:
-        return _BrokenOff(self.place)
+    @contextmanager
+    def _network(self) -> Iterator[None]:
+        """Raise NetworkError if the connection ends or hangs."""
+        try:
+            yield
+        except TimeoutError:
+            raise NetworkError(f"the worker at {self.endpoint} does not answer") from None
+        except (OSError, http.client.HTTPException):
+            raise NetworkError(
+                f"the connection to the worker at {self.endpoint} broke off",
+                hint="see whether it is still running, and what it logged",
+            ) from None
 
     def _parse(self, text: bytes) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise FormatError(
-                f"what answers at {self.place} does not speak as a worker does",
-                hint="see that AIMAGE_HOST names a worker",
+                f"the reply from {self.endpoint} is not one of a worker",
+                hint="check that AIMAGE_HOST names a worker",
             ) from None
 
     def _value(self, text: bytes) -> dict[str, Any]:
-        """An object in a stream. Raises what it says went wrong."""
+        """Return an object of a stream. Raises the error in it."""
         value = self._parse(text)
         if not isinstance(value, dict):
-            raise FormatError(f"the worker at {self.place} sent {type(value).__name__}, no object")
+            raise FormatError(
+                f"the worker at {self.endpoint} sent {type(value).__name__}, not an object"
+            )
         if value.get("error"):
             raise self._error(value, _status(value))
         return value
 
     def _refusal(self, response: http.client.HTTPResponse) -> AImageError:
-        with self._broken_off():
-            text = response.read(_LONGEST_REFUSAL)
+        with self._network():
+            text = response.read(_MAX_ERROR)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict) or not value.get("error"):
             return AccessError(
-                f"{self.place} answered {response.status} {response.reason}",
-                hint="see that AIMAGE_HOST names a worker",
+                f"{self.endpoint} answered {response.status} {response.reason}",
+                hint="check that AIMAGE_HOST names a worker",
             )
         return self._error(value, response.status, response.getheader("Retry-After"))
 
     def _error(
         self, value: Mapping[str, Any], status: int, retry_after: str | None = None
     ) -> AImageError:
-        """What the worker said (``{"error": "..."}`` or ``{"error": {"message": "..."}}``)."""
-        said = value["error"]
-        fields = said if isinstance(said, dict) else {**value, "message": said}
-        message, hint = str(fields.get("message") or said), fields.get("hint")
+        """Return the error of ``{"error": "..."}`` or ``{"error": {"message": "..."}}``."""
+        error = value["error"]
+        fields = error if isinstance(error, dict) else {**value, "message": error}
+        message, hint = str(fields.get("message") or error), fields.get("hint")
         if not hint and status == 401:
-            hint = "AIMAGE_TOKEN must be what is in the worker's token file"
+            hint = "AIMAGE_TOKEN must be the token in the worker's token file"
         if not hint and retry_after and retry_after.isdecimal():
             hint = f"try again in {retry_after} seconds"
         kind = _CODES.get(str(fields.get("code"))) or _KINDS.get(status, AccessError)
@@ -186,14 +208,16 @@ _KINDS: Mapping[int, type[AImageError]] = {
     404: NotFoundError,
     507: NoSpaceError,
 }
-_CODES: Mapping[str, type[AImageError]] = {  # of worker.error, where the status does not say it
+_CODES: Mapping[
+    str, type[AImageError]
+] = {  # codes of the worker, which are more exact than the status
     "model_not_found": NotFoundError,
     "registry_unauthorized": UnauthorizedError,
     "insufficient_storage": NoSpaceError,
     "verification_failed": VerificationError,
     "invalid_content": FormatError,
 }
-_STATUS = {  # what OpenAI's types of errors stand for in a stream, whose own status was 200
+_STATUS = {  # of OpenAI's types of errors, in a stream whose own status was 200
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,
@@ -201,29 +225,52 @@ _STATUS = {  # what OpenAI's types of errors stand for in a stream, whose own st
 
 
 def _status(value: Mapping[str, Any]) -> int:
-    """The status that an error in a stream would have had."""
-    said, status = value["error"], value.get("status")
+    """Return the status of an error in a stream."""
+    error, status = value["error"], value.get("status")
     if type(status) is int:
         return status
-    return _STATUS.get(str(said.get("type")), 500) if isinstance(said, dict) else 500
+    return _STATUS.get(str(error.get("type")), 500) if isinstance(error, dict) else 500
 
 
-class _BrokenOff:
-    """Says in our words that a connection ended or hung."""
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
 
-    def __init__(self, place: Endpoint) -> None:
-        self._place = place
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_CONNECT)
+        self._path = path
 
-    def __enter__(self) -> None:
-        return None
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None or issubclass(kind, AImageError):
-            return
-        if issubclass(kind, TimeoutError):
-            raise NetworkError(f"the worker at {self._place} does not answer") from None
-        if issubclass(kind, OSError | http.client.HTTPException):
-            raise NetworkError(
-                f"the connection to the worker at {self._place} broke off",
-                hint="see whether it is still running, and what it logged",
-            ) from None
+
+def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
+    """Open a connection. Raises NetworkError."""
+    connection: http.client.HTTPConnection
+    if endpoint.scheme == "unix":
+        connection = _UnixConnection(endpoint.path)
+    elif endpoint.scheme == "https":
+        connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=_CONNECT)
+    else:
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=_CONNECT)
+    try:
+        connection.connect()
+        if endpoint.scheme != "unix":
+            _keep_alive(connection.sock)
+    except (OSError, UnicodeError) as error:
+        connection.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise NetworkError(
+            f"no worker answers at {endpoint}: {reason}",
+            hint="check that it is running, and its address",
+            remedy="no_worker",
+        ) from None
+    return connection
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -52,7 +52,7 @@ def test_an_address_says_where(text, where):
     ],
 )
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(errors.UsageError, match="no address"):
+    with pytest.raises(errors.UsageError, match="not an address"):
         Endpoint.parse(text)
 
 
@@ -97,7 +97,7 @@ def test_nothing_listens(tmp_path):
     for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
         with pytest.raises(errors.NetworkError, match="no worker answers at") as caught:
             WorkerClient(host).ask("GET", "/")
-        assert "aimage serve" in caught.value.hint
+        assert caught.value.remedy == "no_worker"
 
 
 def test_an_empty_answer_is_nothing():
@@ -178,7 +178,7 @@ def test_a_refusal_by_who_is_no_worker_says_so(answer):
 def test_an_answer_that_is_no_json_is_refused():
     with (
         ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
-        pytest.raises(errors.FormatError, match="does not speak as a worker"),
+        pytest.raises(errors.FormatError, match="is not one of a worker"),
     ):
         WorkerClient(worker.host).ask("GET", "/")
 
@@ -321,7 +321,7 @@ def test_a_stream_that_breaks_off_is_an_error(said, length):
 
 
 def test_a_line_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("clowder_aimage.engine.worker_client._LONGEST_LINE", 1000)
+    monkeypatch.setattr("clowder_aimage.engine.worker_client._MAX_LINE", 1000)
     whole = line(a="b" * 900)
     answer = Says([whole, whole, b"x" * 600, b"x" * 600])
     with ScriptedWorker(lambda _: answer).running() as worker:

@@ -190,7 +190,7 @@ def _finished(
                 watch.stepped(value, index)
             elif kind == "done":
                 return _decoded(value)
-    raise NetworkError(f"the worker at {client.place} hung up before the picture was finished")
+    raise NetworkError(f"the worker at {client.endpoint} hung up before the picture was finished")
 
 
 def _check_model(client: WorkerClient, reference: Reference, said: Mapping[str, Any]) -> None:
@@ -199,7 +199,7 @@ def _check_model(client: WorkerClient, reference: Reference, said: Mapping[str, 
     taken = said.get("x-aimage-model")
     if taken not in (None, str(reference)) and said.get("x-aimage-alias") != str(reference):
         raise NotFoundError(
-            f"the worker at {client.place} has no {reference}, and would take {taken} for it",
+            f"the worker at {client.endpoint} has no {reference}, and would take {taken} for it",
             hint="name that, or pull yours: aimage pull --remote",
         )
 
@@ -241,7 +241,7 @@ def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     found = answer.get("models") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(map(_is_model, found)):
         raise FormatError(
-            f"what answers at {client.place} lists no models", hint="is AIMAGE_HOST a worker's?"
+            f"what answers at {client.endpoint} lists no models", hint="is AIMAGE_HOST a worker's?"
         )
     return found
 

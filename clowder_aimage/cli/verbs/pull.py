@@ -136,9 +136,9 @@ def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
                 is_done = line.get("status") == "success"
                 sums.add(line)
         if not is_done:
-            raise NetworkError(f"the worker at {client.place} hung up before all was fetched")
+            raise NetworkError(f"the worker at {client.endpoint} hung up before all was fetched")
         if not chosen.quiet:
-            progress.note(f"pulled by the worker at {client.place}")
+            progress.note(f"pulled by the worker at {client.endpoint}")
     value = _pulled(client, reference)
     result(value, value["digest"], as_json=chosen.as_json)
 
@@ -173,7 +173,7 @@ def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
         if model["name"] == str(reference) or digest_of(model) == str(reference.digest):
             return {"reference": str(reference), "digest": digest_of(model), "size": model["size"]}
     raise NotFoundError(
-        f"the worker at {client.place} has pulled {reference}, but does not list it"
+        f"the worker at {client.endpoint} has pulled {reference}, but does not list it"
     )
 
 

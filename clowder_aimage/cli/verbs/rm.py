@@ -55,6 +55,6 @@ def _forget_remotely(references: Sequence[Reference]) -> None:
     known = {model["name"] for model in models(client, "/api/tags")}
     for reference in references:
         if str(reference) not in known:
-            raise NotFoundError(f"the worker at {client.place} has no {reference}")
+            raise NotFoundError(f"the worker at {client.endpoint} has no {reference}")
     for reference in references:
         client.ask("DELETE", "/api/delete", {"model": str(reference)})

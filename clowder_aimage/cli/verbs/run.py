@@ -174,7 +174,7 @@ def _by_worker(job: _Job) -> Generator[RemotePicture, None, None]:
         if drawn:
             note(f"seed {seed}")
         if not quiet:
-            note(f"the worker at {client.place} computes")
+            note(f"the worker at {client.endpoint} computes")
 
     yield from pictures(
         # whatever the worker does by itself: this picture can be replayed
