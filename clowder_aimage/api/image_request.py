@@ -1,7 +1,7 @@
-"""What a client asks of ``POST /v1/images/generations``: read and checked.
+"""The request of ``POST /v1/images/generations``: read and checked.
 
-The fields are those of OpenAI's images API, of its ``gpt-image`` models, and what the neighbours
-send beside them: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's words.
+The fields are those of OpenAI's images API, of its ``gpt-image`` models, and those that other
+servers have beside them: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import math
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from clowder_aimage.api.request_fields import RequestFields, shown, wrong
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from clowder_aimage.api.request_body import RequestBody, parse_body, wrong
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER
-from clowder_aimage.errors import FormatError
+from clowder_aimage.engine.limits import IF_MISSING
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import (
-    FORMATS,
     MAX_SEED,
     MAX_STEPS,
     GenerateRequest,
     PictureEncoding,
 )
-from clowder_aimage.oci import read_json
 
 MULTIPLE = 16  # pixels
 MAX_PIXELS = 3840 * 2160
@@ -47,7 +47,48 @@ PRESETS = {
     "xhigh": 3.0,
     "max": 4.0,
 }
+# Fields that clients send and nothing here depends on; ``user`` is neither kept nor logged
+NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
+_Text = Annotated[str, Field(max_length=MAX_TEXT)]
+_Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+_Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
+_Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of=MULTIPLE)]
+
+
+def _flag(value: object) -> object:
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+class ImageBody(RequestBody):
+    """The fields of the body, each within its own bounds."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: _Text
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    size: _Text | None = None
+    width: _Side | None = None
+    height: _Side | None = None
+    n: int = Field(1, ge=1, le=MAX_PICTURES)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    steps: _Steps | None = None
+    num_inference_steps: _Steps | None = None
+    negative_prompt: _Text | None = None
+    guidance: _Guidance | None = None
+    guidance_scale: _Guidance | None = None
+    shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
+    quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: int | None = Field(None, ge=0, le=100)
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    background: Literal["auto", "opaque", "transparent"] = "auto"
+    stream: bool = False
+    stream_format: Literal["auto", "openai", "openai+progress", "ollama"] | None = None
+    partial_images: int | None = Field(None, ge=0, le=MAX_PREVIEWS)
+    pull: Literal["never", "if-missing", "always"] | None = None
+    png_facts: bool | None = None
+    strict: Annotated[bool, BeforeValidator(_flag)] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,81 +180,71 @@ def read_request(
     usual: ImageDefaults = _USUAL,
     draw: Callable[[], int] = lambda: secrets.randbits(32),
 ) -> ImageRequest:
-    """The request that a body is. ``draw`` gives the seed of one that names none.
+    """Return the request in the body ``raw``. ``draw`` returns a seed if it has none.
 
     Raises:
-        ApiError: it is no JSON object, a field is out of bounds, or (with ``strict``, or where the
+        ApiError: It is not a JSON object, a field is out of bounds, or (with ``strict``, or if the
             body says so) unknown.
     """
-    try:
-        body = read_json(raw, "the request's body")
-    except FormatError as error:
-        raise ApiError(400, error.message, code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the request's body is no JSON object", code="invalid_json")
-    fields = RequestFields({key: value for key, value in body.items() if value is not None})
-    request = _read(fields, draw, usual)
-    if strict or fields.flag("strict", also=(0, 1)):
-        fields.refuse_unknown()
-    return request
-
-
-def _read(
-    fields: RequestFields, draw: Callable[[], int], usual: ImageDefaults = _USUAL
-) -> ImageRequest:
-    prompt = fields.text("prompt", most=MAX_TEXT)
-    if prompt is None:
-        raise ApiError(
-            400, "the request has no prompt", code="missing_required_parameter", param="prompt"
-        )
-    if not prompt.strip():
+    body = parse_body(raw, ImageBody)
+    if not body.prompt.strip():
         raise wrong("prompt", "is empty")
-    model = fields.text("model", most=1024)
-    width, height, sides = _size(fields)
-    n = fields.count("n", least=1, most=MAX_PICTURES) or 1
-    seed = fields.count("seed", least=0, most=MAX_SEED - (n - 1))
-    request = ImageRequest(
-        prompt,
-        draw() if seed is None else seed,
-        model=model or None,
+    if body.background == "transparent":
+        raise wrong("background", "cannot be transparent: pictures are opaque", "unsupported_value")
+    if body.seed is not None and body.seed + body.n - 1 > MAX_SEED:
+        raise wrong("seed", f"must be at most {MAX_SEED - body.n + 1} for {body.n} pictures")
+    unknown = tuple(sorted((body.model_extra or {}).keys() - NO_EFFECT))
+    if unknown and (strict or body.strict):
+        name = unknown[0][:60]
+        message = f"{ascii(name)} is unknown; without strict it would be ignored"
+        raise ApiError(400, message, code="unknown_parameter", param=name)
+    width, height, sides = _size(body)
+    return ImageRequest(
+        body.prompt,
+        draw() if body.seed is None else body.seed,
+        model=body.model or None,
         width=width,
         height=height,
         sides=sides,
-        n=n,
-        steps=fields.count("steps", "num_inference_steps", least=1, most=MAX_STEPS),
-        negative=fields.text("negative_prompt", most=MAX_TEXT) or None,
-        guidance=fields.number("guidance", "guidance_scale", most=MAX_GUIDANCE),
-        shift=fields.number("shift", least=SHIFTS[0], most=SHIFTS[1]),
-        quality=fields.word("quality", tuple(PRESETS), "auto"),
-        output_format=fields.word("output_format", FORMATS, "png"),
-        compression=fields.count("output_compression", least=0, most=100),
-        is_url=fields.word("response_format", ("b64_json", "url"), "b64_json") == "url",
-        is_stream=fields.flag("stream"),
-        stream_format=fields.word("stream_format", DIALECTS, usual.stream_format),
-        partial_images=fields.count("partial_images", least=0, most=MAX_PREVIEWS),
-        pull=fields.word("pull", (NEVER, IF_MISSING, ALWAYS), usual.pull),
-        facts=fields.flag("png_facts", default=usual.facts),
+        n=body.n,
+        steps=_same(body, "steps", "num_inference_steps"),
+        negative=body.negative_prompt or None,
+        guidance=_same(body, "guidance", "guidance_scale"),
+        shift=body.shift,
+        quality=body.quality,
+        output_format=body.output_format,
+        compression=body.output_compression,
+        is_url=body.response_format == "url",
+        is_stream=body.stream,
+        stream_format=body.stream_format or usual.stream_format,
+        partial_images=body.partial_images,
+        pull=body.pull or usual.pull,
+        facts=usual.facts if body.png_facts is None else body.png_facts,
+        ignored=unknown,
     )
-    _background(fields)
-    return replace(request, ignored=fields.unknown)
 
 
-def _size(fields: RequestFields) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """Width, height, and which of them were said by themselves."""
-    size = _whole_size(fields.text("size", most=MAX_TEXT))
-    most = MAX_PIXELS // MULTIPLE
-    said = {name: fields.count(name, least=MULTIPLE, most=most) for name in ("width", "height")}
-    alone = {name: side for name, side in said.items() if side is not None}
-    for name, side in alone.items():
-        if side % MULTIPLE:
-            raise wrong(name, f"must be a multiple of {MULTIPLE}, not {side}")
-        if size is not None and size[name] != side:
-            raise wrong(name, f"is {side}, but {size[name]} in size")
+def _same(body: ImageBody, name: str, other: str) -> Any:
+    """Return the value of a field that has two names. Raises ApiError if they differ."""
+    values = {getattr(body, each) for each in (name, other)} - {None}
+    if len(values) > 1:
+        raise wrong(name, f"and {other} are the same, but differ here")
+    return next(iter(values), None)
+
+
+def _size(body: ImageBody) -> tuple[int | None, int | None, tuple[str, ...]]:
+    """Return width, height, and which of them were given by themselves."""
+    size = _whole_size(body.size)
+    alone = {"width": body.width, "height": body.height}
+    given = {name: side for name, side in alone.items() if side is not None}
     if size is not None:
+        for name, side in given.items():
+            if size[name] != side:
+                raise wrong(name, f"is {side}, but {size[name]} in size")
         return size["width"], size["height"], ()
-    if len(alone) == 2:
-        check_pixels("width", alone["width"], alone["height"])
-    return said["width"], said["height"], tuple(alone)
+    if len(given) == 2:
+        check_pixels("width", given["width"], given["height"])
+    return body.width, body.height, tuple(given)
 
 
 def _whole_size(text: str | None) -> dict[str, int] | None:
@@ -221,7 +252,7 @@ def _whole_size(text: str | None) -> dict[str, int] | None:
         return None
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise wrong("size", f'must be "auto" or such as "1024x1024", not {shown(text)}')
+        raise wrong("size", 'must be "auto" or such as "1024x1024"')
     width, height = int(found[1]), int(found[2])
     if any(side < MULTIPLE or side % MULTIPLE for side in (width, height)):
         raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
@@ -230,13 +261,7 @@ def _whole_size(text: str | None) -> dict[str, int] | None:
 
 
 def check_pixels(param: str, width: int, height: int) -> None:
-    """Refuse what no model here is asked for. Raises ApiError."""
+    """Raise ApiError if a picture is larger than any that is made here."""
     if width * height > MAX_PIXELS:
-        asked = f"{width * height} as {width}x{height}"
-        raise wrong(param, f"can make {MAX_PIXELS} pixels at most, not {asked}")
-
-
-def _background(fields: RequestFields) -> None:
-    words = ("auto", "opaque", "transparent")
-    if fields.word("background", words, "auto") == "transparent":
-        raise wrong("background", "cannot be transparent: pictures are opaque", "unsupported_value")
+        given = f"{width * height} as {width}x{height}"
+        raise wrong(param, f"can make {MAX_PIXELS} pixels at most, not {given}")

@@ -34,7 +34,7 @@ from clowder_aimage.api.ndjson import (
     whole,
     wrong,
 )
-from clowder_aimage.api.request_fields import wrong as invalid
+from clowder_aimage.api.request_body import wrong as invalid
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from clowder_aimage.api.image_request import ImageRequest
-from clowder_aimage.api.request_fields import wrong
+from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER

@@ -1,0 +1,77 @@
+"""Bodies of requests: strict JSON, read into pydantic models; errors name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.oci import read_json
+
+_BodyT = TypeVar("_BodyT", bound="RequestBody")
+
+
+class RequestBody(BaseModel):
+    """The fields of a body. Null is as good as no field, and unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+def _integer(value: object) -> object:
+    """Return 8.0, as some clients write it, as 8."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_integer)]
+
+
+async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
+    """Return the body of a request, whatever its Content-Type: curl's default is a form's.
+
+    Raises:
+        ApiError: 400, as ``parse_body``.
+    """
+    return parse_body(await request.read(), kind)
+
+
+def parse_body(raw: bytes, kind: type[_BodyT]) -> _BodyT:
+    """Return the body ``raw``.
+
+    Raises:
+        ApiError: 400, it is not a JSON object, or a field is malformed.
+    """
+    if not raw.strip():
+        message = "the request has no body; it must be a JSON object"
+        raise ApiError(400, message, code="invalid_json")
+    try:
+        value = read_json(raw, "the request's body")
+    except FormatError as error:
+        raise ApiError(400, error.message, code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the request's body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate({name: each for name, each in value.items() if each is not None})
+    except ValidationError as error:
+        raise _field_error(error) from None
+
+
+def _field_error(error: ValidationError) -> ApiError:
+    """Return the answer to the first malformed field. Its value is not repeated."""
+    first: Any = error.errors(include_url=False)[0]
+    param, kind = str(first["loc"][-1])[:60], first["type"]
+    if kind == "missing":
+        message = f"the request has no {param}"
+        return ApiError(400, message, code="missing_required_parameter", param=param)
+    message = re.sub(r"^(Input|String) should ", "must ", first["msg"])
+    is_literal = kind == "literal_error" and not isinstance(first["input"], str)
+    is_type = kind.endswith("_type") or is_literal
+    return wrong(param, message.removeprefix("Value error, "), "invalid_type" if is_type else "")
+
+
+def wrong(param: str, message: str, code: str = "") -> ApiError:
+    """Return the answer to a malformed field."""
+    return ApiError(400, f"{param} {message}", code=code or "invalid_value", param=param)
