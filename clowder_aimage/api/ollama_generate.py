@@ -11,34 +11,26 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import math
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.image_request import MAX_TEXT, check_pixels
-from clowder_aimage.api.ndjson import (
-    NdjsonStream,
-    fields,
-    flag,
-    paced,
-    read_object,
-    text,
-    whole,
-    wrong,
-)
-from clowder_aimage.api.request_body import wrong as invalid
+from clowder_aimage.api.ndjson import NdjsonStream
+from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_body
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.sse import ticking
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
-from clowder_aimage.engine.limits import FOR_EVER, IF_MISSING, NEVER
+from clowder_aimage.engine.limits import IF_MISSING, NEVER
+from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
@@ -46,10 +38,49 @@ from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor, Reference
 
 SILENCE = 10.0  # seconds after which it hears that the request lives
-_LONGEST = 100 * 365 * 86400.0  # seconds of keep_alive; more is for ever
 _NOTHING: dict[str, Any] = {}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+
+
+def _keep_alive(value: object) -> float | None:
+    """Return seconds: a number, or a duration as Go writes it. Below 0 is for ever."""
+    try:
+        return None if value == "" else duration(value)
+    except ValueError:
+        message = "must be a number of seconds, or a duration such as '5m' or '1h30m'"
+        raise ValueError(message) from None
+
+
+class _Options(RequestBody):
+    width: Whole | None = None
+    height: Whole | None = None
+    steps: Whole | None = None
+    seed: Whole | None = None
+
+
+class _GenerateBody(ModelBody, _Options):
+    prompt: str = Field("", max_length=MAX_TEXT)
+    images: Any = None
+    options: _Options = _Options()
+    keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
+    stop: bool = False
+    png_facts: bool | None = None
+
+    def parameters(self) -> dict[str, int]:
+        """Return sizes, steps and seed, of the request itself or of its ``options``.
+
+        A size of 0, or a seed below 0, is none.
+        """
+        found = {}
+        for name in ("width", "height", "steps", "seed"):
+            own: int | None = getattr(self, name)
+            value: int | None = getattr(self.options, name) if own is None else own
+            if value is not None and (value >= 0 if name == "seed" else value != 0):
+                found[name] = value
+        width, height = found.get("width", 0), found.get("height", 0)
+        if min(width, height) > 0:  # before a model is loaded for it
+            check_pixels("width" if width >= height else "height", width, height)
+        found.setdefault("seed", secrets.randbits(32))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +98,23 @@ class _Wanted:
     facts: bool = True
 
     @classmethod
-    def of(cls, service: Service, body: Mapping[str, Any]) -> _Wanted:
-        """Raises ApiError, UsageError: a field is not what it should be."""
-        name = text(body, "model", "name")
-        reference = service.reference(name)
-        if body.get("images"):
+    def of(cls, service: Service, body: _GenerateBody) -> _Wanted:
+        """Return the request in a body. Raises ApiError, UsageError."""
+        reference = service.reference(body.reference)
+        if body.images:
             raise ApiError(
                 400, "no model here takes pictures", code="unsupported_value", param="images"
             )
-        prompt = text(body, "prompt")
-        if len(prompt) > MAX_TEXT:
-            message = f"can have {MAX_TEXT} characters at most, not {len(prompt)}"
-            raise invalid("prompt", message)
         return cls(
-            name or str(reference),
+            body.reference or str(reference),
             reference,
-            prompt,
-            _parameters(body),
-            keep_alive(body.get("keep_alive")),
-            flag(body, "stream", True),
-            flag(body, "stop", False),
+            body.prompt,
+            body.parameters(),
+            body.keep_alive,
+            body.stream,
+            body.stop,
             service.pull,
-            flag(body, "png_facts", service.facts),
+            service.facts if body.png_facts is None else body.png_facts,
         )
 
     def terms(self, request: web.Request) -> dict[str, Any]:
@@ -112,61 +138,11 @@ class _Wanted:
         return {"model": self.name, "created_at": created, "response": "", **more, "done": done}
 
 
-def _parameters(body: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes, steps and seed, of the request itself or of its ``options``; a size of 0, or a seed
-    below 0, is none."""
-    options, found = fields(body, "options"), {}
-    for name in ("width", "height", "steps", "seed"):
-        value = whole(body, name)
-        value = whole(options, name) if value is None else value
-        is_said = value is not None and (value >= 0 if name == "seed" else value != 0)
-        if value is not None and is_said:
-            found[name] = value
-    width, height = found.get("width", 0), found.get("height", 0)
-    if min(width, height) > 0:  # before a model is loaded for it
-        check_pixels("width" if width >= height else "height", width, height)
-    found.setdefault("seed", secrets.randbits(32))
-    return found
-
-
-def keep_alive(value: object) -> float | None:
-    """Seconds: a number, or a duration as Go writes it (``5m``, ``1h30m``; Go, ``ParseDuration``),
-    or a number in a string. Below 0 is for ever.
-
-    Raises:
-        ApiError: it is none of them.
-    """
-    if value is None or value == "":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise wrong("keep_alive", "a number of seconds, or a duration such as '5m'", value)
-    seconds = _seconds(value) if isinstance(value, str) else float(min(max(value, -1), _LONGEST))
-    if seconds is None or math.isnan(seconds):
-        raise ApiError(
-            400,
-            "keep_alive must be a number of seconds, or a duration such as '5m' or '1h30m'",
-            code="invalid_value",
-            param="keep_alive",
-        )
-    return FOR_EVER if seconds < 0 or seconds >= _LONGEST else seconds
-
-
-def _seconds(said: str) -> float | None:
-    sign = -1 if said.startswith("-") else 1
-    rest = said.removeprefix("-" if sign < 0 else "+")
-    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", rest):
-        return sign * min(float(rest), _LONGEST)
-    parts = list(_DURATION.finditer(rest))
-    if not parts or "".join(part[0] for part in parts) != rest:
-        return None
-    return sign * min(sum(float(part[1]) * _SECONDS[part[2]] for part in parts), _LONGEST)
-
-
 def drawing(service: Service) -> Callable[[web.Request], Any]:
     """The handler."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        wanted = _Wanted.of(service, await read_object(request))
+        wanted = _Wanted.of(service, await read_body(request, _GenerateBody))
         request["model"] = str(wanted.reference)
         if wanted.prompt:
             return await _generate(service, request, wanted)
@@ -211,7 +187,7 @@ async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.
     answer = NdjsonStream(request)
     try:
         async with contextlib.aclosing(
-            paced(service.engine.load(wanted.reference, **wanted.terms(request)), SILENCE, SILENCE)
+            ticking(service.engine.load(wanted.reference, **wanted.terms(request)), SILENCE)
         ) as events:
             async for event in events:
                 if event is None and wanted.is_streaming:
@@ -229,7 +205,7 @@ async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> 
     answer, begun, last = NdjsonStream(request), time.monotonic_ns(), _NOTHING
     events = wanted.generate(service.engine, request)
     try:
-        async with contextlib.aclosing(paced(events, SILENCE, SILENCE)) as heard:
+        async with contextlib.aclosing(ticking(events, SILENCE)) as heard:
             async for event in heard:
                 if isinstance(event, ImageEvent):
                     last = _finished(wanted, event, begun)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,7 +19,8 @@ from aiohttp import web
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_details import capabilities, details
-from clowder_aimage.api.ndjson import NdjsonStream, flag, read_object, text
+from clowder_aimage.api.ndjson import NdjsonStream
+from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
@@ -124,8 +125,8 @@ def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
 
 
 async def _show(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    reference = service.reference(text(body, "model", "name"))
+    body = await read_body(request, ModelBody)
+    reference = service.reference(body.reference)
 
     def describe() -> dict[str, Any] | None:
         item = model_list.item(service.store, reference)
@@ -161,15 +162,20 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
 
 
 async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    await model_list.forget(service, _reference(text(body, "model", "name"), "model"))
+    body = await read_body(request, ModelBody)
+    await model_list.forget(service, _reference(body.reference, "model"))
     return web.Response()
 
 
+class _CopyBody(RequestBody):
+    source: str = ""
+    destination: str = ""
+
+
 async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    source = _reference(text(body, "source"), "source")
-    target = _reference(text(body, "destination"), "destination")
+    body = await read_body(request, _CopyBody)
+    source = _reference(body.source, "source")
+    target = _reference(body.destination, "destination")
     if target.digest is not None:
         raise UsageError(f"{target} names a digest: a tag is needed", hint="leave the @... away")
     if not await asyncio.to_thread(_tag, service.store, source, target):
@@ -204,18 +210,16 @@ def _reference(name: str, field: str) -> Reference:
 
 
 async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    reference = _reference(text(body, "model", "name"), "model")
-    is_streaming = flag(body, "stream", True)
+    body = await read_body(request, ModelBody)
+    reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
-        return await _told(request, is_streaming, _pulling(transfer))
+        return await _told(request, body.stream, _pulling(transfer))
 
 
 async def _push(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    reference = _reference(text(body, "model", "name"), "model")
-    is_streaming = flag(body, "stream", True)
+    body = await read_body(request, ModelBody)
+    reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     if reference.registry is None:
         raise UsageError(
@@ -225,12 +229,12 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
     if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
-        return await _told(request, is_streaming, _pushing(transfer))
+        return await _told(request, body.stream, _pushing(transfer))
 
 
-def _check_insecure(service: Service, body: Mapping[str, Any], reference: Reference) -> None:
+def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
     """Which registries may be trusted blindly is the worker's to say, not a request's."""
-    if not flag(body, "insecure", False) or reference.is_loopback:
+    if not body.insecure or reference.is_loopback:
         return
     known = service.connection.to(reference.registry or "")
     if not known.plain_http and not known.insecure:

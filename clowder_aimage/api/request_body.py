@@ -21,6 +21,20 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
+class ModelBody(RequestBody):
+    """The name of a model, by its new and its old field, and the form of the answer."""
+
+    model: str = ""
+    name: str = ""
+    stream: bool = True
+    insecure: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The name, or "" if there is none."""
+        return self.model or self.name
+
+
 def _integer(value: object) -> object:
     """Return 8.0, as some clients write it, as 8."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

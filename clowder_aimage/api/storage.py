@@ -11,14 +11,14 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.ndjson import read_object, text
+from clowder_aimage.api.request_body import RequestBody, read_body, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
@@ -127,25 +127,27 @@ def _url(reference: Reference) -> str:
     return f"oci://{reference}"
 
 
-def _credentials(body: Mapping[str, Any]) -> Credentials | None:
+class _ContentBody(RequestBody):
+    url: str = ""
+    credentials: str = ""
+    credentialsType: str = ""  # noqa: N815 - the storage manager's name
+
+
+def _credentials(body: _ContentBody) -> Credentials | None:
     """``credentials``: a token, or base64 of ``user:password`` where ``credentialsType`` is
     ``Basic``. Raises ApiError: 400; what they are is not repeated."""
-    value, kind = text(body, "credentials"), text(body, "credentialsType").lower()
+    value, kind = body.credentials, body.credentialsType.lower()
     if kind not in ("", "bearer", "basic"):
-        raise _unfit("credentialsType", "must be Bearer or Basic")
+        raise wrong("credentialsType", "must be Bearer or Basic")
     if not value:
         return None
     if kind == "basic":
         if Credential.of_basic(value) is None:
-            raise _unfit("credentials", "must be base64 of 'user:password'")
+            raise wrong("credentials", "must be base64 of 'user:password'")
         return Credentials(("auth", value))
     if re.fullmatch(r"[!-~]+", value) is None:
-        raise _unfit("credentials", "must be a token without spaces")
+        raise wrong("credentials", "must be a token without spaces")
     return Credentials(("registrytoken", value))
-
-
-def _unfit(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param} {message}", code="invalid_value", param=param)
 
 
 # -- requests
@@ -173,8 +175,8 @@ async def _get(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 async def _post(service: Service, request: web.Request) -> web.StreamResponse:
-    body = await read_object(request)
-    reference, credentials = parse(text(body, "url")), _credentials(body)
+    body = await read_body(request, _ContentBody)
+    reference, credentials = parse(body.url), _credentials(body)
     item = await asyncio.to_thread(model_list.item, service.store, reference)
     if item is not None and not item.missing:
         return _created(item, 200)

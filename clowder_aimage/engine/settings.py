@@ -31,12 +31,12 @@ from clowder_aimage.oci import Reference
 DEFAULT_ADDRESS = "127.0.0.1:11434"
 PREFIX = "AIMAGE_SERVE_"
 LONGEST = 100 * 365 * 86400.0  # seconds that are not for ever
-_PARTS = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+_PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"
 )
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 
 
 def duration(value: object) -> float:
@@ -50,8 +50,8 @@ def duration(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and not is_nan:
         return FOR_EVER if value < 0 or value >= LONGEST else float(value)
     text = str(value).strip().lower()
-    sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+    sign, text = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         seconds = float(text)
     elif text and not _PARTS.sub("", text):
         seconds = sum(float(count) * _UNITS[unit] for count, unit in _PARTS.findall(text))

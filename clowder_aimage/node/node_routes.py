@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from clowder_aimage.api.ndjson import read_object, text
+from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.errors import StoreError
 from clowder_aimage.http.api_error import ApiError
@@ -28,6 +28,10 @@ def routes(
         Route("GET", "/v1/node", api.status, INFER),
         Route("POST", "/v1/node/retry", api.retry, ADMIN),
     ]
+
+
+class _RetryBody(RequestBody):
+    ref: str = ""
 
 
 class NodeApi:
@@ -70,7 +74,7 @@ class NodeApi:
         """Try again now: one model, or all. An empty body means all."""
         name = ""
         if (await request.read()).strip():
-            name = text(await read_object(request), "ref")
+            name = (await read_body(request, _RetryBody)).ref
         if not self._node.retry(name or None) and name:
             raise ApiError(404, f"{name} is not wanted here", code="not_wanted", param="ref")
         return web.Response(status=202)

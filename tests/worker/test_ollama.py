@@ -208,7 +208,6 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [
-        (None, None),
         ("", None),
         (5, 5),
         (0, 0),
@@ -228,9 +227,9 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
     ],
 )
 def test_a_keep_alive_is_seconds_or_a_duration_of_go(said, seconds):
-    from clowder_aimage.api.ollama_generate import keep_alive
+    from clowder_aimage.engine.settings import duration
 
-    assert keep_alive(said) == seconds
+    assert duration(said) == seconds
 
 
 @pytest.mark.parametrize("said", ["soon", "5x", "5 m", "m", "--1", "1d", True, [], {}, "٥m"])
