@@ -1,7 +1,7 @@
-"""What a document needs: every digest that it mentions, found by a pattern.
+"""Scan documents for the digests that they mention.
 
-That is rather too much than too little, holds for documents of any kind, and is twice as fast as
-parsing them.
+A pattern finds rather too much than too little, holds for documents of any kind and depth, and is
+twice as fast as a parser: so a collection keeps what other tools need (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -10,43 +10,99 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest
 
-LARGEST = 64 * 1024 * 1024  # bytes of a document that is read to see what it needs
-MAX_DEPTH = 100  # of indexes, for the stack; far more than can be pulled
+LARGEST = 64 * 1024 * 1024  # bytes of a document that is scanned
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 
+Read = Callable[[str], bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedDocument:
+    """The digests that a document mentions, and which of them are manifests or configs."""
+
+    mentioned: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+
+
+class DigestScanner:
+    """Documents that were scanned, each once. Equal digests are one string, for the memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ScannedDocument] = {}
+        self._interned: dict[bytes, str] = {}
+
+    def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
+        """Yield a document and all below it, each once; None for one that ``read`` does not have.
+
+        Raises:
+            Whatever ``read`` raises.
+        """
+        pending, visited = [root], set()
+        while pending:
+            digest = pending.pop()
+            if digest not in visited:
+                visited.add(digest)
+                document = self.scan(digest, read)
+                yield digest, document
+                pending += document.documents if document else ()
+
+    def scan(self, digest: str, read: Read) -> ScannedDocument | None:
+        """Return what is in one document; None where ``read`` does not have it."""
+        if digest not in self._known:
+            if (raw := read(digest)) is None:
+                return None
+            raw = plain(raw)
+            self._known[digest] = ScannedDocument(
+                tuple(map(self._intern, set(_DIGEST.findall(raw)))),
+                tuple(str(child) for child in documents(raw)),
+                tuple(map(self._intern, _configs(raw))),
+            )
+        return self._known[digest]
+
+    def needs(self, root: str, read: Read, read_config: Read) -> set[str]:
+        """Return the root and the digests that it, the documents below and their configs mention.
+
+        The configs say what compressed layers unpack to.
+        """
+        found = {root}
+        for digest, document in self.walk(root, read):
+            found.add(digest)
+            if document is not None:
+                found.update(document.mentioned)
+                for config in document.configs:
+                    if (scanned := self.scan(config, read_config)) is not None:
+                        found.update(scanned.mentioned)
+        return found
+
+    def _intern(self, digest: bytes) -> str:
+        return self._interned.setdefault(digest, digest.decode())
+
+
+def mentioned(raw: bytes) -> set[str]:
+    """Return the digests in a plain document."""
+    return {digest.decode() for digest in _DIGEST.findall(raw)}
+
 
 def plain(raw: bytes) -> bytes:
-    """A document without the roundabout spellings (\\u0073) that JSON has for plain letters."""
+    """Return a document with plain letters in place of JSON's escapes (``\\u0073``)."""
     if b"\\u" in raw:
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(raw)).encode()
     return raw
 
 
-def mentioned(raw: bytes) -> list[bytes]:
-    """The digests in a plain document."""
-    return _DIGEST.findall(raw)
-
-
-def configs(raw: bytes) -> list[bytes]:
-    """The digests of its configs: they say what compressed layers unpack to."""
-    found = _CONFIG.findall(raw)
-    if not found and b'"config"' in raw:  # it has annotations, or the like
-        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            found = [json.dumps(json.loads(raw)["config"]).encode()]
-    return [digest for config in found for digest in _DIGEST.findall(config)]
-
-
 def documents(raw: bytes) -> Iterator[Digest]:
-    """The manifests in an index, whatever they call themselves."""
+    """Yield the manifests in an index, whatever media types it claims."""
     if b'"manifests"' not in raw:
         return
     try:
@@ -58,12 +114,21 @@ def documents(raw: bytes) -> Iterator[Digest]:
             yield Digest.parse(child.get("digest"))
 
 
-def blobs(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:
-    """All that is called like a blob, by its digest. Raises StoreError."""
+def _configs(raw: bytes) -> list[bytes]:
+    found = _CONFIG.findall(raw)
+    if not found and b'"config"' in raw:  # it has annotations, or the like
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            found = [json.dumps(json.loads(raw)["config"]).encode()]
+    return [digest for config in found for digest in _DIGEST.findall(config)]
+
+
+def blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the digests and the status of all files with the name of a blob. Raises StoreError."""
     for algorithm in ("sha256", "sha512"):
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(root / "blobs" / algorithm):
-                name = f"{algorithm}:{entry.name}".encode("utf-8", "surrogateescape")
-                if _DIGEST.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                name = f"{algorithm}:{entry.name}"
+                is_digest = _DIGEST.fullmatch(os.fsencode(name))
+                if is_digest and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
                         yield name, entry.stat(follow_symlinks=False)

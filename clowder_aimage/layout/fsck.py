@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.graph import MAX_DEPTH
+from clowder_aimage.content.graph import GraphNode, walk
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import check
@@ -26,8 +26,6 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.lock import open_plain
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
-
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class Fsck:
         """Look at all of it; with ``loose`` also at blobs that no name needs, and at what else
         lies among them."""
         for name, descriptor in self._roots:
-            self._document(name, descriptor)
+            self._add_root(name, descriptor)
         if loose:
             for content in self._loose():
                 self._wanted.setdefault(content.digest, _Wanted(content))
@@ -116,29 +114,34 @@ class Fsck:
             problem = FsckProblem(kind, str(what), message, tuple(sorted(names)))
             self._report.problems.append(problem)
 
-    def _document(self, name: str, descriptor: Descriptor, depth: int = 0) -> None:
-        """Read a manifest or an index, and note what it needs."""
-        is_document = descriptor.media_type in _DOCUMENTS
-        if depth and is_document and not os.path.lexists(self._layout.place(descriptor)):
-            return  # a variant that was not fetched
-        self._want(name, descriptor, may_lack=False)
-        if not is_document:
-            return
+    def _add_root(self, name: str, root: Descriptor) -> None:
+        """Note what a name needs, and what is wrong with its documents."""
+
+        def read(content: Descriptor) -> Manifest | Index | None:
+            if content.media_type not in mediatype.DOCUMENTS:
+                return None
+            try:
+                return parse_document(self._layout.read(content), content.media_type)
+            except (AccessError, VerificationError):
+                return None  # found when it is hashed
+            except FormatError as error:
+                self._problem("document", content.digest, error.message, [name])
+                return None
+
         try:
-            raw = self._layout.read(descriptor)
-            document = parse_document(raw, descriptor.media_type)
-        except (AccessError, VerificationError):
-            return  # found when it is hashed
+            for node in walk(read, root):
+                content, listed_in = node.content, node.parent and node.parent.document
+                if isinstance(listed_in, Manifest):
+                    is_layer = content.digest != listed_in.config.digest
+                    self._want(name, content, may_lack=is_layer)
+                elif listed_in is None or not self._is_unfetched(node):
+                    self._want(name, content, may_lack=False)
         except FormatError as error:
-            self._problem("document", descriptor.digest, error.message, [name])
-            return
-        below = isinstance(document, Index) and depth < MAX_DEPTH
-        for child in document.children:
-            if below:
-                self._document(name, child, depth + 1)
-            else:
-                config = document.config if isinstance(document, Manifest) else None
-                self._want(name, child, may_lack=child is not config)
+            self._problem("document", root.digest, error.message, [name])
+
+    def _is_unfetched(self, node: GraphNode) -> bool:
+        """Return whether a document of an index is a variant that was not fetched."""
+        return node.is_document and not os.path.lexists(self._layout.place(node.content))
 
     def _want(self, name: str, content: Descriptor, *, may_lack: bool) -> None:
         self._lease.add(content.digest)

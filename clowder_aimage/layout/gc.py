@@ -13,20 +13,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
-from clowder_aimage.layout.digest_scan import (
-    LARGEST,
-    MAX_DEPTH,
-    blobs,
-    configs,
-    documents,
-    mentioned,
-    plain,
-)
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, mentioned
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
@@ -79,8 +72,7 @@ class Collector:
         self._stale = stale
         self._dry_run = dry_run
         self._now = now
-        self._known: dict[str, tuple[str, ...]] = {}  # what a document needs, itself included
-        self._interned: dict[bytes, str] = {}
+        self._scanner = DigestScanner()
         self._done = Collection()
 
     def run(
@@ -101,7 +93,7 @@ class Collector:
         """
         roots = self._roots()
         held_now = {str(digest) for digest in leased(self._layout.root, remove=False)}
-        sizes = {name.decode(): found.st_size for name, found in blobs(self._layout.root)}
+        sizes = {name: found.st_size for name, found in blobs(self._layout.root)}
         live = self._live(roots, held_now)  # whether anything is damaged must be known first
         if max_age is not None or max_size is not None:
             gone = self._forget(held_now, sizes, max_age, max_size, keep)
@@ -124,68 +116,50 @@ class Collector:
     # -- what is needed
 
     def _roots(self) -> list[tuple[str, Digest]]:
-        """What index.json lists, with names; also what it merely mentions in entries that mean
-        nothing to us."""
+        """Return what index.json lists, with names, and what malformed entries mention."""
         roots = [(name, descriptor.digest) for name, descriptor in self._layout.entries()]
         known = {str(digest) for _, digest in roots}
-        raw = json.dumps(read_index(self._layout.root)).encode()
-        others = {found.decode() for found in mentioned(raw)} - known
+        others = mentioned(json.dumps(read_index(self._layout.root)).encode()) - known
         return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
 
     def _live(self, roots: Iterable[tuple[str, Digest]], held_now: set[str]) -> set[str]:
         live: set[str] = set()
         for name, digest in roots:
-            live.update(self._closure(digest, name))
-        for held_alone in held_now - live:  # a tag has moved on from what somebody is reading
-            live.update(self._of_held(Digest.parse(held_alone)))
+            live |= self._needs(digest, name)
+        for held_alone in held_now - live:  # a tag has moved on from what a process is reading
+            live |= self._needs_of_held(Digest.parse(held_alone))
         return live | held_now
 
-    def _of_held(self, digest: Digest) -> tuple[str, ...]:
-        """What a leased document needs; of what is none, or cannot be read, just itself."""
+    def _needs_of_held(self, digest: Digest) -> set[str]:
+        """Return what a leased document needs; nothing for a blob, or what cannot be read."""
         try:
-            with self._layout.open(Descriptor("application/octet-stream", digest, 0)) as file:
+            with self._layout.open(_content(str(digest))) as file:
                 is_document = file.read(1) == b"{"
-            return self._closure(digest, "") if is_document else ()
+            return self._needs(digest, "") if is_document else set()
         except (AImageError, OSError):
-            return ()
+            return set()
 
-    def _closure(self, digest: Digest, name: str, depth: int = 0) -> tuple[str, ...]:
-        """A document and all that it mentions: rather too much than too little."""
-        key = str(digest)
-        if key not in self._known:
-            raw = self._read(digest, name)
-            if raw is None and name and not depth:
-                raise VerificationError(
-                    f"{name} names a manifest that is not here, and what it needs is not known: "
-                    "nothing was collected",
-                    hint=f"aimage verify --repair fetches it, or: aimage rm {name}",
-                )
-            if raw is None:
-                return (key,)  # it may come back meanwhile
-            raw = plain(raw)
-            self._known[key] = (key,)  # also what it is to itself, if it should say so
-            found, is_whole = {key, *self._mentioned(raw)}, True
-            for child in documents(raw) if depth < MAX_DEPTH else ():
-                found.update(self._closure(child, name, depth + 1))
-                is_whole &= str(child) in self._known
-            for config in configs(raw):
-                below = self._peek(config.decode())
-                found.update(self._mentioned(below or b""))
-                is_whole &= below is not None
-            if not is_whole:  # what is missing may come meanwhile
-                del self._known[key]
-                return tuple(found)
-            self._known[key] = tuple(found)
-        return self._known[key]
+    def _needs(self, digest: Digest, name: str) -> set[str]:
+        """Return the digests of a document that ``name`` names, and of all that it needs.
 
-    def _mentioned(self, raw: bytes) -> Iterator[str]:
-        for found in mentioned(raw):
-            yield self._interned.setdefault(found, found.decode())
+        Raises:
+            VerificationError: it is damaged or, with a name, missing: nothing may be collected.
+        """
+        read = partial(self._read, name)
+        if name and self._scanner.scan(str(digest), read) is None:
+            raise VerificationError(
+                f"{name} names a manifest that is missing, and what it needs is not known: "
+                "nothing was collected",
+                remedy="repair_or_remove",
+                reference=name,
+            )
+        return self._scanner.needs(str(digest), read, self._read_config)
 
-    def _read(self, digest: Digest, name: str) -> bytes | None:
-        content = Descriptor("application/octet-stream", digest, 0)
+    def _read(self, name: str, key: str) -> bytes | None:
+        """Return a document, verified; nothing of a blob, None where it is missing."""
+        digest = Digest.parse(key)
         try:
-            with self._layout.open(content) as file, store_errors(self._layout.root):
+            with self._layout.open(_content(key)) as file, store_errors(self._layout.root):
                 raw = file.read(LARGEST + 1) or b""
         except NotFoundError:
             return None
@@ -194,16 +168,15 @@ class Collector:
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(
                 f"{digest}, which {name or 'index.json'} names, is damaged: nothing was collected",
-                hint="mend it first: aimage verify --repair",
+                remedy="repair",
             )
         return raw
 
-    def _peek(self, digest: str) -> bytes | None:
-        """A config, as far as it is one; None where it is not here."""
-        content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
-        with contextlib.suppress(NotFoundError, OSError), self._layout.open(content) as file:
+    def _read_config(self, key: str) -> bytes | None:
+        """Return a config as it is, verified or not; None where it is missing."""
+        with contextlib.suppress(NotFoundError, OSError), self._layout.open(_content(key)) as file:
             raw = file.read(LARGEST + 1) or b""
-            return plain(raw) if len(raw) <= LARGEST else b""
+            return raw if len(raw) <= LARGEST else b""
         return None
 
     # -- names
@@ -236,7 +209,7 @@ class Collector:
             needs = Counter(held_now)
             for name, digest in self._roots():
                 if not name or name not in gone:
-                    needs.update(self._closure(digest, name))
+                    needs.update(self._needs(digest, name))
             total = sum(sizes.get(digest, 0) for digest in needs)
             for _, name, descriptor in sorted(free, key=lambda one: one[:2]):
                 if total <= max_size:
@@ -244,7 +217,7 @@ class Collector:
                 if name in gone:
                     continue
                 gone[name] = ForgottenName(name, "the least recently used")
-                for needed in self._closure(descriptor.digest, name):
+                for needed in self._needs(descriptor.digest, name):
                     needs[needed] -= 1
                     if not needs[needed]:
                         total -= sizes.get(needed, 0)
@@ -270,6 +243,10 @@ class Collector:
                     os.unlink(path)
                 self._done.blobs += 1
                 self._done.size += sizes[digest]
+
+
+def _content(digest: str) -> Descriptor:
+    return Descriptor("application/octet-stream", Digest.parse(digest), 0)
 
 
 def _whole(name: str) -> str | None:

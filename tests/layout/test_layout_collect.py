@@ -533,7 +533,7 @@ def test_a_name_whose_manifest_is_not_there_stops_everything(layout, aged, wishe
     layout.path(aged["b:v1"].descriptor).unlink()
     put(layout, b"stray")
     before = state(layout)
-    with pytest.raises(VerificationError, match=r"b:v1 names a manifest that is not here"):
+    with pytest.raises(VerificationError, match=r"b:v1 names a manifest that is missing"):
         collected(layout, **wishes)
     assert state(layout) == before
     assert names(layout) == set(aged)

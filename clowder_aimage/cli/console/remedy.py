@@ -9,6 +9,8 @@ REMEDIES = {
     "choose_schema": "--schema NAME says which document it should be: {names}",
     "complete": "to complete it: aimage pull {reference}",
     "no_worker": "start one with 'aimage serve', or name another one in AIMAGE_HOST",
+    "repair": "repair it first: aimage verify --repair",
+    "repair_or_remove": "aimage verify --repair fetches it, or: aimage rm {reference}",
     "not_in_store": "'aimage ls' lists what is there",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "

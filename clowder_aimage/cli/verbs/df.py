@@ -21,10 +21,10 @@ def df() -> None:
     Where there are several stores, each is shown by itself.
     """
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.usage import filling
+    from clowder_aimage.usage import disk_usage
 
     chosen = settings()
-    found = [filling(ImageLayout(root)) for root in chosen.stores]
+    found = [disk_usage(ImageLayout(root)) for root in chosen.stores]
     text = "\n\n".join(_text(one) for one in found)
     result([_plain(one) for one in found], text, as_json=chosen.as_json)
 
