@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import Aimage
+from tests.process import Aimage, reaped, restore_signals
 from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +20,7 @@ TINY = ROOT / "examples" / "tiny"
 def pytest_configure() -> None:
     """Draw the models that are compared with diffusers once, for all workers of a run. Of those
     each computes with one thread: many that wait for each other by spinning take thrice as long."""
+    restore_signals()
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
@@ -29,6 +30,13 @@ def pytest_configure() -> None:
 def pytest_report_header() -> str:
     """Name the draw, so that it can be repeated."""
     return f"AIMAGE_PARITY_SEED={os.environ['AIMAGE_PARITY_SEED']}"
+
+
+@pytest.fixture(autouse=True)
+def children() -> Iterator[None]:
+    """No child that a test starts outlives it. Those of wider fixtures are the fixtures' matter."""
+    with reaped():
+        yield
 
 
 @pytest.fixture(scope="session")

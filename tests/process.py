@@ -1,16 +1,78 @@
-"""The command line as a user meets it: a process."""
+"""The command line under test: in this process, or as a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from clowder_aimage.cli.main import run
 
 PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
+_PROGRAM = [*PROGRAM]
+# Variables that the interpreter or a library reads once, when it starts
+AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
+POOLS = ("aimage-write", "aimage-mlx")  # threads that stay for the next use
+THREADS_END = 20.0  # seconds
+_setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
+_children: list[subprocess.Popen[Any]] = []
+
+
+def spawn(
+    command: Sequence[object], *, is_shared: bool = False, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start a child that dies with the test, with all that it started, and with this process.
+
+    Args:
+        command: The program and its arguments.
+        is_shared: It outlives the test: a fixture of the session ends it.
+        options: As for ``subprocess.Popen``. The child leads a process group of its own.
+    """
+    words = [str(word) for word in command]
+    if _setpriv is not None and threading.current_thread() is threading.main_thread():
+        words = [_setpriv, "--pdeathsig", "KILL", *words]  # execs: the pid is the command's
+    child = subprocess.Popen(words, process_group=0, **options)
+    if not is_shared:
+        _children.append(child)
+    return child
+
+
+@contextlib.contextmanager
+def reaped() -> Iterator[None]:
+    """Kill the children that were started inside, with their process groups."""
+    before = len(_children)
+    try:
+        yield
+    finally:
+        for child in _children[before:]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            for stream in (child.stdin, child.stdout, child.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    if stream is not None:
+                        stream.close()
+            child.wait()
+        del _children[before:]
+
+
+def restore_signals() -> None:
+    """Undo what a shell does to a job in the background: children would ignore SIGINT as well."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
 
 
 @dataclass
@@ -41,30 +103,36 @@ class Aimage:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
-        """Run a verb; the test fails with all output when it exits with another code."""
-        done = subprocess.run(
-            [*PROGRAM, *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=self.env(),
-            cwd=self.home,
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        assert done.returncode == code, f"{done.returncode}: {done.stdout}\n{done.stderr}"
-        return Done(done.returncode, done.stdout, done.stderr)
+        """Run a verb in this process; the test fails with all output when it exits otherwise.
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        In another thread than the main one, with variables that count when a process starts, or
+        with another ``PROGRAM``, it is a process of its own.
+        """
+        has_own_start = any(name.startswith(AT_START) for name in self.environment)
+        is_aside = threading.current_thread() is not threading.main_thread()
+        if has_own_start or is_aside or PROGRAM != _PROGRAM:
+            return self.process(*arguments, code=code, stdin=stdin)
+        threads = set(threading.enumerate())
+        done = _run_here([str(each) for each in arguments], self.env(), self.home, stdin)
+        _check(done, code)
+        _join(threads, done)
+        return done
+
+    def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
+        """Run a verb as a process."""
+        with reaped():
+            child = self.start(*arguments, stdin=subprocess.PIPE)
+            out, err = child.communicate(stdin, timeout=120)
+        assert "Traceback" not in err, err
+        done = Done(child.returncode, out, err)
+        _check(done, code)
+        return done
+
+    def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
         """Begin a verb and come back at once."""
-        return subprocess.Popen(
-            [*PROGRAM, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.env(),
-            cwd=self.home,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        place = {"env": self.env(), "cwd": self.home}
+        return spawn([*PROGRAM, *arguments], **pipes | place | options)
 
     def env(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("AIMAGE_", "DOCKER_"))}
@@ -81,3 +149,92 @@ class Aimage:
             "PYTHONPATH": str(Path(__file__).parent.parent),
             **self.environment,
         }
+
+
+def _check(done: Done, code: int) -> None:
+    assert done.code == code, f"{done.code}: {done.out}\n{done.err}"
+
+
+def _join(before: set[threading.Thread], done: Done) -> None:
+    """Wait for the threads that the process would have left behind."""
+    until = time.monotonic() + THREADS_END
+    for thread in set(threading.enumerate()) - before:
+        if not thread.name.startswith(POOLS):
+            thread.join(max(0.0, until - time.monotonic()))
+            assert not thread.is_alive(), f"{thread.name} goes on: {done.out}\n{done.err}"
+
+
+def _run_here(
+    arguments: Sequence[str], environment: dict[str, str], home: Path, stdin: str
+) -> Done:
+    """Run a verb with the environment, directory, files and signal handlers of a process."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(home)
+        stack.enter_context(_environment(environment))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        stack.enter_context(_logging())
+        given, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        given.write(stdin.encode())
+        given.seek(0)
+        with _streams(given, out, err):
+            code = run(arguments)
+        return Done(code, _text(out), _text(err))
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n")
+
+
+@contextlib.contextmanager
+def _environment(environment: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Undo what a daemon configures."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        if "structlog" in sys.modules:
+            sys.modules["structlog"].reset_defaults()
+
+
+@contextlib.contextmanager
+def _streams(*files: BinaryIO) -> Iterator[None]:
+    """Put ``files`` in the place of descriptors 0, 1 and 2, and of Python's files on them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in range(3)]
+    named = sys.stdin, sys.stdout, sys.stderr
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file.fileno(), number)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = open(
+            2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
+        yield
+    finally:
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                file.flush()
+        sys.stdin, sys.stdout, sys.stderr = named
+        for number, fd in enumerate(kept):
+            os.dup2(fd, number)
+            os.close(fd)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import spawn
+
 USER, PASSWORD = "operator", "open sesame"
 _HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
 _REQUEST = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE) (/v2/\S*) HTTP/[0-9.]+" (\d+)')
@@ -88,8 +90,11 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
     (directory / "config.yml").write_text(json.dumps(config))  # JSON is YAML
     log = directory / "log"
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            ["docker-registry", "serve", str(directory / "config.yml")], stdout=file, stderr=file
+        process = spawn(
+            ["docker-registry", "serve", directory / "config.yml"],
+            is_shared=True,
+            stdout=file,
+            stderr=file,
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/", process)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
+import threading
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
@@ -90,33 +93,42 @@ def cli() -> None:
     """
 
 
-def main() -> NoReturn:
-    """Run the command line and leave with the documented exit code."""
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its documented exit code.
+
+    Args:
+        arguments: What follows the program's name; by default those of this process.
+    """
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(arguments, prog_name="aimage", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except AImageError as error:
-        _leave(error.exit_code, _sentence(error))
+        text = advice(error)
+        _print_error(f"{error.message}\n  {text}" if text else error.message)
+        code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        _leave(130, "interrupted; what was complete is kept")
+        _print_error("interrupted; what was complete is kept")
+        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
-def _sentence(error: AImageError) -> str:
-    text = advice(error)
-    return f"{error.message}\n  {text}" if text else error.message
+def main() -> NoReturn:
+    """Run the command line and leave the process, without waiting for threads on a dead network."""
+    code = run()
+    if threading.active_count() > 1:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
-def _leave(code: int, message: str) -> NoReturn:
-    """Say why and go at once: threads that wait for a dead network must not hold the user up."""
+def _print_error(message: str) -> None:
     click.echo(f"aimage: {printable(message)}", err=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -167,7 +167,7 @@ PEAK = """
 import pathlib, resource, sys
 import mlx.core, numpy
 from clowder_aimage.cli.main import cli
-from clowder_aimage.importer import pour, precision, quantize
+from clowder_aimage.importer import blob_encoder, precision, quantizer
 
 def peak():
     status = pathlib.Path("/proc/self/status")

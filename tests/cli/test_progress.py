@@ -23,7 +23,7 @@ from clowder_aimage.cli.console.output import duration
 from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
 from clowder_aimage.content.copy_event import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from tests.process import PROGRAM
+from tests.process import PROGRAM, spawn
 
 REFERENCE = Reference.parse("registry.example.com/team/model:v1")
 NEVER = 3600.0  # the tests look themselves
@@ -402,7 +402,7 @@ class OnTerminal:
     def __init__(self, here, *arguments: object) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.process = subprocess.Popen(
+        self.process = spawn(
             [*PROGRAM, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=slave,

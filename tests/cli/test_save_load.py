@@ -16,7 +16,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.content import artifact
-from tests.process import PROGRAM
+from tests.process import PROGRAM, spawn
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_ctrl_c_leaves_nothing(here):
     read_end, write_end = os.pipe()
     layout = ImageLayout(here.store)
     artifact.put_artifact(layout, "large", os.urandom(4_000_000))
-    process = subprocess.Popen(
+    process = spawn(
         [*PROGRAM, "save", "large", "-o", "-"],
         stdout=write_end,
         stderr=subprocess.PIPE,
@@ -237,7 +237,7 @@ def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
     artifact.put_artifact(ImageLayout(here.store), "large", b"1" * 9_000_000)
     here("save", "large", "-o", "x.tar")
     there = aimage("there")
-    process = subprocess.Popen(
+    process = spawn(
         [*PROGRAM, "load", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=there.env()
     )
     process.stdin.write((here.home / "x.tar").read_bytes()[:5_000_000])

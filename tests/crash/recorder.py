@@ -328,7 +328,7 @@ class Layer:
 
 def _become(order: dict[str, Any]) -> None:
     """What is left is as if the command line had been started so. Raises SystemExit."""
-    from clowder_aimage.cli.main import main
+    from clowder_aimage.cli.main import run
 
     for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
         fd = os.open(name, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0), 0o600)
@@ -341,7 +341,7 @@ def _become(order: dict[str, Any]) -> None:
     if not order.get("locks", True):
         fcntl.flock = lambda fd, operation: None
     Layer(order).install()
-    main()
+    sys.exit(run())
 
 
 def _wait(pid: int, after: float | None) -> int:

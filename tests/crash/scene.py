@@ -24,7 +24,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.verify import verify
 from tests.content.artifact import blob, manifest, put_artifact
-from tests.process import Aimage, Done
+from tests.process import Aimage, Done, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1024 * 1024
@@ -40,8 +40,9 @@ class Machine:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._numbers = itertools.count()
-        self._process = subprocess.Popen(
+        self._process = spawn(
             [sys.executable, "-m", "tests.crash.recorder"],
+            is_shared=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

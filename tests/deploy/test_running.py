@@ -34,7 +34,7 @@ from tests.deploy.written import (
     last,
     unit,
 )
-from tests.process import Aimage
+from tests.process import Aimage, spawn
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import Worker, begin
 
@@ -154,7 +154,7 @@ def test_init_pushes_a_model_and_makes_a_token_once(containers: Containers) -> N
 def test_the_worker_of_the_compose_file_makes_a_picture(containers: Containers) -> None:
     containers.init()
     with containers.worker() as worker:
-        place = worker.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        place = worker.url.replace("0.0.0.0", "127.0.0.1")
         assert Client(place).ask("GET", "/healthz")[0] == 200
         status, _ = Client(place).ask("POST", "/v1/images/generations", {"prompt": "a red circle"})
         assert status == 401
@@ -183,7 +183,7 @@ def test_a_worker_needs_no_capability_and_writes_to_its_volume_alone(
         "PATH": os.environ["PATH"],
         **containers.environment("worker"),
     }
-    process = subprocess.Popen(
+    process = spawn(
         [*containers.caged, str(AIMAGE), "serve", *options],
         env=environment,
         stdout=subprocess.PIPE,
@@ -286,7 +286,7 @@ def activated(stocked_shapes: Path) -> Iterator[Activated]:
         for key, value in environment.items():
             command += ["-E", f"{key}={value}"]
         command += [*CONFINED, str(WORKER), str(AIMAGE), *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = spawn(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         stack.callback(_end, process)
         assert process.stderr is not None
         assert b"Listening" in process.stderr.readline()
@@ -317,7 +317,7 @@ def test_the_registry_serves_under_its_own_filters(tmp_path: Path) -> None:
     confined("/bin/true")
     _, *arguments = shlex.split(unit(path)["ExecStart"])
     here = [re.sub(r":\d+$", ":0", word) for word in arguments]
-    process = subprocess.Popen(
+    process = spawn(
         [*CONFINED, str(path), str(AIMAGE), *here],
         env={**os.environ, "AIMAGE_STORE": str(tmp_path), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

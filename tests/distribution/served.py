@@ -14,6 +14,8 @@ from typing import Any
 
 import requests
 
+from tests.process import spawn
+
 REPOSITORY_ROOT = Path(__file__).parents[2]
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -128,7 +130,7 @@ class Server:
 
 
 def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
-    process = subprocess.Popen(
+    process = spawn(
         [sys.executable, "-c", PROGRAM, str(root), address, *flags],
         cwd=REPOSITORY_ROOT,
         stdout=subprocess.PIPE,

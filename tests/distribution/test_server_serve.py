@@ -17,6 +17,7 @@ from clowder_aimage.distribution.registry_role import serve
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.layout import ImageLayout
+from tests.process import spawn
 
 
 def never(url: str) -> None:
@@ -117,7 +118,7 @@ def aimage(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_command_line_serves_until_interrupted(tmp_path: Path) -> None:
     command = [*AIMAGE, "registry", "serve", "--addr", "127.0.0.1:0", "--store", str(tmp_path)]
-    process = subprocess.Popen(
+    process = spawn(
         command, cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
@@ -144,7 +145,7 @@ def test_command_line_of_a_cache(tmp_path: Path, serve_layout: Callable[..., Ser
     (tmp_path / "token").write_text("0123456789abcdef\n")
     options = ("--token-file", str(tmp_path / "token"), "--upstream", host)
     command = [*AIMAGE, "registry", "serve", "--addr", "127.0.0.1:0", *options]
-    process = subprocess.Popen(
+    process = spawn(
         [*command, "--store", str(tmp_path / "cache")],
         cwd=REPOSITORY_ROOT,
         stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from clowder_aimage.oci import mediatype
 from tests.docs.document import ROOT, Command
+from tests.process import spawn
 from tests.real_registry import PASSWORD
 
 PROGRAM = Path(sys.executable).with_name("aimage")
@@ -112,7 +113,7 @@ def run_all(
     known = {WORKER: WORKER, NODE: NODE} | dict(places or {})
     begin = _FUNCTION.format(worker=known[WORKER], node=known[NODE])
     script.write_text(f"{begin}_servers=\n{''.join(steps)}{_END}")
-    shell = subprocess.Popen(
+    shell = spawn(
         ["bash", script],
         cwd=place,
         env=variables,
@@ -120,7 +121,6 @@ def run_all(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         said, _ = shell.communicate(timeout=TIMEOUT)

@@ -27,6 +27,7 @@ import pytest
 
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
+from tests.process import spawn
 from tests.real_registry import find_registry, free_port
 
 DOCUMENTS = [Document(path) for path in GUIDES]
@@ -91,7 +92,7 @@ def _registry(directory: Path, private: bool) -> Iterator[str]:
         with find_registry(directory, private=private) as found:
             yield found.host.replace("127.0.0.1", "localhost")
         return
-    process = subprocess.Popen(
+    process = spawn(
         [PROGRAM, "registry", "serve", "--addr", "127.0.0.1:0", "--store", directory],
         stdout=subprocess.PIPE,
         text=True,

@@ -27,6 +27,7 @@ from clowder_aimage.exporter import export_writer
 from clowder_aimage.oci import Reference, mediatype
 from tests.content.artifact import index, put_artifact
 from tests.exporter.conftest import NAME, files_in
+from tests.process import spawn
 
 DATA = bytes(range(256)) * 8192
 
@@ -287,7 +288,7 @@ def test_an_interrupt_from_the_keyboard(full):
     """The process is interrupted while its threads are at work, one of which does not end."""
     read, told = os.pipe()
     verb = ["--store", full.home / "store", "export", "model", full.out]
-    process = subprocess.Popen(
+    process = spawn(
         [sys.executable, "-c", HELD, str(told), *map(str, verb)],
         pass_fds=[told],
         stderr=subprocess.PIPE,

@@ -29,6 +29,7 @@ from clowder_aimage.pull import pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 from tests.content.artifact import manifest, put, put_artifact
+from tests.process import spawn
 from tests.proxy import Proxy
 from tests.scripted import ScriptedRegistry, artifact, serving
 
@@ -82,7 +83,7 @@ def leases(layout):
 @pytest.fixture
 def holder(layout, stray):
     """A process that holds a lease of the stray."""
-    with subprocess.Popen(
+    with spawn(
         [sys.executable, "-c", HOLD, str(layout.root), str(stray.digest)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -431,7 +432,7 @@ def test_several_stores_are_leased_and_none_is_made(layout, tmp_path, stray):
 def test_a_lease_is_not_kept_by_a_child(layout, stray):
     """Its file is closed in the programs that we start."""
     lease = FileLease(layout.root, [stray.digest])
-    with subprocess.Popen(
+    with spawn(
         [sys.executable, "-c", "print('here', flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

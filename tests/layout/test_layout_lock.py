@@ -27,6 +27,7 @@ from clowder_aimage.layout.ingest import JOURNALED
 from clowder_aimage.layout.lock import held
 from clowder_aimage.oci import Digest, Reference
 from tests.content.artifact import blob, put, put_artifact
+from tests.process import spawn
 from tests.real_registry import RealRegistry
 
 ROOT = Path(__file__).parent.parent.parent
@@ -216,7 +217,7 @@ class Member:
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("AIMAGE_", "DOCKER_"))}
         who = map(str, (self.uid, 0o022, self.uid, GROUP))
-        return subprocess.Popen(
+        return spawn(
             [sys.executable, "-c", AS_MEMBER, *who, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

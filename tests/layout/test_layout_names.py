@@ -19,6 +19,7 @@ from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.oci import Digest, Reference, mediatype
 from tests.content.artifact import put_artifact
+from tests.process import spawn
 
 ROOT = Path(__file__).parent.parent.parent
 WRITERS, NAMES = 8, 50
@@ -302,7 +303,7 @@ def writers(root, count=WRITERS, names=NAMES):
     program = Path(__file__).parent / "layout_writer.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return [
-        subprocess.Popen(
+        spawn(
             [sys.executable, str(program), str(root), str(who), str(names)],
             env=environment,
             stderr=subprocess.PIPE,

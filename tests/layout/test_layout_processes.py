@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, Reference
+from tests.process import spawn
 
 ROOT = Path(__file__).parent.parent.parent
 WRITERS, NAMES = 8, 25
@@ -19,7 +20,7 @@ def start(root: Path, who: int) -> subprocess.Popen[bytes]:
     program = Path(__file__).parent / "layout_writer.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, str(program), str(root), str(who), str(NAMES)]
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE)
+    return spawn(arguments, env=environment, stderr=subprocess.PIPE)
 
 
 def test_no_name_is_lost_and_no_reader_sees_half_a_file(tmp_path):

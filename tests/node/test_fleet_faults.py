@@ -27,6 +27,7 @@ from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise
 from tests.node.shop import events
 from tests.node.small_disk import Disk, small_disk
+from tests.process import spawn
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER, free_port, wait_for
 
@@ -106,7 +107,7 @@ class Mortal:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = spawn(
             ["docker-registry", "serve", str(self._config)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

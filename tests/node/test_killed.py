@@ -15,6 +15,7 @@ import pytest
 
 from clowder_aimage.oci import Reference
 from tests.node.nodes import MIB, noise, push_model
+from tests.process import spawn
 from tests.proxy import Proxy
 
 PROGRAM = """
@@ -43,7 +44,7 @@ class Child:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.process = subprocess.Popen(
+        self.process = spawn(
             [sys.executable, "-c", PROGRAM, str(root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

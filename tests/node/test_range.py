@@ -23,6 +23,7 @@ from clowder_aimage.node.rendezvous import RANGE, BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import all_at_once, noise, push_model
+from tests.process import spawn
 from tests.proxy import Proxy
 
 BLOB = noise(2 * RANGE + 1000, "ranges")
@@ -367,7 +368,7 @@ sys.stdin.read()
 
 
 def test_what_a_killed_node_kept_is_never_read_and_goes(layout):
-    process = subprocess.Popen(
+    process = spawn(
         [sys.executable, "-c", KILLED, str(layout.root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

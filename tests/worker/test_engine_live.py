@@ -26,7 +26,7 @@ from clowder_aimage.http import systemd
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
-from tests.process import PROGRAM
+from tests.process import PROGRAM, spawn
 from tests.proxy import Proxy, Reply
 
 LONG = {"model": "tiny", "prompt": "a dog", "size": "256x256", "steps": 150, "stream": True}
@@ -129,7 +129,7 @@ def test_a_hangup_ends_nothing(worker):
 
 
 def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
-    process = subprocess.Popen(
+    process = spawn(
         [sys.executable, "-m", "clowder_aimage.engine.process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -24,6 +24,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from PIL import Image
 
 from clowder_aimage.engine.worker_client import WorkerClient
+from tests.process import spawn
 from tests.scripted_worker import Says, ScriptedWorker, says
 from tests.worker.conftest import Worker
 
@@ -82,7 +83,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else its import asks a server on the internet
         "NO_PROXY": "127.0.0.1",
     }
-    with subprocess.Popen(
+    with spawn(
         [python, SCRIPT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ from clowder_aimage.http import systemd
 from clowder_aimage.http.log import FORMATS, configure, redact
 from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
-from tests.process import PROGRAM
+from tests.process import PROGRAM, spawn
 
 SECRET = "a lighthouse that nobody may know of"
 LONG = {"model": "tiny", "prompt": SECRET, "size": "256x256", "steps": 150, "stream": True}
@@ -345,7 +345,7 @@ def activated(worker, listening, *arguments):
     command = shlex.join([*PROGRAM, "serve", "--json", *arguments])
     number = listening.fileno()
     script = f"exec 3<&{number}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
-    return subprocess.Popen(
+    return spawn(
         ["bash", "-c", script],
         pass_fds=[number],
         stdout=subprocess.PIPE,

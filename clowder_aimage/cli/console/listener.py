@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -180,8 +178,8 @@ def _try_to_make(store: Path) -> None:
 
 def run_server(
     said: Listening, node: NodeSettings | None, chosen: VerbSettings, connection: ClientOptions
-) -> NoReturn:
-    """Be a worker, a node, or both, until interrupted; then leave the process."""
+) -> None:
+    """Serve as a worker, a node, or both, until interrupted."""
     from clowder_aimage.api.service import make_service
     from clowder_aimage.api.worker_role import WorkerRole
     from clowder_aimage.engine.settings import Settings as WorkerSettings
@@ -211,12 +209,3 @@ def run_server(
             grace=said.grace,
             on_ready=lambda urls: result({"urls": urls}, "\n".join(urls), as_json=chosen.as_json),
         )
-    leave()
-
-
-def leave() -> NoReturn:
-    """Leave at once: a thread that still downloads is not waited for; the next pull goes on."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
