@@ -47,6 +47,12 @@ class PushRoutes:
             raise DistributionError("DIGEST_INVALID", message=message)
         wanted = request.query.get("digest")
         single = parse_digest(wanted) if wanted is not None else None
+        # ollama asks with an empty body first (server/upload.go, "Prepare")
+        is_announced = request.headers.get("X-Content-Length", "0") != "0"
+        if single is not None and is_announced and not request.content_length:
+            if await asyncio.to_thread(self._shelf.has, single):
+                return _created(repository, single)
+            single = None
         upload = await self._uploads.begin(repository)
         if single is None:
             return _accepted(upload)

@@ -36,6 +36,20 @@ def test_post_then_put(server: Server) -> None:
     assert error_of(server.ask("GET", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
 
 
+def test_ollama_announces_an_upload_and_sends_the_bytes_later(server: Server) -> None:
+    data = b"in ollama's way" * 100
+    path = f"/v2/a/b/blobs/uploads/?digest={digest_of(data)}"
+    headers = {"Content-Length": "0", "X-Content-Length": str(len(data))}
+    began = server.ask("POST", path, headers=headers)
+    assert (began.status_code, began.headers["Range"]) == (202, "0-0")
+    part = {"Content-Range": f"0-{len(data) - 1}", "X-Redirect-Uploads": "1"}
+    sent = server.ask("PATCH", began.headers["Location"], data=data, headers=part)
+    done = server.ask("PUT", sent.headers["Location"], params={"digest": digest_of(data)})
+    assert (sent.status_code, done.status_code) == (202, 201)
+    again = server.ask("POST", path, headers=headers)
+    assert (again.status_code, again.headers["Docker-Content-Digest"]) == (201, digest_of(data))
+
+
 def test_chunks_in_order(server: Server) -> None:
     location = server.begin()
     for start in range(0, 9000, 3000):

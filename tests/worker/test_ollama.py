@@ -208,7 +208,6 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [
-        ("", None),
         (5, 5),
         (0, 0),
         (0.5, 0.5),
