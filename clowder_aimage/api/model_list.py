@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-
-import structlog
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -24,7 +23,7 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-_log = structlog.get_logger("aimage.worker")
+_log = logging.getLogger("aimage.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +133,4 @@ def _collect(store: ImageLayout) -> None:
     try:
         Collector(store).run()
     except AImageError as error:
-        _log.warning("collection failed", reason=error.message)
+        _log.warning("collection failed", extra={"reason": error.message})

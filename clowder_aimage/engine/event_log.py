@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
-
 KEPT = 1000
 # What is worth a line of the log, too: it happens without a request that would have one
 LOGGED = frozenset({"pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
-_log = structlog.get_logger("aimage.worker")
+_log = logging.getLogger("aimage.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class EventLog:
         """Add an item."""
         self.attach()
         if kind in LOGGED:
-            _log.info(kind, **facts)
+            _log.info(kind, extra=facts)
         async with self._changed:
             self._items.append(LoggedEvent(self._next, kind, facts))
             self._next += 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Sequence
-
-import structlog
 
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
@@ -16,7 +15,7 @@ from clowder_aimage.oci import Reference
 
 LATEST = 60.0  # seconds after which one that could not be fetched is tried again
 
-_log = structlog.get_logger("aimage.worker")
+_log = logging.getLogger("aimage.worker")
 
 
 async def want(transfers: TransferQueue, wanted: Sequence[str]) -> None:
@@ -39,7 +38,7 @@ async def _have(transfers: TransferQueue, reference: Reference) -> None:
                 return
             delay = min(delay, again(error, attempts, random.random(), delay).delay)  # noqa: S311
             facts = {"model": str(reference), "reason": error.message, "again": round(delay, 1)}
-            _log.warning("cannot fetch a wanted model", **facts)
+            _log.warning("cannot fetch a wanted model", extra=facts)
         except Exception:
-            _log.exception("cannot fetch a wanted model", model=str(reference))
+            _log.exception("cannot fetch a wanted model", extra={"model": str(reference)})
         await asyncio.sleep(delay)

@@ -1,7 +1,7 @@
-"""One line for each request and for what else happens, on standard error: for people, or JSON.
+"""The log: a line for each request and event on standard error, for people or as JSON.
 
-At the level "info" no line holds a prompt, a user's name or a token; at "debug" neither, which
-``redact`` sees to for fields of such names.
+Modules log by the standard library, with fields in ``extra``; structlog only formats. No line holds
+a prompt, a user's name or a token: ``redact`` removes fields of such names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECRET = frozenset(
 
 
 def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Nothing that a client says in confidence is written down, whoever tries."""
+    """Mask the fields that hold what a client says in confidence."""
     for key in event:
         if key.lower() in _SECRET:
             event[key] = "***"
@@ -31,34 +31,24 @@ def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether it is more than a request that is no HTTP: that is answered, and may be anything."""
+    """Return False for a request that is not HTTP: it is answered, and may hold anything."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
 
 def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None = None) -> None:
-    """Have everything that is logged, ours or a library's, written to ``file`` in one form."""
+    """Write all log records, ours and those of libraries, to ``file`` in one form."""
     target = file or sys.stderr
-    shared: list[Any] = [
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        redact,
-    ]
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
-    )
     sink = logging.StreamHandler(target)
     sink.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            foreign_pre_chain=[
+                structlog.stdlib.ExtraAdder(),
+                structlog.stdlib.add_logger_name,
+                structlog.stdlib.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                redact,
+            ],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 *_renderers(kind, target),
@@ -75,8 +65,8 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
 
 def _renderers(kind: str, target: TextIO) -> list[Any]:
     if kind == JSON:
-        told = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-        render = structlog.processors.ExceptionRenderer(told)
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        render = structlog.processors.ExceptionRenderer(transformer)
         return [render, structlog.processors.JSONRenderer()]
     plain = structlog.dev.plain_traceback
     return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)]

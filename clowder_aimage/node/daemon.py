@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-
-import structlog
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.http.background import beside
@@ -20,7 +19,7 @@ from clowder_aimage.node.peer_sharing import PeerSharing
 from clowder_aimage.node.read_only_registry import ReadOnlyRegistry
 
 EVERY = 5.0  # seconds between two looks at what changes slowly
-_log = structlog.get_logger("aimage.node")
+_log = logging.getLogger("aimage.node")
 
 
 class Daemon(Role):

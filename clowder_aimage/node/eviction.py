@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Collection as Names
 from typing import Any
-
-import structlog
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import Service
@@ -26,7 +25,7 @@ from clowder_aimage.oci import Digest, Reference
 
 EVERY = 10.0  # seconds between two looks at the disk
 OFTEN = 1.0  # seconds between two looks for what nobody wants
-_log = structlog.get_logger("aimage.node")
+_log = logging.getLogger("aimage.node")
 
 
 class Evictor:
@@ -58,7 +57,7 @@ class Evictor:
         """How much is too much, though nothing more may go."""
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
-            _log.warning("the disk is too full, and nothing may go", bytes=excess)
+            _log.warning("the disk is too full, and nothing may go", extra={"bytes": excess})
             self._service.news.tell_from_thread("full", bytes=excess)
         self._is_full = excess > 0
 
@@ -69,7 +68,7 @@ class Evictor:
             excess = max(0, needed - self._store.free())
             return self._relieve(excess, keep(), "space", is_all=True)
         except AImageError as error:
-            _log.warning("no room could be made", reason=error.message)
+            _log.warning("no room could be made", extra={"reason": error.message})
             return None
 
     def collect(self, reason: str, grace: float) -> Collection:
@@ -121,7 +120,7 @@ class Evictor:
             except NotFoundError:
                 pass  # another was faster
             except AImageError as error:
-                _log.warning("a name stays", model=name, reason=error.message)
+                _log.warning("a name stays", extra={"model": name, "reason": error.message})
                 continue
             await asyncio.to_thread(memory.forget, known)
             await self._service.news.tell("evict", model=name, reason="not wanted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import random
 import secrets
@@ -14,8 +15,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import structlog
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, UsageError
@@ -36,7 +35,7 @@ TICK = 0.5  # seconds between two looks at what is due
 STILL = 3.0  # seconds that the desired state must be the same before anything goes for it
 STILL_EMPTY = 10.0  # the same where all of it would go
 PAUSE = 30.0  # seconds after a mistake of ours
-_log = structlog.get_logger("aimage.node")
+_log = logging.getLogger("aimage.node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,7 @@ class Node:
                 last = await asyncio.to_thread(self.records.last, directory)
                 config.state, config.is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
-            _log.error("the desired state stays as it was", reason=error.message)
+            _log.error("the desired state stays as it was", extra={"reason": error.message})
             await self._service.news.tell("desired", valid=False, reason=error.message)
             return
         config.error, config.loaded, config.is_known = None, datetime.now(UTC), True
@@ -251,7 +250,7 @@ class Node:
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
         models = len(config.state.specs)
-        _log.info("desired state", models=models, files=len(config.state.files))
+        _log.info("desired state", extra={"models": models, "files": len(config.state.files)})
         await self._service.news.tell("desired", valid=True, models=models)
 
     async def _follow(self, wants: dict[str, ModelSpec]) -> None:
@@ -284,7 +283,7 @@ class Node:
             if self._tasks.get(name) is task:
                 del self._tasks[name]
             if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("a model cannot be tended", model=name, exc_info=error)
+                _log.error("a model cannot be tended", extra={"model": name}, exc_info=error)
                 one.turn(FAILED, "the node failed; its log says at what")
                 one.due = self._clock() + PAUSE
 
@@ -315,7 +314,7 @@ class Node:
                 self._collected = now
                 await asyncio.to_thread(self._cleaner.collect, "interval", self.options.collect)
         except AImageError as error:
-            _log.warning("nothing was collected", reason=error.message)
+            _log.warning("nothing was collected", extra={"reason": error.message})
 
     @property
     def _is_sure(self) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from pathlib import Path
-
-import structlog
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.readiness import BY_NODE
@@ -26,7 +25,7 @@ from clowder_aimage.registry import ClientOptions
 
 EACH, ALL = 8, 32  # questions at a time: to one registry, and to all of them
 PIN = {"by": BY_NODE}  # what a pin says that the node has set
-_log = structlog.get_logger("aimage.node")
+_log = logging.getLogger("aimage.node")
 
 
 def check_model(store: ImageLayout, want: ModelSpec, reference: Reference) -> Completeness:
@@ -85,7 +84,9 @@ class Pinner:
             self._unnoted.discard(name)
             return
         if not self._unnoted:  # one warning, however many models there are, and looks at them
-            _log.warning("the store cannot be written", model=name, reason=failed.message)
+            _log.warning(
+                "the store cannot be written", extra={"model": name, "reason": failed.message}
+            )
         self._unnoted.add(name)
 
     def stored(self, one: ModelStatus) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
-
-import structlog
 
 from clowder_aimage.content.copy_plan import RESERVE
 from clowder_aimage.engine.backoff import (
@@ -39,7 +38,7 @@ from clowder_aimage.registry import ClientOptions
 LOCAL = 10.0  # seconds between two looks at what is in the store
 ROOM = 60.0  # seconds, at most, between two tries to make room for what had none
 STEP = 1024 * 1024  # bytes more, before a pull that had no room is tried again
-_log = structlog.get_logger("aimage.node")
+_log = logging.getLogger("aimage.node")
 
 
 class Reconciler:
@@ -116,7 +115,9 @@ class Reconciler:
     async def _unreadable(self, one: ModelStatus, error: AImageError) -> None:
         """Nobody knows what is here. No registry mends that: the store is looked at again soon."""
         if one.reason != error.message:
-            _log.warning("the store cannot be read", model=one.want.name, reason=error.message)
+            _log.warning(
+                "the store cannot be read", extra={"model": one.want.name, "reason": error.message}
+            )
         now = self._clock()
         one.again, one.root = Backoff(STORE, TIME, LOCAL), None
         one.turn(WAITING, error.message)
@@ -279,7 +280,9 @@ class Reconciler:
             await self._note_wrong(one, error)
         one.wait(self._clock(), delay, is_here=is_here)
         one.rest(self._clock(), LOCAL)
-        _log.warning("cannot fetch", model=one.want.name, reason=error.message, again=delay)
+        _log.warning(
+            "cannot fetch", extra={"model": one.want.name, "reason": error.message, "again": delay}
+        )
         if is_here:  # what is here serves on
             if one.reason != error.message and one.again.after != TIME:
                 await self._news.tell("failed", model=one.want.name, reason=error.message)

@@ -9,7 +9,6 @@ import urllib.error
 
 import pytest
 from click.testing import CliRunner
-from structlog.testing import capture_logs
 
 from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.api.service import make_service
@@ -107,7 +106,7 @@ async def comes(holds):
             await asyncio.sleep(0.001)
 
 
-def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatch):
+def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatch, caplog):
     readiness, looks = daemon._service.readiness, []
     real = readiness.against
     ready = daemon.node.metrics.ready._value.get
@@ -129,9 +128,8 @@ def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatc
         await asyncio.gather(task, return_exceptions=True)
 
     monkeypatch.setattr(readiness, "against", failing)
-    with capture_logs() as logs:
-        asyncio.run(play())
-    assert [each["log_level"] for each in logs] == ["error", "error"], logs
+    asyncio.run(play())
+    assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
 
 
 def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch):
@@ -151,7 +149,7 @@ def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch
     asyncio.run(play())
 
 
-def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on():
+def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on(caplog):
     async def failing():
         raise OSError(errno.EIO, "Input/output error")
 
@@ -164,14 +162,13 @@ def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on():
                 await asyncio.sleep(0.001)
 
         async with background.beside(failing(), on()):
-            await comes(lambda: logs)
+            await comes(lambda: caplog.records)
             going.clear()
             await asyncio.wait_for(going.wait(), 60)
 
-    with capture_logs() as logs:
-        asyncio.run(play())
-    (said,) = logs
-    assert said["log_level"] == "error" and said["work"].endswith("failing")
+    asyncio.run(play())
+    (said,) = caplog.records
+    assert said.levelname == "ERROR" and said.work.endswith("failing")
 
 
 # -- at its start

@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 pytest.importorskip("structlog", reason="structlog is not installed")
 
-import structlog
 
 from clowder_aimage.api.worker_role import drain
 from clowder_aimage.http import systemd
@@ -281,15 +280,12 @@ def test_a_traceback_holds_no_variables(kind, monkeypatch):
     monkeypatch.setattr(root, "level", root.level)
     file = io.StringIO()
     configure(kind, file=file)
+    prompt = SECRET
     try:
-        prompt = SECRET
-        try:
-            raise ValueError(f"of {len(prompt)} characters")
-        except ValueError:
-            logging.getLogger("some.library").exception("it failed")
-            structlog.get_logger("ours").warning("it is said", prompt=prompt)
-    finally:
-        structlog.reset_defaults()
+        raise ValueError(f"of {len(prompt)} characters")
+    except ValueError:
+        logging.getLogger("some.library").exception("it failed")
+        logging.getLogger("ours").warning("it is said", extra={"prompt": prompt})
     lines = file.getvalue()
     assert "ValueError" in lines and "it failed" in lines and "it is said" in lines
     assert SECRET not in lines
