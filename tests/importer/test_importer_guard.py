@@ -54,7 +54,7 @@ def test_what_is_not_finite_is_not_quantized(tmp_path, kind, dtype, value):
     with pytest.raises(ModelError) as caught:
         model.make(quantize=kind)
     assert caught.value.message == f"1 value of transformer/{NAME} is NaN or infinite"
-    assert "keep it as it is, or mend the model" in caught.value.hint
+    assert "keep it as it is, or repair the model" in caught.value.hint
     assert caught.value.exit_code == 1
     assert list(ImageLayout(model.store).tags()) == []
 
