@@ -130,8 +130,7 @@ class _Writer:
         if needed > free:
             raise NoSpaceError(
                 f"the directory takes {needed} bytes, and {self._path.parent} has room for {free}",
-                hint="free some space, export to another disk, or use --links where the store is "
-                "on the same one",
+                remedy="export_room",
             )
         return min(MAX_PLAIN, free * _SHARE // 100)
 

@@ -132,7 +132,8 @@ def _detect_directory(root: Path) -> str:
     if len(fits) > 1:
         raise UsageError(
             f"{root} fits several formats: {', '.join(fits)}",
-            hint=f"say which is meant, with --format {fits[0]} or another of them",
+            remedy="choose_format",
+            format=fits[0],
         )
     if fits:
         return fits[0]

@@ -18,7 +18,7 @@ from clowder_aimage.formats.model_tree import check_inside, check_not_pointer
 from clowder_aimage.oci import mediatype
 
 AGAIN = "download the file again, in full"
-OTHER = f"{AGAIN}, or leave out --format if it is in another one"
+OTHER = f"{AGAIN}, or have its format detected"
 MAX_FILES = 8000  # of a model: more layers do not fit into a manifest
 START = 64  # bytes that tell what a file is
 _MAX_TEXT = 1024

@@ -143,5 +143,5 @@ def _way_out(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
         kept[decision.reason or ""] += decision.weight.elements
     ((reason, _),) = kept.most_common(1)
     if reason.startswith(UNFIT) and wanted.type.has_bias:
-        return "a group must fit the rows: try another --group-size"
+        return "a group must fit the rows: try another group size"
     return f"most of its values are kept for this reason: {reason}"

@@ -39,8 +39,8 @@ class ExtraFile:
         media_type, equals, path = text.partition("=")
         if mediatype.is_ours(media_type):
             raise UsageError(
-                f"{media_type[:100]} is for what --format and --adapter pack",
-                hint="--layer is for other media types",
+                f"{media_type[:100]} is for files that a format or an adapter packs",
+                remedy="layer_of_other_type",
             )
         if not equals or not path or not _MEDIA_TYPE.fullmatch(media_type):
             raise UsageError(
@@ -72,9 +72,7 @@ def parse_adapter(text: str) -> tuple[str, Path]:
     if not equals:
         name, path = Path(text).name.removesuffix(".safetensors"), text
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"not a name for an adapter: {name[:100]!r}", hint="give one: --adapter style=./file"
-        )
+        raise UsageError(f"not a name for an adapter: {name[:100]!r}", remedy="name_adapter")
     return name, Path(path)
 
 
@@ -97,14 +95,14 @@ def _take(path: Path, form: ModelForm) -> Inventory:
     kind = form.format or _detect(path)
     whole = kind in WHOLE or (kind == TRANSFORMERS and form.whole_files)
     if form.whole_files and not whole:
-        raise UsageError(f"--whole-files is for Transformers directories; {path} is {kind}")
+        raise UsageError(
+            f"only Transformers directories can be packed as whole files; {path} is {kind}"
+        )
     if form.compression and not whole:
         raise UsageError(
             "tensors are not compressed: it would save next to nothing, and they could not be "
             "loaded where they lie",
-            hint="with --whole-files, or another format, files can be"
-            if kind != DIFFUSERS
-            else None,
+            remedy="compress_whole_files" if kind != DIFFUSERS else "",
         )
     inventory = _inventory(path, kind, whole)
     adapters = (*form.adapters, *_travelling(path, inventory))
@@ -152,9 +150,7 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
         if name in described:
-            raise UsageError(
-                f"two adapters are called {name}", hint="--adapter NAME=PATH names them"
-            )
+            raise UsageError(f"two adapters are called {name}", remedy="name_adapter")
         taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
         described[name] = taken.facts["adapter"]
         named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]

@@ -28,8 +28,8 @@ _INFINITY = 0x7F80  # the bits of BF16's, without the sign
 _QUIET = 0x0040  # makes a NaN of what would be infinite once its lower half is cut off
 _LARGEST = {"F16": "65504", "BF16": "3.39e38", "F32": "3.4e38"}
 _WIDER = {
-    "F16": "use --dtype bf16, which reaches as far as float32",
-    "BF16": "use --dtype f32, which reaches a little further",
+    "F16": "use bf16, which reaches as far as float32",
+    "BF16": "use f32, which reaches a little further",
 }
 Values = npt.NDArray[Any]
 

@@ -35,19 +35,19 @@ class Recipe:
         A type alone is about the transformer.
 
         Raises:
-            UsageError: for anything that cannot be meant.
+            UsageError: An option is unknown, or does not go with another.
         """
         if dtype is not None and dtype not in (*DTYPES, AUTO):
             raise UsageError(f"unknown dtype {dtype!r:.40}: use {', '.join(DTYPES)} or {AUTO}")
         if quantize is None:
             if group_size is not None:
-                raise UsageError("--group-size is about --quantize, which was not given")
+                raise UsageError("a group size is given, and no quantization")
             return cls(dtype)
         wanted = _split(quantize)
         chosen = {name: _quantization(kind, group_size) for name, kind in wanted.items()}
         if group_size is not None and not any(one.type.has_bias for one in chosen.values()):
             raise UsageError(
-                "--group-size is for int4 and int8: the other types have groups of their own"
+                "a group size is for int4 and int8: the other types have groups of one size"
             )
         return cls(dtype, chosen)
 
@@ -75,7 +75,7 @@ class Recipe:
         there = {name or BARE for name in names}
         if self.changes and not there:
             raise UsageError(
-                "--dtype and --quantize are about tensors, and this is packed as whole files"
+                "only tensors can be cast or quantized, and this is packed as whole files"
             )
         for name in self.quantize:
             if name not in there:
@@ -99,7 +99,7 @@ def _split(text: str) -> dict[str, str]:
         if kind.lower() not in CHOICES:
             raise UsageError(f"cannot quantize to {kind!r:.40}", hint=f"use {', '.join(CHOICES)}")
         if component in wanted:
-            raise UsageError(f"--quantize says twice what becomes of the {component}")
+            raise UsageError(f"two quantizations are given for the {component}")
         wanted[component] = kind
     return wanted
 

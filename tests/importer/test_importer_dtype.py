@@ -176,7 +176,7 @@ def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_
 @pytest.mark.parametrize(
     ("recipe", "ends", "hint"),
     [
-        ({"dtype": "bf16"}, "BF16, which ends at 3.39e38", "use --dtype f32"),
+        ({"dtype": "bf16"}, "BF16, which ends at 3.39e38", "use f32"),
         ({"dtype": "f32"}, "F32, which ends at 3.4e38", "keep it as it is"),
         ({"quantize": "int8"}, "F32, which ends at 3.4e38", "keep it as it is"),
     ],

@@ -347,8 +347,8 @@ def test_models_share_what_was_not_quantized(model):
         ({"quantize": "int8", "group_size": 16}, "groups of"),
         ({"quantize": "int8", "group_size": 0}, "groups of"),
         ({"quantize": "int8", "group_size": -64}, "groups of"),
-        ({"quantize": "nvfp4", "group_size": 16}, "--group-size is for"),
-        ({"group_size": 64}, "--group-size is about"),
+        ({"quantize": "nvfp4", "group_size": 16}, "a group size is for"),
+        ({"group_size": 64}, "a group size is given"),
     ],
     ids=str,
 )

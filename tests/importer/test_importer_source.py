@@ -211,7 +211,7 @@ def test_tensors_are_not_compressed(directory):
 
 
 def test_whole_files_are_for_transformers(model):
-    with pytest.raises(UsageError, match="--whole-files is for Transformers directories"):
+    with pytest.raises(UsageError, match="only Transformers directories"):
         create(MemoryStore(), NAME, model.directory, form=ModelForm(whole_files=True))
 
 
@@ -381,7 +381,7 @@ def test_what_a_training_left_is_no_part_of_the_model(directory):
 def test_types_and_tensors(directory):
     with pytest.raises(UsageError, match="whole files"):
         packed(directory, form=ModelForm(whole_files=True), recipe=Recipe.parse("bf16"))
-    with pytest.raises(UsageError, match="is for what --format"):
+    with pytest.raises(UsageError, match="is for files that a format"):
         ExtraFile.parse(f"{mediatype.AIMAGE_SAFETENSORS}=x")
 
 

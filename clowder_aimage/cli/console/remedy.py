@@ -7,10 +7,16 @@ from clowder_aimage.errors import AImageError
 # code: sentence; {names} are facts of the error
 REMEDIES = {
     "choose_schema": "--schema NAME says which document it should be: {names}",
+    "choose_format": "choose one: --format {format}, or another of them",
+    "compress_whole_files": "with --whole-files, or another format, files can be",
     "complete": "to complete it: aimage pull {reference}",
     "no_worker": "start one with 'aimage serve', or name another one in AIMAGE_HOST",
     "repair": "repair it first: aimage verify --repair",
     "repair_or_remove": "aimage verify --repair fetches it, or: aimage rm {reference}",
+    "export_room": "free some space, export to another disk, or use --links where the store is on "
+    "the same one",
+    "layer_of_other_type": "--layer is for other media types",
+    "name_adapter": "--adapter NAME=PATH names it",
     "not_in_store": "'aimage ls' lists what is there",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "
