@@ -357,7 +357,7 @@ import sys, time
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
-from clowder_aimage.node.range_file import Kept
+from clowder_aimage.node.range_file import RangeFile
 from clowder_aimage.node.rendezvous import Range
 kept = Kept(ImageLayout(Path(sys.argv[1])), "f" * 32, spared=0)
 kept.start()
