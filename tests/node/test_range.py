@@ -359,7 +359,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
 from clowder_aimage.node.range_file import RangeFile
 from clowder_aimage.node.rendezvous import Range
-kept = Kept(ImageLayout(Path(sys.argv[1])), "f" * 32, spared=0)
+kept = RangeFile(ImageLayout(Path(sys.argv[1])), "f" * 32, spared=0)
 kept.start()
 kept.add(Range(Digest.of(b""), 1000, 0), bytes(1000), b"")
 print("kept", flush=True)

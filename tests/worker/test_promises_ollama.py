@@ -34,8 +34,8 @@ VERSION = """
 import asyncio, json, sys
 import clowder_aimage
 clowder_aimage.__version__ = sys.argv[1]
-from clowder_aimage.api import ollama
-print(asyncio.run(ollama._version(None)).text)
+from clowder_aimage.api import ollama_routes
+print(asyncio.run(ollama_routes._version(None)).text)
 """
 # Of ollama's options: how its engine is to run. None of them is a request's to say here.
 ENGINE = {
