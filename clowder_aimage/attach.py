@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from clowder_aimage.content import OnEvent, Overlay, copy
+from clowder_aimage.content import OnEvent, Overlay, Source, copy
 from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.content.store import file_body
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
@@ -108,7 +108,7 @@ def _layer(file: Path) -> Descriptor:
     return Descriptor(_LAYER, Digest("sha256", encoded), size, {TITLE: file.name})
 
 
-class _Files:
+class _Files(Source):
     """Files on this machine, as a source to copy from."""
 
     def __init__(self, layers: Sequence[Descriptor], files: Sequence[Path]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.content.platform import ANY, Platform, find
+from clowder_aimage.content.platform import ANY, Platform, select
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer, detect
@@ -184,11 +184,13 @@ def _read(
 def _side(source: Source, reference: Reference, where: str) -> Side:
     machine = os.uname()
     try:
-        root = find(source, reference, ANY, Platform.of(machine.sysname, machine.machine)).root
+        here = Platform.of(machine.sysname, machine.machine)
+        _, manifest = select(source, source.resolve(reference), reference, ANY, here)
     except UsageError as error:
         error.hint = f"name one by its digest, {reference.name}@DIGEST, or pull it under a name"
         raise
-    manifest = Manifest.parse(read_all(source.open(root), root), root.media_type)
+    if not isinstance(manifest, Manifest):
+        raise FormatError(f"{reference} is an index")
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     dialect, aimage = _aimage(manifest, raw)
     layers = {layer.name: layer for layer in aimage.layers}

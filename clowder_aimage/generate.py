@@ -15,7 +15,7 @@ from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.pull import pull, stored_name
+from clowder_aimage.pull import PullOptions, pull, stored_name
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.schema import validate
 
@@ -101,11 +101,12 @@ def _pull(
 ) -> Descriptor:
     """Pull what is not here. What is here in part is completed, whatever its tag means in the
     registry by now; where that fails, what is missing is said, too."""
+    options = PullOptions(on_event=on_event)
     if not isinstance(incomplete, IncompleteError):
-        return pull(reference, store, connection, on_event=on_event)
+        return pull(reference, store, connection, options).root
     try:
         meant = replace(reference, digest=incomplete.digest)
-        return pull(meant, store, connection, on_event=on_event)
+        return pull(meant, store, connection, options).root
     except AImageError as error:
         error.hint = "; ".join(filter(None, (error.hint, incomplete.message)))
         raise

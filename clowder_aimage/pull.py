@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from io import BytesIO
-from typing import BinaryIO
 
 from clowder_aimage.content import (
     ContentStore,
     CopyPlan,
     OnEvent,
+    Overlay,
     Rate,
     Source,
     copy,
@@ -19,181 +18,145 @@ from clowder_aimage.content import (
     read_all,
 )
 from clowder_aimage.content.copy_event import ignore
-from clowder_aimage.content.platform import ANY, ManifestSelector, PinnedSource, Platform, find
+from clowder_aimage.content.fetch import check_space
+from clowder_aimage.content.platform import ANY, ManifestSelector, Platform, select
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate, interpret
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
-Near = Callable[[Source], Source]
 
-
-def _itself(source: Source) -> Source:
+def _unwrapped(source: Source) -> Source:
     return source
 
 
 @dataclass(frozen=True, slots=True)
-class PartialPull:
-    """What a partial pull has named, and the blobs of it that are not in the store."""
+class PullOptions:
+    """Options of a pull.
 
-    root: Descriptor
-    missing: tuple[Descriptor, ...]
+    Attributes:
+        selector: The manifest to fetch of an index; None fetches the index as a whole.
+        layers: The layers to fetch of an AImage; None fetches all.
+        is_dry_run: Fetch manifests alone, and with ``layers`` the config.
+        on_event: The listener.
+        rate: A limit on the speed; None takes that of the client's options for the registry.
+        wrap: Puts a source in front of the registry, which may have blobs from nearer places.
+    """
+
+    selector: ManifestSelector | None = ANY
+    layers: LayerSelection | None = None
+    is_dry_run: bool = False
+    on_event: OnEvent = ignore
+    rate: Rate | None = None
+    wrap: Callable[[Source], Source] = _unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """A pulled manifest: its name in the store, and the blobs of it that are not there."""
+
+    name: Reference
+    plan: CopyPlan
+    missing: tuple[Descriptor, ...] = ()
+
+    @property
+    def root(self) -> Descriptor:
+        return self.plan.root
+
+
+_ALL = PullOptions()
 
 
 def pull(
     reference: Reference,
     store: ContentStore,
     connection: ClientOptions,
-    *,
-    wish: ManifestSelector | None = ANY,
-    on_event: OnEvent = ignore,
-    rate: Rate | None = None,
-    is_named: bool = True,
-    near: Near = _itself,
-) -> Descriptor:
-    """Fetch what ``reference`` names, byte for byte, and name it the same in ``store``.
+    options: PullOptions = _ALL,
+) -> PullResult:
+    """Fetch what ``reference`` names, byte for byte, and give it the same name in ``store``.
 
-    Of an index, the one manifest that ``wish`` or this machine's platform chooses is fetched; the
-    whole index where ``wish`` is None. ``stored_name`` is what the store calls it then. Without a
-    ``rate``, the one that ``connection`` knows for the registry counts. What is not to be named
-    (``is_named``) is only fetched. ``near`` puts something between us and the registry: it may know
-    a nearer place for blobs.
+    The name is marked as partial while blobs that were left out are missing; another part may be
+    added later, and a pull of all layers completes it.
 
     Raises:
-        UsageError: the reference has no registry host, or several manifests of an index fit.
-        NotFoundError: it is not there, or no manifest of an index fits.
-        UnauthorizedError, NetworkError, RegistryError: it cannot be had.
-        VerificationError, FormatError: it is not what it claims to be.
+        UsageError: the reference has no registry host, several manifests of an index fit, or
+            layers are selected of an artifact that is not an AImage.
+        NotFoundError: it, a manifest of the index or a selected layer does not exist.
+        UnauthorizedError, NetworkError, RegistryError: the registry does not give it.
+        VerificationError, FormatError: the bytes differ from their descriptors.
         StoreError, NoSpaceError: it cannot be kept.
     """
     with Repository(reference, connection) as repository:
-        source = _meant(near(repository), reference, wish)
-        name = stored_name(reference, source.root)
-        copy(
-            source,
-            reference,
-            store,
-            name,
-            concurrency=connection.jobs(reference.registry),
-            on_event=on_event,
-            rate=rate or _rate(connection, reference),
-            is_named=is_named,
-        )
-    if is_named:
-        _inflate(store, name)
-    return source.root
-
-
-def pull_part(
-    reference: Reference,
-    layout: ImageLayout,
-    connection: ClientOptions,
-    selection: LayerSelection,
-    *,
-    wish: ManifestSelector = ANY,
-    on_event: OnEvent = ignore,
-    rate: Rate | None = None,
-    near: Near = _itself,
-) -> PartialPull:
-    """Fetch of the AImage ``reference`` what ``selection`` chooses, and its config; name it.
-
-    The name is marked as partial while blobs of it are missing: another part may be added later,
-    and ``pull`` completes it.
-
-    Raises:
-        UsageError: it is no AImage; and as ``pull`` does.
-        NotFoundError: something that was asked for is not in it. Nothing was fetched.
-        Whatever else ``pull`` raises.
-    """
-    with Repository(reference, connection) as repository:
-        meant = _meant(near(repository), reference, wish)
-        plan, config = _plan_part(meant, reference, selection, layout)
-        name = stored_name(reference, meant.root)
-        with layout.lease(*plan.digests):
+        source = options.wrap(repository)
+        plan = _plan(source, source.resolve(reference), reference, options)
+        if options.layers is not None:
+            source, plan = _select_layers(source, plan, reference, options.layers, store)
+        name = stored_name(reference, plan.root)
+        if options.is_dry_run:
+            return PullResult(name, plan, tuple(plan.missing_left_out(store)))
+        check_space(plan.missing(store), store)  # before the lease writes into an empty store
+        with store.lease(*plan.digests):
             copy(
-                config,
+                source,
                 reference,
-                layout,
+                store,
+                name,
                 concurrency=connection.jobs(reference.registry),
-                on_event=on_event,
-                rate=rate or _rate(connection, reference),
-                is_named=False,
+                on_event=options.on_event,
+                rate=options.rate or _rate(connection, reference),
                 plan=plan,
             )
-            missing = _name(layout, plan, name)
-    _inflate(layout, name)
-    return PartialPull(plan.root, tuple(missing))
+            missing = _tag_part(store, plan, name) if plan.left_out else []
+            _inflate(store, plan)
+    return PullResult(name, plan, tuple(missing))
 
 
-def plan_pull(
-    reference: Reference,
-    connection: ClientOptions,
-    *,
-    wish: ManifestSelector | None = ANY,
-    part: tuple[LayerSelection, ContentStore] | None = None,
-) -> CopyPlan:
-    """What a pull would move: only manifests are fetched, and for a ``part`` the config, where the
-    store lacks it. Raises as ``pull`` and ``pull_part`` do."""
-    with Repository(reference, connection) as repository:
-        meant = _meant(repository, reference, wish)
-        if part is None:
-            return plan_copy(meant, reference)
-        return _plan_part(meant, reference, *part)[0]
-
-
-def look(
+def resolve_changed(
     reference: Reference, connection: ClientOptions, known: Digest | None
 ) -> tuple[Descriptor, Descriptor] | None:
-    """What ``reference`` means now: the manifest or index it names, and the manifest that a pull
-    would take of it; None where it still names ``known``. No blob is asked for.
+    """Resolve ``reference`` when it no longer names ``known``.
+
+    Returns:
+        The manifest or index that it names, and the manifest that a pull would fetch; None when it
+        still names ``known``. No blob is fetched.
 
     Raises:
-        whatever resolving raises in ``pull``.
+        Whatever resolving raises in ``pull``.
     """
     with Repository(reference, connection) as repository:
-        found = repository.resolve_changed(reference, known)
-        if found is None:
+        root = repository.resolve_changed(reference, known)
+        if root is None:
             return None
-        return found, _meant(PinnedSource(repository, found), reference, ANY).root
+        return root, select(repository, root, reference, ANY, _this_machine())[0]
 
 
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
-    """What the store calls a pulled manifest: the digest of an index is not that of its child."""
+    """Return the name of a pulled manifest; for an index, the digest is that of its child."""
     if reference.digest is None:
         return reference
     return replace(reference, digest=descriptor.digest)
 
 
-def _meant(source: Source, reference: Reference, wish: ManifestSelector | None) -> PinnedSource:
-    if wish is None:
-        return PinnedSource(source, source.resolve(reference))
+def _this_machine() -> Platform:
     machine = os.uname()
-    return find(source, reference, wish, Platform.of(machine.sysname, machine.machine))
+    return Platform.of(machine.sysname, machine.machine)
 
 
-class _Known(PinnedSource):
-    """A source of which one blob was read already, and need not be fetched again."""
-
-    def __init__(self, source: PinnedSource, content: Descriptor, data: bytes) -> None:
-        super().__init__(source, source.root)
-        self._content = content
-        self._data = data
-
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        if content.digest != self._content.digest:
-            return super().open(content, offset, length)
-        return BytesIO(self._data[offset : None if length is None else offset + length])
+def _plan(source: Source, root: Descriptor, reference: Reference, options: PullOptions) -> CopyPlan:
+    return plan_copy(source, *select(source, root, reference, options.selector, _this_machine()))
 
 
-def _plan_part(
-    source: PinnedSource, reference: Reference, selection: LayerSelection, store: ContentStore
-) -> tuple[CopyPlan, PinnedSource]:
-    """What is to be moved of an AImage, and the source that still knows its config."""
-    plan = plan_copy(source, reference)
-    _, manifest = plan.documents[-1]
+def _select_layers(
+    source: Source,
+    plan: CopyPlan,
+    reference: Reference,
+    layers: LayerSelection,
+    store: ContentStore,
+) -> tuple[Source, CopyPlan]:
+    """Return the plan for the selected layers, and a source that has the config in memory."""
+    root, manifest = plan.documents[-1]
     try:
         if not isinstance(manifest, Manifest):
             raise FormatError(f"{reference} is an index")
@@ -204,33 +167,35 @@ def _plan_part(
     except FormatError as error:
         raise UsageError(
             f"{reference} has no components or layers to choose: {error.message}",
-            hint="leave --component and --include out to fetch all of it",
+            remedy="no_layers",
         ) from None
-    names = selection.names(aimage, reference)
-    wanted = {
+    names = layers.names(aimage, reference)
+    selected = {
         blob.digest
         for blob, layer in zip(manifest.layers, aimage.layers, strict=True)
         if layer.name in names
     }
-    known = _Known(source, manifest.config, config)
-    return plan.part(wanted | {manifest.config.digest}), known
+    known = Overlay(source, root, {manifest.config.digest: config})
+    return known, plan.part(selected | {manifest.config.digest})
 
 
-def _name(layout: ImageLayout, plan: CopyPlan, name: Reference) -> list[Descriptor]:
-    """Name what came, and mark it where blobs are missing. Returns those."""
-    missing = plan.missing_left_out(layout)
-    layout.tag(plan.root, name, is_partial=bool(missing))
-    if missing and not (missing := plan.missing_left_out(layout)):
-        layout.tag(plan.root, name)  # another process has completed it meanwhile
+def _tag_part(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:
+    """Tag what was fetched, marked when blobs are missing, and return those."""
+    missing = plan.missing_left_out(store)
+    store.tag(plan.root, name, is_partial=bool(missing))
+    if missing and not (missing := plan.missing_left_out(store)):
+        store.tag(plan.root, name)  # another process has completed it meanwhile
     return missing
 
 
-def _inflate(store: ContentStore, name: Reference) -> None:
-    try:
-        stored = read_aimage(store, name)
-    except FormatError:
-        return  # another kind of artifact: kept as it is
-    inflate(store, stored)
+def _inflate(store: ContentStore, plan: CopyPlan) -> None:
+    root, document = plan.documents[-1]
+    if isinstance(document, Manifest):
+        try:
+            stored = interpret(store, root, document)
+        except FormatError:
+            return  # another kind of artifact: kept as it is
+        inflate(store, stored)
 
 
 def _rate(connection: ClientOptions, reference: Reference) -> Rate | None:

@@ -18,6 +18,7 @@ from clowder_aimage.content import (
 )
 from clowder_aimage.content.copy_event import ignore
 from clowder_aimage.content.graph import read_document, walk
+from clowder_aimage.content.store import WrappedSource
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -97,7 +98,7 @@ def push(
         stored = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
-            plan, jobs = plan_copy(source, reference), connection.jobs(host)
+            plan, jobs = plan_copy(source, source.resolve(reference)), connection.jobs(host)
             if stored is not None:
                 source, plan = _absent_first(store, source, plan, stored, reference)
             return copy(
@@ -132,7 +133,7 @@ def _read(
     """
     root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
-    lease.add(*plan_copy(store, reference).digests)
+    lease.add(*plan_copy(store, root).digests)
     store.use(root)
     try:
         stored = read_aimage(store, reference)
@@ -159,27 +160,21 @@ def _absent_first(
         f"lacks {words or f'{len(absent)} of its blobs'}",
         **completion(store, reference, stored.descriptor, prefer_other=True),
     )
-    return _Partial(source, absent, error), plan.beginning(absent)
+    return _PartialSource(source, absent, error), plan.beginning(absent)
 
 
-class _Partial:
-    """A source that lacks some blobs, and says so when they are to be read."""
+class _PartialSource(WrappedSource):
+    """A source without some blobs, which raises ``error`` when they are read."""
 
-    def __init__(self, below: Source, absent: Collection[Digest], error: NotFoundError) -> None:
-        self._below = below
-        self._absent = absent
+    def __init__(self, source: Source, missing: Collection[Digest], error: NotFoundError) -> None:
+        super().__init__(source)
+        self._missing = missing
         self._error = error
 
-    def resolve(self, reference: Reference, /) -> Descriptor:
-        return self._below.resolve(reference)
-
-    def exists(self, content: Descriptor, /) -> bool:
-        return self._below.exists(content)
-
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        if content.digest in self._absent:
+        if content.digest in self._missing:
             raise self._error
-        return self._below.open(content, offset, length)
+        return super().open(content, offset, length)
 
 
 def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) -> None:

@@ -134,7 +134,7 @@ def _fetch(
             concurrency=connection.jobs(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
-            plan=plan_copy(source, meant).part(wanted),  # of an index as a whole
+            plan=plan_copy(source, source.resolve(meant)).part(wanted),  # of an index as a whole
         )
 
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 from clowder_aimage.archive.name import ArchiveNames, check_layout, choose, read_entries
 from clowder_aimage.archive.tape import Member, Tape, TapeSource
 from clowder_aimage.archive.tree import DOCUMENTS, add, lacking, read_document, read_tree
-from clowder_aimage.content.copy_plan import check_space
+from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.errors import (

@@ -1,4 +1,4 @@
-"""What a store of content is, and the one way to copy between two of them."""
+"""The protocols of stores of content, and the copy between two of them."""
 
 from clowder_aimage.content.copy import copy
 from clowder_aimage.content.copy_event import CopyEvent, OnEvent

@@ -31,10 +31,10 @@ class Chunk:
     than is read at a time.
     """
 
-    def __init__(self, start: int, end: int, grain: int = 1) -> None:
+    def __init__(self, start: int, end: int, alignment: int = 1) -> None:
         self.start = self.at = start
         self.end = end
-        self._grain = grain
+        self._alignment = alignment
         self._began = time.monotonic()
 
     @property
@@ -54,24 +54,24 @@ class Chunk:
     def split(self) -> Chunk:
         """Give the second half of what is left to another connection."""
         middle = self._middle
-        other, self.end = Chunk(middle, self.end, self._grain), middle
+        other, self.end = Chunk(middle, self.end, self._alignment), middle
         return other
 
     @property
     def _middle(self) -> int:
-        """Where it is split: where a grain begins, if the source has those."""
+        """Where it is split: at a multiple of the source's alignment."""
         half = self.left // 2
         middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
-        return -(-middle // self._grain) * self._grain
+        return -(-middle // self._alignment) * self._alignment
 
 
 class BlobTransfer:
     """A blob under way. All fields are guarded by the engine's lock."""
 
-    def __init__(self, content: Descriptor, ingest: Ingest, grain: int = 1) -> None:
+    def __init__(self, content: Descriptor, ingest: Ingest, alignment: int = 1) -> None:
         self.content = content
         self.ingest = ingest
-        self._grain = grain  # parts end where a multiple of it does
+        self._alignment = alignment  # parts end where a multiple of it does
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed
         self._began = math.inf  # when its first byte came
@@ -123,11 +123,11 @@ class BlobTransfer:
                 waiting = end - start + self.left_unclaimed
                 fair = waiting // (2 * sharing) // SMALLEST_PART * SMALLEST_PART
                 size = min(LARGEST_PART, max(SMALLEST_PART, fair))
-                middle = -(-(start + size) // self._grain) * self._grain
+                middle = -(-(start + size) // self._alignment) * self._alignment
                 if middle < end:
                     self.unclaimed.insert(0, (middle, end))
                     end = middle
-            part = Chunk(start, end, self._grain)
+            part = Chunk(start, end, self._alignment)
         if part is not None:
             self.parts.append(part)
         return part

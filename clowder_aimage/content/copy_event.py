@@ -1,4 +1,4 @@
-"""What a copy tells whoever watches it."""
+"""Events of a copy, for a progress display."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from clowder_aimage.oci import Descriptor
 
 @dataclass(frozen=True, slots=True)
 class CopyEvent:
-    """``kind`` is ``plan`` (blobs and bytes of the whole), ``skip`` (already there), ``start``,
-    ``progress`` (``count`` more bytes; negative where a retry begins again), ``done``.
+    """A step of a copy.
 
-    A blob that is mounted starts, is skipped, and then done. More ``progress`` at once than a chunk
-    is what an earlier run left.
+    ``kind`` is ``plan`` (blobs and bytes of the whole), ``skip`` (already there), ``start``,
+    ``progress`` (``count`` more bytes; negative when a retry begins again) or ``done``. A blob that
+    is mounted starts, is skipped, and is then done. A ``progress`` of more than a chunk is what an
+    earlier run left.
     """
 
     kind: str
@@ -27,4 +28,4 @@ OnEvent = Callable[[CopyEvent], None]
 
 
 def ignore(_: CopyEvent) -> None:
-    """Watch nothing."""
+    """Do nothing with an event."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.store import Source
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
@@ -31,7 +31,7 @@ _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
 def open_plain(
-    store: Source, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
+    store: BlobFiles, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
 ) -> BinaryIO:
     """The bytes of ``layer`` as they were before its media type's compression; of a layer that is
     not compressed, the blob's. ``content`` is what the manifest says that they are, if anything.

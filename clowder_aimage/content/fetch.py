@@ -19,16 +19,46 @@ from collections.abc import Sequence
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, is_large
 from clowder_aimage.content.concurrency import ConcurrencyProbe
-from clowder_aimage.content.copy_event import CopyEvent, OnEvent
+from clowder_aimage.content.copy_event import CopyEvent
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.rate import Rate
-from clowder_aimage.content.store import ContentStore, IngestBusyError, MultiSource, Source
+from clowder_aimage.content.store import ContentStore, CopyOptions, IngestBusyError, Source
 from clowder_aimage.content.verified_reader import readinto
-from clowder_aimage.errors import VerificationError
+from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
+RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
 NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is made to last
 _POLL = 0.1  # seconds between looks at a blob that another process is fetching
+
+
+def fetch_blobs(
+    source: Source, target: ContentStore, blobs: Sequence[Descriptor], options: CopyOptions
+) -> None:
+    """Fetch those of ``blobs`` that ``target`` does not have, over all connections together.
+
+    Raises:
+        NoSpaceError: they would not fit; nothing was fetched.
+        ContentError, AccessError: as ``copy`` does.
+    """
+    missing = [blob for blob in blobs if not target.exists(blob)]
+    check_space(missing, target)
+    for blob in set(blobs).difference(missing):
+        options.on_event(CopyEvent("skip", blob, blob.size))
+    with target.batch():
+        BlobDownload(source, target, missing, options).run()
+
+
+def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
+    """Raise NoSpaceError before the first byte when ``missing`` blobs do not fit."""
+    needed = sum(target.missing_size(blob) for blob in missing)
+    free = target.free()
+    if needed and needed + RESERVE > free:
+        raise NoSpaceError(
+            f"{needed} bytes are to be fetched, and {max(0, free - RESERVE)} would fit: "
+            f"{needed + RESERVE - free} are missing",
+            missing_size=needed + RESERVE - free,
+            hint="free some space, or point --store at another disk",
+        )
 
 
 class BlobDownload:
@@ -39,17 +69,14 @@ class BlobDownload:
         source: Source,
         target: ContentStore,
         blobs: Sequence[Descriptor],
-        *,
-        connections: int,
-        on_event: OnEvent,
-        rate: Rate | None = None,
+        options: CopyOptions,
     ) -> None:
         self._source = source
-        self._grain = int(getattr(source, "grain", 1))  # of what it gives at once
+        self._alignment = source.alignment
         self._target = target
-        self._connections = max(1, connections)
-        self._on_event = on_event
-        self._rate = rate
+        self._connections = max(1, options.concurrency)
+        self._on_event = options.on_event
+        self._rate = options.rate
         self._pending = deque(blobs)
         # what another process is fetching, and when to look at it again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
@@ -171,7 +198,7 @@ class BlobDownload:
         try:
             if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
                 self._on_event(CopyEvent("progress", content, -seen))
-            blob = BlobTransfer(content, ingest, self._grain)
+            blob = BlobTransfer(content, ingest, self._alignment)
             self._on_event(CopyEvent("start", content, content.size))
             if content.size - blob.left:
                 self._on_event(CopyEvent("progress", content, content.size - blob.left))
@@ -231,7 +258,7 @@ class BlobDownload:
         """Stream a part into the ingest, as far as it goes by now."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
-            self._learn(blob, ranges=not getattr(reader, "ignores_range", False))
+            self._learn(blob, ranges=self._source.supports_ranges(content))
             while part.left > 0:
                 if self._stopped:
                     raise ParallelStoppedError
@@ -272,7 +299,7 @@ class BlobDownload:
         try:
             blob.ingest.commit(content)
         except VerificationError:
-            elsewhere = isinstance(self._source, MultiSource) and self._source.distrust(content)
+            elsewhere = self._source.distrust(content)
             if not elsewhere and not blob.resumed:
                 raise
             self._on_event(CopyEvent("progress", content, -content.size))

@@ -1,34 +1,26 @@
-"""A store in memory: the smallest thing that is a Target."""
+"""A store in memory, and documents in memory over another source."""
 
 from __future__ import annotations
 
 import io
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import BinaryIO
 
-from clowder_aimage.content.store import Body, Source
+from clowder_aimage.content.copy import push_blobs
+from clowder_aimage.content.store import Body, CopyOptions, Source, Target, WrappedSource
 from clowder_aimage.content.verified_reader import VerifyingReader, check
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
-class MemoryStore:
-    """Blobs and tags in dictionaries, verified on the way in like everywhere else."""
+class MemoryStore(Target):
+    """Blobs and tags in dictionaries, verified on the way in."""
 
     def __init__(self) -> None:
         self._blobs: dict[Digest, bytes] = {}
         self._tags: dict[Reference, Descriptor] = {}
         self._lock = threading.Lock()
-
-    def lease(self, *digests: Digest) -> MemoryLease:
-        return MemoryLease()
-
-    def batch(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def use(self, content: Descriptor) -> None:
-        pass
 
     def resolve(self, reference: Reference, /) -> Descriptor:
         with self._lock:
@@ -60,6 +52,9 @@ class MemoryStore:
             raise NotFoundError(f"no {content.digest} in memory to tag as {reference}")
         with self._lock:
             self._tags[reference] = content
+
+    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+        push_blobs(source, self, blobs, options)
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> MemoryIngest:
         return MemoryIngest(self._blobs, expected)
@@ -108,28 +103,15 @@ class MemoryIngest:
         self._written.clear()
 
 
-class MemoryLease:
-    """Nobody takes anything out of memory."""
+class Overlay(WrappedSource):
+    """A source with a few small documents laid over another source; every name means ``root``.
 
-    def add(self, *digests: Digest) -> None:
-        pass
-
-    def __enter__(self) -> MemoryLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class Overlay:
-    """A source with a few small documents laid over another source.
-
-    A push that rewrites a manifest reads the new manifest and config from here and every layer
+    A push that rewrites a manifest reads the new manifest and config from here, and every layer
     from the store below, which stays as it was.
     """
 
-    def __init__(self, below: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
-        self._below = below
+    def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
+        super().__init__(source)
         self._root = root
         self._documents = documents
 
@@ -137,10 +119,10 @@ class Overlay:
         return self._root
 
     def exists(self, content: Descriptor, /) -> bool:
-        return content.digest in self._documents or self._below.exists(content)
+        return content.digest in self._documents or super().exists(content)
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         data = self._documents.get(content.digest)
         if data is None:
-            return self._below.open(content, offset, length)
+            return super().open(content, offset, length)
         return io.BytesIO(data[offset : None if length is None else offset + length])

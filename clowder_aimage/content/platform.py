@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from clowder_aimage.content.graph import GraphNode, read_document, walk
-from clowder_aimage.content.store import MultiSource, Source
+from clowder_aimage.content.store import Source
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 
@@ -95,53 +94,35 @@ class Candidate:
     platform: Platform | None = None
 
 
-class PinnedSource:
-    """A source in which every name means ``root``, whatever a tag may come to name meanwhile."""
+def select(
+    source: Source,
+    root: Descriptor,
+    reference: Reference,
+    selector: ManifestSelector | None,
+    here: Platform,
+) -> tuple[Descriptor, Manifest | Index]:
+    """Return the manifest that is selected of ``root``, which ``reference`` names, and its content.
 
-    def __init__(self, source: Source, root: Descriptor) -> None:
-        self.root = root
-        self._source = source
-
-    def resolve(self, _: Reference, /) -> Descriptor:
-        return self.root
-
-    def exists(self, content: Descriptor, /) -> bool:
-        return self._source.exists(content)
-
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        return self._source.open(content, offset, length)
-
-    @property
-    def grain(self) -> int:
-        """Of how many bytes at once blobs are best asked for."""
-        return int(getattr(self._source, "grain", 1))
-
-    def distrust(self, content: Descriptor, /) -> bool:
-        return isinstance(self._source, MultiSource) and self._source.distrust(content)
-
-
-def find(
-    source: Source, reference: Reference, wish: ManifestSelector, here: Platform
-) -> PinnedSource:
-    """The source in which ``reference`` names the one manifest that is meant.
+    Without a selector that is the root itself, an index as a whole.
 
     Raises:
-        UsageError: several manifests of an index fit, or one that stands alone is another variant.
-        NotFoundError: there is none by that name, or none of the index fits.
-        FormatError, VerificationError, AccessError: what is to be read for that cannot be.
+        UsageError: several manifests of an index fit, or a single one is another variant.
+        NotFoundError: the index has no such manifest.
+        FormatError, VerificationError, AccessError: a document cannot be read.
     """
-    root = source.resolve(reference)
     document = read_document(source, root)
+    if selector is None:
+        return root, document
     if isinstance(document, Index):
-        chosen = choose(candidates_in(source, document), wish, here, reference)
-        return PinnedSource(source, chosen.descriptor)
-    if wish.variant not in (None, document.annotations.get(mediatype.VARIANT)):
+        chosen = choose(candidates_in(source, document), selector, here, reference).descriptor
+        return chosen, read_document(source, chosen)
+    if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):
         raise UsageError(
-            f"{reference} is no index to choose from, and does not call itself "
-            f"variant {wish.variant!r}",
-            hint="leave --variant out to have what is there",
+            f"{reference} is not an index to choose from, and its variant is not "
+            f"{selector.variant!r}",
+            remedy="no_variant",
         )
-    return PinnedSource(source, root)
+    return root, document
 
 
 def candidates_in(source: Source, index: Index) -> list[Candidate]:

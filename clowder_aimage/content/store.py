@@ -1,25 +1,30 @@
-"""The small interfaces that every store of content has.
+"""The protocols of stores of content.
 
-A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content on this
-machine. The layout, a repository in a registry and the memory store of the tests implement
-them and pass one contract suite (tests/contract).
+A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content in files of this
+machine. The layout, a repository in a registry, a tar and the memory store implement them, and
+pass one contract suite (tests/contract).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol
 
+from clowder_aimage.content.copy_event import OnEvent, ignore
+from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import AccessError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
+DEFAULT_CONCURRENCY = 8
+
 
 class Body(Protocol):
-    """The bytes of a blob, opened anew from any offset: a retry sends true bytes again."""
+    """The bytes of a blob, opened again from any offset for a retry or a resume."""
 
     def __call__(self, offset: int = 0, /) -> BinaryIO: ...
 
@@ -28,99 +33,84 @@ class Source(Protocol):
     """Content that can be read."""
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """The descriptor of the manifest that ``reference`` names.
+        """Return the descriptor of the manifest that ``reference`` names.
 
         Raises:
             NotFoundError: there is none.
-            AccessError: it cannot be told (no answer, no permission, a server's error).
+            AccessError: it is not known (no answer, no permission, an error of the server).
         """
         ...
 
     def exists(self, content: Descriptor, /) -> bool:
-        """Whether the content is here in full. Raises AccessError where it cannot be told."""
+        """Return whether the content is here in full. Raises AccessError when it is not known."""
         ...
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        """The bytes of the content from ``offset`` on, ``length`` of them, not yet verified.
+        """Open the content at ``offset``, for ``length`` bytes; they are not yet verified.
 
         Raises:
             NotFoundError: it is not here.
         """
         ...
 
+    @property
+    def alignment(self) -> int:
+        """Return the bytes that the source reads at once; ranges are best cut at multiples."""
+        return 1
 
-@runtime_checkable
-class MultiSource(Protocol):
-    """A source that has content from several places, and can leave out one that was wrong."""
+    def supports_ranges(self, content: Descriptor, /) -> bool:
+        """Return False once the source has sent all of the content for a range of it."""
+        return True
 
     def distrust(self, content: Descriptor, /) -> bool:
-        """What came for ``content`` was not it; whether another place may be asked now."""
-        ...
+        """Note that the bytes of ``content`` were wrong.
 
-
-class Target(Source, Protocol):
-    """Content that can also be written."""
-
-    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
-        """Store a blob or manifest, and name a manifest in the same breath where a reference is
-        given. It is here in full and verified, or not at all.
-
-        Raises:
-            VerificationError: ``body`` is not what ``content`` says.
-            AccessError: it cannot be kept here.
+        Returns:
+            Whether another place may have the right ones.
         """
-        ...
-
-    def tag(self, content: Descriptor, reference: Reference, /) -> None:
-        """Let ``reference`` name a manifest that is here."""
-        ...
+        return False
 
 
-class IngestBusyError(AccessError):
-    """Somebody else is taking that blob in at this moment."""
+class WrappedSource(Source):
+    """A source over another one. Subclasses override what differs."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        return self._source.resolve(reference)
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return self._source.exists(content)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        return self._source.open(content, offset, length)
+
+    @property
+    def alignment(self) -> int:
+        return self._source.alignment
+
+    def supports_ranges(self, content: Descriptor, /) -> bool:
+        return self._source.supports_ranges(content)
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        return self._source.distrust(content)
 
 
-class Ingest(Protocol):
-    """A blob on its way in. Ranges may arrive in any order; nothing is visible until commit."""
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """Options of a copy: how many blobs at a time, the listener, and a limit on the speed."""
 
-    def missing(self) -> list[tuple[int, int]]:
-        """The spans [start, end) of the expected size that have not been written yet."""
-        ...
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
-        """Write ``data`` at ``offset``."""
-        ...
-
-    def checkpoint(self) -> None:
-        """Make what was written so far survive a crash."""
-        ...
-
-    def digest(self, algorithm: str = "sha256") -> Digest:
-        """What the bytes written so far hash to, when they came from the front on."""
-        ...
-
-    def commit(self, expected: Descriptor, /) -> None:
-        """Verify size and digest, make it durable, and give it its final name.
-
-        Raises:
-            VerificationError: and the ingest is gone.
-        """
-        ...
-
-    def suspend(self) -> None:
-        """Leave what is there to a later ingest of the same key."""
-        ...
-
-    def abort(self) -> None:
-        """Forget everything written so far."""
-        ...
+    concurrency: int = DEFAULT_CONCURRENCY
+    on_event: OnEvent = ignore
+    rate: Rate | None = None
 
 
 class Lease(Protocol):
-    """Content that nobody may take away while the lease is held."""
+    """Content that no collection removes while the lease is held."""
 
     def add(self, *digests: Digest) -> None:
-        """Keep these too; ask only then whether they are there. Raises AccessError."""
+        """Keep these too. Whether they are here is known only afterwards. Raises AccessError."""
         ...
 
     def __enter__(self) -> Lease: ...
@@ -133,29 +123,129 @@ class Lease(Protocol):
     ) -> None: ...
 
 
-@runtime_checkable
-class ContentStore(Target, Protocol):
-    """Content kept on this machine, where other programs can map it."""
+class NullLease:
+    """The lease of a store that has no collection."""
 
-    def path(self, content: Descriptor, /) -> Path:
-        """The file that holds the content. Raises NotFoundError."""
+    def add(self, *digests: Digest) -> None:
+        pass
+
+    def __enter__(self) -> NullLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Target(Source, Protocol):
+    """Content that can also be written."""
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        """Store a blob or a manifest, and name a manifest in the same step.
+
+        It is here in full and verified, or not at all.
+
+        Raises:
+            VerificationError: ``body`` differs from ``content``.
+            AccessError: it cannot be kept here.
+        """
         ...
 
-    def tags(self) -> Iterator[tuple[str, Descriptor]]:
-        """The names and the manifests they name."""
-        ...
-
-    def untag(self, reference: Reference, /) -> None:
-        """Forget a name. Raises NotFoundError."""
+    def tag(self, content: Descriptor, reference: Reference, /) -> None:
+        """Let ``reference`` name a manifest that is here."""
         ...
 
     def lease(self, *digests: Digest) -> Lease:
-        """Keep these, there or not, until the lease ends. Raises AccessError."""
+        """Keep these, here or not, until the lease ends. Raises AccessError."""
+        return NullLease()
+
+    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+        """Copy those of ``blobs`` that are not here, in the way of this kind of store.
+
+        Raises:
+            ContentError, AccessError: as ``copy`` does.
+        """
+        ...
+
+
+class IngestBusyError(AccessError):
+    """Another process is writing that blob now."""
+
+
+class Ingest(Protocol):
+    """A blob on its way in. Ranges may arrive in any order; nothing is visible until commit."""
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Return the spans [start, end) of the expected size that have not been written yet."""
+        ...
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
+        """Write ``data`` at ``offset``."""
+        ...
+
+    def checkpoint(self) -> None:
+        """Make what was written so far survive a crash."""
+        ...
+
+    def digest(self, algorithm: str = "sha256") -> Digest:
+        """Return the digest of the bytes so far, when they were written in order."""
+        ...
+
+    def commit(self, expected: Descriptor, /) -> None:
+        """Verify size and digest, make it durable, and give it its final name.
+
+        Raises:
+            VerificationError: and the ingest is gone.
+        """
+        ...
+
+    def suspend(self) -> None:
+        """Leave what was written to a later ingest of the same key."""
+        ...
+
+    def abort(self) -> None:
+        """Remove everything written so far."""
+        ...
+
+
+class BlobFiles(Protocol):
+    """Blobs that are files of this machine."""
+
+    def open(self, content: Descriptor, /) -> BinaryIO:
+        """Open the content. Raises NotFoundError."""
+        ...
+
+    def path(self, content: Descriptor, /) -> Path:
+        """Return the file that holds the content. Raises NotFoundError."""
+        ...
+
+
+class ContentStore(Target, Protocol):
+    """Content kept on this machine, in files that other programs can map."""
+
+    def path(self, content: Descriptor, /) -> Path:
+        """Return the file that holds the content. Raises NotFoundError."""
+        ...
+
+    def tags(self) -> Iterator[tuple[str, Descriptor]]:
+        """Yield the names, and the manifests that they name."""
+        ...
+
+    def tag(
+        self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
+    ) -> None:
+        """Let ``reference`` name a manifest that is here, marked when blobs of it are missing."""
+        ...
+
+    def untag(self, reference: Reference, /) -> None:
+        """Remove a name. Raises NotFoundError."""
         ...
 
     def batch(self) -> AbstractContextManager[None]:
-        """While it lasts, small content may wait for more, to be made durable together. All is here
-        when it ends. Raises AccessError."""
+        """Let small content wait for more, to be made durable together at the end of the block.
+
+        Raises:
+            AccessError: not all of it could be kept.
+        """
         ...
 
     def use(self, content: Descriptor) -> None:
@@ -163,12 +253,12 @@ class ContentStore(Target, Protocol):
         ...
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:
-        """Begin to take a blob in, or go on with what an earlier ingest of ``key`` left.
+        """Begin to write a blob, or go on with what an earlier ingest of ``key`` left.
 
-        Without ``expected`` nobody knows yet what it will be: then it is a new one.
+        Without ``expected``, it is not known yet which blob it will be, and the ingest is new.
 
         Raises:
-            IngestBusyError: somebody else is at work on it.
+            IngestBusyError: another process is writing it.
         """
         ...
 
@@ -177,12 +267,12 @@ class ContentStore(Target, Protocol):
         ...
 
     def free(self) -> int:
-        """The bytes that more content may take."""
+        """Return the bytes that more content may take."""
         ...
 
 
 def bytes_body(data: bytes) -> Body:
-    """A body over bytes in memory."""
+    """Return a body over bytes in memory."""
 
     def body(offset: int = 0, /) -> BinaryIO:
         return io.BytesIO(data[offset:] if offset else data)
@@ -191,7 +281,7 @@ def bytes_body(data: bytes) -> Body:
 
 
 def file_body(path: Path) -> Body:
-    """A body over a file."""
+    """Return a body over a file."""
 
     def body(offset: int = 0, /) -> BinaryIO:
         file = path.open("rb")

@@ -7,32 +7,25 @@ from collections.abc import Callable
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.rate import Rate
-from clowder_aimage.content.store import MultiSource, Source
+from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.content.verified_reader import readinto
-from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci import Descriptor, mediatype
 from clowder_aimage.registry import Repository
 
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
-
-class CountedSource:
+class CountedSource(WrappedSource):
     """``came`` hears how many bytes of blobs came from a "registry", and how many from a
     "mirror" of it; no more of them pass in a second than ``rate`` lets."""
 
     def __init__(
         self, source: Source, came: Callable[[str, int], None], rate: Rate | None = None
     ) -> None:
-        self._source, self._came, self._rate = source, came, rate
-
-    def resolve(self, reference: Reference, /) -> Descriptor:
-        return self._source.resolve(reference)
-
-    def exists(self, content: Descriptor, /) -> bool:
-        return self._source.exists(content)
+        super().__init__(source)
+        self._came, self._rate = came, rate
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         reader = self._source.open(content, offset, length)
-        if content.media_type in _DOCUMENTS:
+        if content.media_type in mediatype.DOCUMENTS:
             return reader  # of which there may be many, from memory
 
         def ended(count: int) -> None:
@@ -42,18 +35,11 @@ class CountedSource:
 
         return cast(BinaryIO, _Reader(reader, ended, self._rate))
 
-    def distrust(self, content: Descriptor, /) -> bool:
-        return isinstance(self._source, MultiSource) and self._source.distrust(content)
-
 
 class _Reader(io.RawIOBase):
     def __init__(self, source: BinaryIO, ended: Callable[[int], None], rate: Rate | None) -> None:
         self._source, self._ended, self._rate = source, ended, rate
         self._count = 0
-
-    @property
-    def ignores_range(self) -> bool:
-        return bool(getattr(self._source, "ignores_range", False))
 
     def readable(self) -> bool:
         return True

@@ -27,7 +27,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.pull import pull, pull_part
+from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 
@@ -141,13 +141,9 @@ class TransferQueue:
                     return counted
                 return self.near(reference, transfer.came)(counted)
 
-            if components:
-                selection = LayerSelection(components=components)
-                return pull_part(
-                    reference, self._store, connection, selection,
-                    on_event=hear, rate=gate, near=near,
-                ).root  # fmt: skip
-            return pull(reference, self._store, connection, on_event=hear, rate=gate, near=near)
+            layers = LayerSelection(components=components) if components else None
+            options = PullOptions(layers=layers, on_event=hear, rate=gate, wrap=near)
+            return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))
         with self._joined(key, reference, work, urgency, priority) as found:

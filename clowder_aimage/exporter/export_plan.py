@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content import ContentStore
 from clowder_aimage.content.decompress import open_plain
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.component_config import merged
@@ -96,7 +96,7 @@ def plan_export(
 
 class _Planner:
     def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
-        self._store = blobs.source
+        self._store = blobs
         self._aimage = aimage
         self._shard = shard
         self._is_ours = is_ours
@@ -219,7 +219,7 @@ class _Planner:
         return value
 
 
-def _says(store: ContentStore, content: Descriptor, license_: str) -> bool:
+def _says(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     from clowder_aimage.formats.gguf_header import read_header
 
     try:

@@ -219,7 +219,7 @@ class _Writer:
         size = 0
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._blobs.source, layer.descriptor, layer.content, limit=limit) as source,
+            open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
             file = new_file(self._root / layer.name)
@@ -242,7 +242,7 @@ class _Writer:
     def _untar(self, layer: Layer, room: int) -> None:
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._blobs.source, layer.descriptor, layer.content, limit=limit) as source,
+            open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
             unpacked = TarExtractor(

@@ -43,12 +43,7 @@ class LayerStore:
             cast(io.RawIOBase, plain)
         )  # which reads as much as it is asked for
 
-    @property
-    def source(self) -> ContentStore:
-        """Return the same, for whoever asks a store for ``open`` and ``path`` alone."""
-        return cast(ContentStore, self)
-
-    def path(self, content: Descriptor) -> Path:
+    def path(self, content: Descriptor, /) -> Path:
         """Return the file that the blob's bytes come from. Raises NotFoundError."""
         return self._store.path(self._came.get(content.digest, content))
 

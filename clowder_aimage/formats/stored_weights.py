@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from clowder_aimage.content import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats.legacy_scales import Stated, StoredLayer, join
@@ -25,7 +25,7 @@ _EXPERTS = ("experts", "shared_experts")
 
 
 def read_stored(
-    store: ContentStore, aimage: AImage, stated: Stated = lambda *_: (None, None)
+    store: BlobFiles, aimage: AImage, stated: Stated = lambda *_: (None, None)
 ) -> list[StoredLayer]:
     """Return the layers of an AImage; of tensors, the headers are read.
 
@@ -51,7 +51,7 @@ def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
     return components
 
 
-def _read(store: ContentStore, layer: Layer, stated: Stated) -> StoredLayer:
+def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
     path = store.path(layer.descriptor)
     prefix = f"{layer.component}/"
     own = layer.name.removeprefix(prefix)

@@ -9,13 +9,14 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.content.store import Body, IngestBusyError
+from clowder_aimage.content.fetch import fetch_blobs
+from clowder_aimage.content.store import Body, ContentStore, CopyOptions, IngestBusyError, Source
 from clowder_aimage.content.verified_reader import read_all, readinto
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
 from clowder_aimage.layout.fingerprint import fingerprint
@@ -55,7 +56,7 @@ _LOOKS, _LOOK = 20, 0.02  # how often, and how long in between
 _PATIENCE, _SPEED = 2.0, 50e6  # seconds, and bytes in each, that another gets to write what we have
 
 
-class ImageLayout:
+class ImageLayout(ContentStore):
     """Content in ``root``: ``oci-layout``, ``index.json`` and ``blobs/<algorithm>/<encoded>``.
 
     What only we need (the lock, blobs on their way in) lies in ``root/.aimage``. The directory
@@ -143,6 +144,9 @@ class ImageLayout:
             return cast(BinaryIO, file)
         with file:
             return io.BytesIO(file.read(length) or b"")
+
+    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+        fetch_blobs(source, self, blobs, options)
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
         """The names in index.json, as they stand there, and what they name."""

@@ -51,7 +51,11 @@ def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
         ContentError: it is not an AImage, or not intact.
     """
     descriptor = store.resolve(reference)
-    manifest = read_manifest(store, descriptor)
+    return interpret(store, descriptor, read_manifest(store, descriptor))
+
+
+def interpret(store: ContentStore, descriptor: Descriptor, manifest: Manifest) -> StoredAImage:
+    """Read the AImage that a manifest stands for. Raises as ``read_aimage`` does."""
     dialect = detect(manifest)
     config = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     return StoredAImage(descriptor, manifest, dialect, dialect.read(manifest, config))

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
-from clowder_aimage.content.store import MultiSource, Source
+from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.errors import AImageError
 from clowder_aimage.node.evidence import Evidence
 from clowder_aimage.node.flight import Flight
@@ -28,7 +28,6 @@ from clowder_aimage.node.rendezvous import RANGE, BlobRange
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
 MEMORY = 12  # ranges that are in memory at once, in all pulls together
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +45,27 @@ class Swarm:
     )
 
 
-class PeerSource:
+class PeerSource(WrappedSource):
     """The registry's repository ``source``, which ``reference`` is in, with the nodes around.
 
     ``on_bytes`` hears how many bytes came from a "neighbour", and how many had come for one
     before ("cache"); what comes from ``source`` it can count itself.
     """
 
-    grain = RANGE  # bytes that come at once: parts are best cut at multiples of it
-
     def __init__(
         self, swarm: Swarm, source: Source, reference: Reference, on_bytes: OnBytes
     ) -> None:
-        self._swarm, self._source = swarm, source
+        super().__init__(source)
+        self._swarm = swarm
         self._reference, self._on_bytes = reference, on_bytes
 
-    def resolve(self, reference: Reference, /) -> Descriptor:
-        return self._source.resolve(reference)
-
-    def exists(self, content: Descriptor, /) -> bool:
-        return self._source.exists(content)
+    @property
+    def alignment(self) -> int:
+        return RANGE
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         swarm = self._swarm
-        is_plain = content.media_type in _DOCUMENTS or not content.size
+        is_plain = content.media_type in mediatype.DOCUMENTS or not content.size
         is_alone = not swarm.neighbours.are_configured
         if is_plain or is_alone or not swarm.upstream.gives_ranges(self._registry):
             return self._source.open(content, offset, length)
@@ -84,7 +80,7 @@ class PeerSource:
         others = self._swarm.evidence.doubt(content.digest)
         with contextlib.suppress(AImageError):  # the one that neighbours get it from, too
             self._swarm.upstream.distrust(self._reference, BlobRange.at(content, 0))
-        own = isinstance(self._source, MultiSource) and self._source.distrust(content)
+        own = super().distrust(content)
         return others or own
 
     def load(self, content: Descriptor, offset: int) -> LoadedPiece:
@@ -117,7 +113,7 @@ class PeerSource:
             nonlocal is_ours
             is_ours = True
             reader = self._source.open(content, part.start, part.length)
-            if getattr(reader, "ignores_range", False) and not part.is_whole:
+            if not self._source.supports_ranges(content) and not part.is_whole:
                 self._swarm.upstream.ignores_ranges(self._registry)
             return closing(reader)
 

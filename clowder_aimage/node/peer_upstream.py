@@ -79,7 +79,7 @@ class PeerUpstream:
                     raise NotFoundError(f"there is no {part.digest} of {part.size} bytes")
                 self.knows(content)
             with repository.open(content, part.start, part.length) as reader:
-                if getattr(reader, "ignores_range", False) and not part.is_whole:
+                if not repository.supports_ranges(content) and not part.is_whole:
                     self.ignores_ranges(reference.registry or "")
                 yield cast(BinaryIO, _Slow(reader, rate)) if rate else reader
             is_mirrored = repository.was_mirrored(content)

@@ -20,7 +20,7 @@ from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_status import ModelStatus
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pull import look
+from clowder_aimage.pull import resolve_changed
 from clowder_aimage.registry import ClientOptions
 
 EACH, ALL = 8, 32  # questions at a time: to one registry, and to all of them
@@ -134,14 +134,20 @@ class RegistryLimiter:
     async def ask(
         self, reference: Reference, known: Digest | None, patience: float | None = None
     ) -> tuple[Descriptor, Descriptor] | None:
-        """As ``look`` says it; CrowdedError where its turn has not come for so many seconds."""
+        """Resolve as ``resolve_changed`` does.
+
+        Raises:
+            CrowdedError: its turn has not come for ``patience`` seconds.
+        """
         each = self._each.setdefault(reference.registry, asyncio.Semaphore(EACH))
         try:
             async with asyncio.timeout(patience):
                 await self._enter(each)
         except TimeoutError:
             raise CrowdedError from None
-        question = asyncio.ensure_future(aside(lambda: look(reference, self._connection, known)))
+        question = asyncio.ensure_future(
+            aside(lambda: resolve_changed(reference, self._connection, known))
+        )
 
         def ended(question: asyncio.Future[tuple[Descriptor, Descriptor] | None]) -> None:
             self._all.release()

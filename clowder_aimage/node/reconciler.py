@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from clowder_aimage.content.copy_plan import RESERVE
+from clowder_aimage.content.fetch import RESERVE
 from clowder_aimage.engine.backoff import (
     CHANGE,
     NEVER_FETCHED,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, cast
 
 import requests
 
-from clowder_aimage.content.store import Body
+from clowder_aimage.content.copy import push_blobs
+from clowder_aimage.content.store import Body, CopyOptions, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
@@ -29,7 +31,7 @@ _PATIENCE = 3  # requests for one part of a blob after which another place is as
 ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
-class Repository:
+class Repository(Target):
     """The repository that ``reference`` is in. What it has learned is kept.
 
     Blobs that it lacks are mounted from ``origins`` where the registry lets them be.
@@ -49,6 +51,7 @@ class Repository:
         self._origins = origins or MountOrigins()
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
+        self._without_ranges: set[Digest] = set()
 
     def __enter__(self) -> Repository:
         return self
@@ -127,7 +130,13 @@ class Repository:
                 self._session.avoid_mirrors(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
-        return cast(BinaryIO, BlobReader(get, what, offset, end, content.size))
+        reader = BlobReader(get, what, offset, end, content.size)
+        if reader.ignores_range:
+            self._without_ranges.add(content.digest)
+        return cast(BinaryIO, reader)
+
+    def supports_ranges(self, content: Descriptor, /) -> bool:
+        return content.digest not in self._without_ranges
 
     def distrust(self, content: Descriptor, /) -> bool:
         """What came for a blob was wrong; whether another place may have the right one."""
@@ -142,6 +151,9 @@ class Repository:
             registry, _, repository = self._name.partition("/")
             self.resolve(Reference(registry, repository, None, content.digest))
         return self._manifests[content.digest]
+
+    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+        push_blobs(source, self, blobs, options)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if content.media_type not in _MANIFESTS:

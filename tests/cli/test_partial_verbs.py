@@ -11,7 +11,7 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
-from clowder_aimage.pull import _name as name_part
+from clowder_aimage.pull import _tag_part as name_part
 from clowder_aimage.pull import stored_name
 
 NAME = Reference.parse("registry.example.com/model:v1")
@@ -157,7 +157,7 @@ def test_a_plan_of_a_part_names_nothing(aimage):
     source, layout = MemoryStore(), ImageLayout(aimage().store)
     put(source, *DATA)
     source.tag(MANIFEST.descriptor, NAME)
-    whole = plan_copy(source, NAME)
+    whole = plan_copy(source, MANIFEST.descriptor)
     wanted = {layer("net/a").descriptor.digest, layer("top.json").descriptor.digest}
     plan = whole.part(wanted)
     assert {blob.digest for blob in plan.blobs} == wanted
@@ -183,7 +183,7 @@ def test_what_another_pull_completes_meanwhile_is_not_marked(aimage):
     source = MemoryStore()
     put(source, *DATA)
     source.tag(MANIFEST.descriptor, NAME)
-    plan = plan_copy(source, NAME).part({layer("net/a").descriptor.digest})
+    plan = plan_copy(source, MANIFEST.descriptor).part({layer("net/a").descriptor.digest})
     assert name_part(layout, plan, stored_name(NAME, plan.root)) == []
     assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
 

@@ -17,6 +17,7 @@ from clowder_aimage.content import chunk as parts
 from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
 from clowder_aimage.content.fetch import NOTED, BlobDownload
 from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.store import CopyOptions, Source
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
@@ -34,7 +35,7 @@ BIG = noise(40 * MIB + 12345)
 CONTENT = blob(BIG)
 
 
-class Counted:
+class Counted(Source):
     """Blobs by digest, every opening and every byte of them counted.
 
     ``together`` readers must have been opened before any of them (but the first) gets a byte.
@@ -50,6 +51,7 @@ class Counted:
         self.under_way = 0
         self.together = together
         self.ranges = ranges
+        self.whole = set()  # digests that were sent from the front instead of a range
 
     def open(self, content, offset=0, length=None, /):
         with self.lock:
@@ -64,6 +66,9 @@ class Counted:
         data = self.blobs[content.digest]
         return data[start:end]
 
+    def supports_ranges(self, content, /):
+        return content.digest not in self.whole
+
     def lengths(self, content):
         return [length for digest, _, length in self.opened if digest == content.digest]
 
@@ -73,8 +78,8 @@ class Reader(io.RawIOBase):
         self.source, self.content, self.offset, self.end = source, content, offset, end
         self.first = first
         is_part = (offset, end) != (0, content.size) or content.size > SMALL
-        self.ignores_range = not source.ranges and is_part  # as registry/download.py tells it
-        if self.ignores_range:  # it had to pass over what comes before
+        if not source.ranges and is_part:  # it had to pass over what comes before
+            source.whole.add(content.digest)
             source.bytes[content.digest] += offset
 
     def readable(self):
@@ -132,7 +137,7 @@ def slow_network(monkeypatch):
 
 def fetch(source, layout, *contents, connections=4, watch=None, rate=None):
     watch = watch or Watch()
-    BlobDownload(source, layout, contents, connections=connections, on_event=watch, rate=rate).run()
+    BlobDownload(source, layout, contents, CopyOptions(connections, watch, rate)).run()
     return watch
 
 
@@ -397,7 +402,7 @@ def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(lay
 def test_no_bytes_that_are_wrong_end_a_fetch(layout):
     """A manifest may call anything empty."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
-    engine = BlobDownload(Counted(), layout, [content], connections=2, on_event=Watch())
+    engine = BlobDownload(Counted(), layout, [content], CopyOptions(2, Watch()))
     with pytest.raises(VerificationError, match="hashes to"):
         ended(engine)
 
@@ -443,7 +448,7 @@ def test_one_that_joins_too_late_finishes_the_blob(layout):
 
     source, watch = Counted(BIG), Watch()
     source.fail = fail
-    ended(Late(source, layout, [CONTENT], connections=2, on_event=watch))
+    ended(Late(source, layout, [CONTENT], CopyOptions(2, watch)))
     assert layout.path(CONTENT).read_bytes() == BIG
     assert watch.sums["done"] == CONTENT.size
     assert left_over(layout) == []

@@ -21,7 +21,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peer_sharing import PeerSharing
 from clowder_aimage.node.peer_state import LIVE, Pace
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.pull import pull
+from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.peer import Times
 from tests.content.artifact import put_artifact
@@ -173,7 +173,7 @@ class Node:
             came[source] += number
 
         near = self.sharing.near(reference, count)
-        return pull(reference, self.layout, self.connection, near=near), came
+        return pull(reference, self.layout, self.connection, PullOptions(wrap=near)).root, came
 
     def blob_requests(self) -> list[tuple[str, dict[str, str]]]:
         return [each for each in self.seen if "/blobs/" in each[0]]

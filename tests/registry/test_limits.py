@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.content.rate import Rate
 from clowder_aimage.errors import UsageError
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.pull import pull
+from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings, parse_rate, read_settings
 from tests.scripted import ScriptedRegistry, artifact, serving
@@ -104,8 +104,13 @@ def test_which_rate_is_used(limit, given, used, tmp_path, monkeypatch):
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         settings = {registry.host: HostSettings(limit=limit), "other.example.com": HostSettings()}
         connection = ClientOptions(docker_config=tmp_path, registries=settings)
-        rate = Noted(given) if given else None
-        pull(Reference.parse(f"{registry.host}/x"), MemoryStore(), connection, rate=rate)
+        options = PullOptions(rate=Noted(given) if given else None)
+        pull(
+            Reference.parse(f"{registry.host}/x"),
+            ImageLayout(tmp_path / "store"),
+            connection,
+            options,
+        )
     assert made == used
 
 

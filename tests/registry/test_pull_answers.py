@@ -148,7 +148,7 @@ def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypa
             Repository(name, ClientOptions(docker_config=tmp_path)) as repository,
             repository.open(Descriptor.of("", BLOB)) as reader,
         ):
-            assert reader.ignores_range
+            assert not repository.supports_ranges(Descriptor.of("", BLOB))
             assert reader.read() == BLOB
         assert len(registry.seen) == 1
 

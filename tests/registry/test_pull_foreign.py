@@ -145,7 +145,7 @@ def round_trip(script, thing, tmp_path):
             Reference.parse(f"{registry.host}/x:v1"),
             ClientOptions(docker_config=tmp_path),
         )
-        assert pull(name, store, reach).digest == Digest.of(thing.raw)
+        assert pull(name, store, reach).root.digest == Digest.of(thing.raw)
         check(store, name, thing)
         assert push(store, name, reach, fallback=False).digest == Digest.of(thing.raw)
     (put,) = (seen for seen in registry.seen if seen.method == "PUT" and "/manifests/" in seen.path)

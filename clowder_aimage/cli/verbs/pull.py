@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,11 @@ from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.content import CopyPlan
     from clowder_aimage.content.platform import ManifestSelector
     from clowder_aimage.dialect.selection import LayerSelection
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.oci import Descriptor
+    from clowder_aimage.pull import PullResult
 
 
 @click.command(short_help="Fetch an AImage from the registry in its name.")
@@ -95,33 +96,26 @@ def pull(
         _pull_remotely(Reference.parse(ref), settings())
         return
     from clowder_aimage.content import Rate
-    from clowder_aimage.pull import plan_pull, pull_part, stored_name
+    from clowder_aimage.pull import PullOptions
     from clowder_aimage.pull import pull as pull_aimage
 
     chosen = settings()
     reference = Reference.parse(ref)
-    wish = _wish(platform, variant, whole)
-    selection = _selection(components, patterns, whole)
+    options = PullOptions(
+        selector=_selector(platform, variant, whole),
+        layers=_selection(components, patterns, whole),
+        is_dry_run=dry_run,
+        rate=Rate(limit) if limit else None,
+    )
     reach = connection(plain_http, insecure, ca_file, jobs)
     if dry_run:
-        part = (selection, chosen.layout) if selection else None
-        plan = plan_pull(reference, reach, wish=wish, part=part)
-        _say(stored_name(reference, plan.root), plan, chosen)
+        _print_plan(pull_aimage(reference, chosen.layout, reach, options), chosen)
         return
-    rate = Rate(limit) if limit else None
-    missing: tuple[Descriptor, ...] = ()
     with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        told = progress.on_event
-        if selection is None or wish is None:
-            root = pull_aimage(reference, chosen.layout, reach, wish=wish, on_event=told, rate=rate)
-        else:
-            pulled = pull_part(
-                reference, chosen.layout, reach, selection, wish=wish, on_event=told, rate=rate
-            )
-            root, missing = pulled.root, pulled.missing
+        options = replace(options, on_event=progress.on_event)
+        pulled = pull_aimage(reference, chosen.layout, reach, options)
     progress.say("pulled")
-    again = _command(reference, platform, variant)
-    _tell(stored_name(reference, root), root, missing, again, progress, chosen)
+    _print_result(pulled, _command(reference, platform, variant), progress, chosen)
 
 
 def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
@@ -184,16 +178,10 @@ def _command(reference: Reference, platform: str | None, variant: str | None) ->
     return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
 
 
-def _tell(
-    name: Reference,
-    root: Descriptor,
-    missing: Sequence[Descriptor],
-    again: str,
-    progress: Progress,
-    chosen: VerbSettings,
-) -> None:
-    """The result of a pull, and what is not here."""
-    value = {"reference": str(name), **plain(root)}
+def _print_result(pulled: PullResult, again: str, progress: Progress, chosen: VerbSettings) -> None:
+    """Print the result of a pull, and what is missing."""
+    name, missing = pulled.name, pulled.missing
+    value = {"reference": str(name), **plain(pulled.root)}
     if missing:
         value |= {"partial": True, "missing": _sum(missing)}
     if missing and not chosen.quiet:
@@ -201,11 +189,11 @@ def _tell(
             f"{name} is here in part: {plural(len(missing), 'blob')} "
             f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
         )
-    result(value, str(root.digest), as_json=chosen.as_json)
+    result(value, str(pulled.root.digest), as_json=chosen.as_json)
 
 
-def _wish(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
-    """What to choose from an index; None is all of it. Raises UsageError."""
+def _selector(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
+    """Return what to choose from an index; None is all of it. Raises UsageError."""
     from clowder_aimage.content.platform import ManifestSelector, Platform
 
     if whole and (platform is not None or variant is not None):
@@ -235,13 +223,14 @@ def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
     return {"blobs": len(blobs), "size": sum(blob.size for blob in blobs)}
 
 
-def _say(reference: Reference, plan: CopyPlan, chosen: VerbSettings) -> None:
-    """The result of a dry run."""
-    missing, left_out = plan.missing(chosen.layout), plan.missing_left_out(chosen.layout)
+def _print_plan(planned: PullResult, chosen: VerbSettings) -> None:
+    """Print the result of a dry run."""
+    plan, left_out = planned.plan, planned.missing
+    missing = plan.missing(chosen.layout)
     needed = sum(chosen.layout.missing_size(blob) for blob in missing)
     here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
-        "reference": str(reference),
+        "reference": str(planned.name),
         **plain(plan.root),
         "fetch": {"blobs": len(missing), "size": needed},
         "alreadyThere": {"blobs": len(plan.blobs) - len(missing), "size": here},
