@@ -23,7 +23,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 help:
 	@echo 'make demo       the whole job on a tiny model: create, push, pull, run, replay'
 	@echo 'make test       the tests, in minutes'
-	@echo 'make test-all   with it, what needs other programs or takes long'
+	@echo 'make test-all   them, and what needs other programs or takes long'
 	@echo 'make test-slow  loops of many minutes'
 	@echo 'make lint       ruff, mypy, lint-imports'
 	@echo 'make check      lint and test: what must pass before a change goes in'

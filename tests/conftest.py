@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.process import Aimage, reaped, restore_signals
+from tests.quarantine import QUARANTINE
 from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,24 @@ def pytest_configure() -> None:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
     os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is in quarantine; leave out what AIMAGE_LEAVE_OUT lists."""
+    for item in items:
+        if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
+            item.add_marker(pytest.mark.xfail(reason=reason))
+    if "AIMAGE_LEAVE_OUT" in os.environ:
+        passed = set(Path(os.environ["AIMAGE_LEAVE_OUT"]).read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the tests that passed to the file that AIMAGE_PASSED names."""
+    if "AIMAGE_PASSED" in os.environ:
+        passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
+        Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed)))
 
 
 def pytest_report_header() -> str:
