@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
@@ -26,6 +26,7 @@ _SUFFIX = ".schema.json"
 JSONPath = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
 _MAX_MESSAGE = 300  # characters
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,31 @@ def validate(name: str, document: object) -> None:
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top"
         raise FormatError(f"not a valid {name} document: {error.message[:300]} (at {where})")
+
+
+def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
+    """Read the configuration file and parse its object, an empty one if there is no file.
+
+    Raises:
+        UsageError: the file cannot be read, is not valid, or ``parse`` raises ValueError.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        validate("config", document)
+    except (FileNotFoundError, NotADirectoryError):
+        return parse({})
+    except (OSError, ValueError, RecursionError, FormatError) as error:
+        raise _configuration_error(path, error) from None
+    try:
+        return parse(document)
+    except ValueError as error:
+        raise _configuration_error(path, error) from None
+
+
+def _configuration_error(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
+    )
 
 
 def violations(name: str, document: object) -> Iterator[Violation]:

@@ -48,6 +48,6 @@ class NdjsonStream:
 
     async def end(self) -> web.StreamResponse:
         """End the answer."""
-        assert self._response is not None  # noqa: S101 - every answer has a line
+        assert self._response is not None
         await self._response.write_eof()
         return self._response

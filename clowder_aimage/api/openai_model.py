@@ -178,7 +178,7 @@ class ModelCatalog:
             created = datetime.fromisoformat(stored.aimage.properties["created"])
             return {"created": int(created.timestamp())}
         path = self._service.store.path(stored.descriptor)
-        return {"created": int(os.stat(path).st_mtime)}  # noqa: PTH116 - one call
+        return {"created": int(os.stat(path).st_mtime)}
 
 
 def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:

@@ -46,9 +46,7 @@ class TarReader:
             FormatError: it is no tar, is damaged, or breaks off.
         """
         with self._faults("is no tar archive"):
-            tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
-                fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
-            )
+            tar = tarfile.open(fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8")
         while True:
             self._budget = _HEADER
             with self._faults(f"is damaged at byte {self.position}"):

@@ -31,7 +31,7 @@ class _GrowingIngest(FileIngest):
         return self.missing() if self._expected is not None else [(0, size)]
 
     def reader(self) -> BinaryIO:
-        return open(self._path, "rb", buffering=0)  # noqa: PTH123 - the caller closes it
+        return open(self._path, "rb", buffering=0)
 
 
 class CachedFetch:
@@ -73,7 +73,7 @@ class CachedFetch:
 
     def open(self) -> BinaryIO:
         """The growing file. It stays readable when it gets its name, or is thrown away."""
-        assert self._ingest is not None  # noqa: S101 - it has begun
+        assert self._ingest is not None
         with contextlib.suppress(FileNotFoundError):
             return self._ingest.reader()
         try:

@@ -16,7 +16,7 @@ from clowder_aimage.errors import NetworkError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.response_error import failure, finish
+from clowder_aimage.registry.response_error import failure
 from clowder_aimage.registry.session import Session
 
 REST = 10.0  # seconds in which a registry that did not answer is not asked again
@@ -98,7 +98,7 @@ class UpstreamRegistry:
             response = self._asked(lambda: session.request("HEAD", url))
             if response.status_code != 200:
                 raise failure(response, f"blob {digest}")
-            finish(response)
+            response.finish()
             length = response.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
             raise RegistryError(f"{self.host} does not say how large {digest} is")

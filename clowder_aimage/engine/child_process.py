@@ -61,13 +61,13 @@ class ChildProcess:
     def send(self, message: frame.Message) -> None:
         """Send a frame. A process that has ended is not told: whoever asks it for a frame hears
         that it has, and how."""
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame.encode(message))
 
     async def receive(self) -> tuple[frame.Message, bytes]:
         """The next frame. Raises ModelError: the process has ended, or speaks in no frames."""
-        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        assert self._process.stdout is not None
         if self._coming is None:
             self._coming = asyncio.create_task(frame.receive(self._process.stdout))
         await asyncio.wait({self._coming})
@@ -106,7 +106,7 @@ class ChildProcess:
 
 
 async def _repeat(process: asyncio.subprocess.Process) -> None:
-    assert process.stderr is not None  # noqa: S101 - it is a pipe
+    assert process.stderr is not None
     while True:
         try:
             line = await process.stderr.readline()

@@ -36,7 +36,7 @@ async def _have(transfers: TransferQueue, reference: Reference) -> None:
         except AImageError as error:
             if transfers.is_over:
                 return
-            delay = min(delay, again(error, attempts, random.random(), delay).delay)  # noqa: S311
+            delay = min(delay, again(error, attempts, random.random(), delay).delay)
             facts = {"model": str(reference), "reason": error.message, "again": round(delay, 1)}
             _log.warning("cannot fetch a wanted model", extra=facts)
         except Exception:

@@ -7,7 +7,6 @@ file is AIMAGE_SERVE_MAX_MODELS in the environment and ``--max-models`` on the c
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from pydantic_settings import (
 from clowder_aimage import schema
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.engine.limits import FOR_EVER, EngineLimits
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 DEFAULT_ADDRESS = "127.0.0.1:11434"
@@ -224,17 +223,8 @@ def _environment(kind: type[Listening]) -> dict[str, Any]:
 
 
 def read_section(file: Path, kind: type[Listening] = Settings) -> dict[str, Any]:
-    """A server's part of a configuration, by the names of fields. Raises UsageError."""
-    try:
-        document = json.loads(file.read_bytes())
-        schema.validate("config", document)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, RecursionError, FormatError) as error:
-        raise UsageError(
-            f"cannot use the configuration {file}: {error}", hint="see schemas/config.schema.json"
-        ) from None
-    section: dict[str, Any] = document.get(kind.SECTION, {})
+    """Return a server's section of a configuration, by the names of fields. Raises UsageError."""
+    section = schema.read_configuration(file, lambda document: document.get(kind.SECTION, {}))
     found = {_snake(key): value for key, value in section.items()}
     for name in ("socket", "token_file", "desired"):
         if name in found:  # a relative path begins at the configuration

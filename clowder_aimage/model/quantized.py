@@ -118,7 +118,7 @@ def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | Non
     """What computes as ``old``, a linear layer or an embedding, would with these weights."""
     if isinstance(old, Linear):
         return QuantizedLinear(weights, old.get("bias"))
-    assert isinstance(old, Embedding)  # noqa: S101 - the only other kind that is let this far
+    assert isinstance(old, Embedding)
     return QuantizedEmbedding(weights, dtype or mx.bfloat16)
 
 

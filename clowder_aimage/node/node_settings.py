@@ -56,7 +56,7 @@ class NodeSettings(Listening):
     def _check_marks(self) -> NodeSettings:
         if self.low > self.high:
             raise ValueError("low must not be above high")
-        if self.desired is not None and os.path.isfile(self.desired):  # noqa: PTH113 - never raises
+        if self.desired is not None and os.path.isfile(self.desired):
             raise ValueError(f"desired must be a directory, and {self.desired} is a file")
         return self
 

@@ -151,7 +151,7 @@ class _Reader(io.RawIOBase):
         if self._part is None or self._at >= self._part.end:
             self._release()
             self._take()
-        assert self._part is not None and self._loaded is not None  # noqa: S101 - just taken
+        assert self._part is not None and self._loaded is not None
         here = self._at - self._part.start
         count = min(len(buffer), self._part.end - self._at, self._end - self._at)
         memoryview(buffer)[:count] = memoryview(self._loaded.data)[here : here + count]

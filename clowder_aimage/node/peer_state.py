@@ -265,7 +265,7 @@ class Peers:
             every = max(self._pace.word, len(self._known) / _RATE)
             due = [one for one in self._known.values() if one.due <= now and self._is_asked(one)]
             for one in due:
-                one.due = now + every * random.uniform(0.8, 1.2)  # noqa: S311 - no two in step
+                one.due = now + every * random.uniform(0.8, 1.2)
         return due
 
     def _is_asked(self, one: Peer) -> bool:

@@ -156,7 +156,7 @@ class Homes:
             if is_idle or now - began > self._patience.busy:
                 self._neighbours.failed(home, "always busy", cost=_LATE)
                 return True
-            if self._closed.wait(random.uniform(0.5, 1.0) * pause):  # noqa: S311 - not in step
+            if self._closed.wait(random.uniform(0.5, 1.0) * pause):
                 raise NetworkError("this node is about to end", hint="try again")
             pause = min(2 * pause, self._patience.pause)
         return False  # it has gone meanwhile

@@ -198,7 +198,7 @@ class Ranges:
         """
         while not self.closed.is_set():
             flight, is_new = self._flights.board(part)
-            assert flight is not None  # noqa: S101 - it may begin
+            assert flight is not None
             if not is_new:
                 while not flight.landed.wait(_LOOK) and not self.closed.is_set():
                     pass
@@ -271,7 +271,7 @@ class Ranges:
             return None
         with contextlib.suppress(OSError, StoreError):
             directory = check_own(self._layout.root, "ingest")
-            path = os.path.join(directory, part.digest.encoded)  # noqa: PTH118 - a strict digest
+            path = os.path.join(directory, part.digest.encoded)
             file = cast(BinaryIO, io.FileIO(open_plain(path)))
             with contextlib.ExitStack() as stack:
                 stack.callback(file.close)

@@ -1,14 +1,15 @@
-"""Answering a registry's challenge, with oras-py's token exchange made safe.
+"""Answers to a registry's challenges, around oras-py's token exchange.
 
-oras-py asks credential helpers and trades credentials for a token. What is added here: Basic
-challenges, identity tokens, tokens that are kept until they expire, and the rules about who may
-see credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+oras-py exchanges credentials for a token. Added here: Basic challenges, identity tokens, tokens
+that are kept until they expire, and the rules for which hosts receive credentials
+(CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
 
 from __future__ import annotations
 
+import base64
 import datetime
 import ipaddress
 import json
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import oras.auth.token
+import oras.auth
 import oras.auth.utils
 import requests
 
@@ -32,12 +33,14 @@ from clowder_aimage.registry.docker_config import (
     find_credential,
     read_config,
 )
-from clowder_aimage.registry.response_error import failure, read_capped
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response_error import failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
+from clowder_aimage.registry.transport import network_error
 
-_MAX_TOKEN_ANSWER = 1024 * 1024
-_LIFE = 60.0  # seconds that a token lives where its service does not say
-_MARGIN = 30.0  # seconds, or a fifth of its life, before its end in which a token is renewed
+_MAX_TOKEN_RESPONSE = 1024 * 1024
+_LIFE = 60.0  # seconds, of a token without expires_in
+_MARGIN = 30.0  # seconds before its end, or a fifth of its life, in which a token is renewed
 _CLIENT = "aimage"
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {
     "registry.gitlab.com": "gitlab.com",
@@ -47,33 +50,53 @@ _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # it prints, and could print secrets
 
 
+@dataclass(frozen=True, slots=True)
+class _TokenResponse:
+    """The parts of a response that oras-py's token exchange reads."""
+
+    status_code: int
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
 class _TokenSession:
-    """The ``requests`` interface that oras-py's token exchange calls, with a cap on answers."""
+    """Requests to token services, also for oras-py's token exchange; responses are small."""
 
     def __init__(self, session: requests.Session, timeout: tuple[float, float]) -> None:
         self._session = session
         self._timeout = timeout
-        self.answer: requests.Response | None = None
+        self.response: _TokenResponse | None = None
 
-    def request(self, method: str, url: str, **options: Any) -> requests.Response:
-        """Ask a token service; 429 and what passes by itself is raised, to be tried again."""
-        options.pop("verify", None)  # the session knows
-        response = self._session.request(
-            method, url, stream=True, allow_redirects=False, timeout=self._timeout, **options
-        )
+    def request(self, method: str, url: str, **options: Any) -> _TokenResponse:
+        """Send a request. A transient status is an error, to be tried again."""
+        options.pop("verify", None)  # the session's setting is used
+        host = urlsplit(url).hostname or url[:100]
+        try:
+            found = self._session.request(
+                method, url, stream=True, allow_redirects=False, timeout=self._timeout, **options
+            )
+        except (requests.RequestException, OSError) as error:
+            raise network_error(host, error) from error
+        response = RegistryResponse(found.status_code, found.url, found.headers, found.raw)
         if response.status_code in TRANSIENT_STATUS:
             raise failure(response, "a request for a token")
-        response._content = read_capped(response, _MAX_TOKEN_ANSWER)
-        self.answer = response
-        return response
+        self.response = _TokenResponse(response.status_code, response.read(_MAX_TOKEN_RESPONSE))
+        return self.response
 
-    def get(self, url: str, **options: Any) -> requests.Response:
+    def get(self, url: str, **options: Any) -> _TokenResponse:
+        """Send a GET request."""
         return self.request("GET", url, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Challenge:
-    """A WWW-Authenticate header's best offer (RFC 9110, 11.6.1): Bearer before Basic."""
+    """The best challenge in a WWW-Authenticate header (RFC 9110, 11.6.1): Bearer before Basic."""
 
     scheme: str
     realm: str = ""
@@ -82,7 +105,7 @@ class _Challenge:
 
     @classmethod
     def parse(cls, header: str) -> _Challenge:
-        """Read a header, which may hold several challenges."""
+        """Parse a header, which may hold several challenges."""
         quoted = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), header)  # not in strings
         starts = [(found.start(1), found[1].lower()) for found in _SCHEME.finditer(quoted)]
         ends = [start for start, _ in starts[1:]] + [len(header)]
@@ -93,18 +116,18 @@ class _Challenge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A header that answered a challenge, and until when it is good."""
+class _Header:
+    """A header that answers a challenge, and the time until which it is valid."""
 
     header: str = field(repr=False)
     challenge: _Challenge
     until: float
 
 
-class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
-    """Turns challenges into Authorization headers, and keeps these per set of scopes.
+class Authenticator:
+    """Authorization headers for challenges, kept per set of scopes.
 
-    Threads that need the same one at the same time share one exchange.
+    Threads that need the same header at the same time share one exchange.
     """
 
     def __init__(
@@ -116,22 +139,20 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         scheme: str,
         basic_auth: str | None,
     ) -> None:
-        super().__init__()
         self._reference = reference
         self._connection = connection
         self._scheme = scheme
-        self._tls_verify = not connection.insecure  # oras-py asks for it; the session decides
-        self.session = _TokenSession(session, timeout)
+        self._session = _TokenSession(session, timeout)
         self._lock = threading.RLock()
-        self._held: dict[str, _Held] = {}
-        self._tokens: dict[tuple[_Challenge, frozenset[str]], _Held] = {}
+        self._held: dict[str, _Header] = {}
+        self._tokens: dict[tuple[_Challenge, frozenset[str]], _Header] = {}
         self._credential = Credential(basic=basic_auth) if basic_auth is not None else None
         files = () if self._credential else connection.auth_files
-        told = [{"auths": dict(connection.auths)}] if connection.auths else []
-        self._configs = told + [read_config(path) for path in files]
+        given = [{"auths": dict(connection.auths)}] if connection.auths else []
+        self._configs = given + [read_config(path) for path in files]
 
     def known(self, actions: str) -> str | None:
-        """The header for requests that need ``actions`` (such as ``pull,push``), if there is one.
+        """Return the header for requests that need ``actions`` (``pull,push``), or None.
 
         A token that is about to expire is renewed first.
         """
@@ -142,28 +163,28 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
             return None if held is None else held.header
 
     def answer(self, actions: str, challenge: str, refused: str | None) -> str:
-        """The header that answers ``challenge``, where ``refused`` is the one that did not.
+        """Return the header that answers ``challenge``, to which ``refused`` was no answer.
 
         Raises:
-            UnauthorizedError: there is no answer to it.
+            UnauthorizedError: there are no credentials for it, or they are not accepted.
         """
         with self._lock:
             held = self._held.get(actions)
             if held is not None and held.header != refused:
-                return held.header  # another thread was here first
-            asked, credential = _Challenge.parse(challenge), self._find_credential()
-            if asked.scheme == "basic" and not credential.basic and held is not None:
-                asked = held.challenge  # Harbor, to a token that has ended
-            return self._answer(actions, asked, refused).header
+                return held.header  # another thread answered it
+            parsed, credential = _Challenge.parse(challenge), self._find_credential()
+            if parsed.scheme == "basic" and not credential.basic and held is not None:
+                parsed = held.challenge  # Harbor, to an expired token
+            return self._answer(actions, parsed, refused).header
 
-    def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Held:
+    def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Header:
         credential = self._find_credential()
         if challenge.scheme == "basic" and credential.basic:
-            held = _Held(f"Basic {credential.basic}", challenge, float("inf"))
+            held = _Header(f"Basic {credential.basic}", challenge, float("inf"))
         elif challenge.scheme == "bearer" and credential.registry_token:
-            held = _Held(f"Bearer {credential.registry_token}", challenge, float("inf"))
+            held = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
             if refused == held.header:
-                raise self._refused("the access token that is kept for it is not taken (any more)")
+                raise self._refused("the stored access token is not accepted (any more)")
         elif challenge.scheme == "bearer":
             held = self._token(actions, challenge, refused)
         else:
@@ -172,15 +193,15 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
         return held
 
     def _find_credential(self) -> Credential:
-        """Look for credentials once, when they are first asked for: helpers may be slow."""
+        """Return the credentials, looked up at the first call: helpers may be slow."""
         if self._credential is None:
             registry, repository = self._reference.registry or "", self._reference.repository
             found = find_credential(self._configs, registry, repository)
             self._credential = found or Credential()
         return self._credential
 
-    def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Held:
-        """A token for the scopes of a challenge, or for ours where it names none."""
+    def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
+        """Return a token for the scopes of a challenge, or for ours if it has none."""
         ours = f"repository:{self._reference.repository}:{actions}" if actions else ""
         scopes = frozenset((challenge.scope or ours).split())
         key = (challenge, scopes)
@@ -189,37 +210,39 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
             held = self._tokens[key] = self._fetch(challenge, sorted(scopes))
         return held
 
-    def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Held:
+    def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
         if not challenge.realm:
             raise self._refused("its challenge names no realm")
-        trusted = self._check_realm(challenge.realm)
+        is_trusted = self._check_realm(challenge.realm)
         began = self._connection.clock()
-        self.session.answer = None
+        self._session.response = None
         try:
-            token = self._exchange(challenge, scopes, trusted)
+            token = self._exchange(challenge, scopes, is_trusted)
         except (ValueError, AttributeError, TypeError, RecursionError):
-            token = None  # what it sent is not the JSON object that it should be
+            token = None  # the response is not the expected JSON object
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            answer = self.session.answer
-            said = f" ({answer.status_code})" if answer is not None else ""
-            raise self._refused(f"its token service gave no token{said}")
-        life = _life(self.session.answer, began)
-        return _Held(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
+            response = self._session.response
+            status = f" ({response.status_code})" if response is not None else ""
+            raise self._refused(f"its token service sent no token{status}")
+        life = _life(self._session.response, began)
+        return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
-    def _exchange(self, challenge: _Challenge, scopes: list[str], trusted: bool) -> Any:
-        """Ask the token service; credentials are shown to it only where it is ``trusted``."""
-        credential = self._find_credential() if trusted else Credential()
-        asked = {"realm": challenge.realm, "service": challenge.service, "scope": scopes}
-        header = oras.auth.utils.authHeader(asked)
+    def _exchange(self, challenge: _Challenge, scopes: list[str], is_trusted: bool) -> Any:
+        """Request a token, with credentials only from a trusted service."""
+        credential = self._find_credential() if is_trusted else Credential()
         if credential.identity_token:
-            return self._trade(challenge, scopes, credential.identity_token)
-        if credential.basic:
-            self._basic_auth = credential.basic
-            return self.request_token(header)
-        return self.request_anonymous_token(header)
+            return self._refresh(challenge, scopes, credential.identity_token)
+        fields = {"realm": challenge.realm, "service": challenge.service, "scope": scopes}
+        header = oras.auth.utils.authHeader(fields)
+        backend = oras.auth.get_auth_backend("token", session=self._session)
+        if not credential.basic:
+            return backend.request_anonymous_token(header)
+        user, _, password = base64.b64decode(credential.basic).decode().partition(":")
+        backend.set_basic_auth(user, password)
+        return backend.request_token(header)
 
-    def _trade(self, challenge: _Challenge, scopes: list[str], identity_token: str) -> Any:
-        """An access token for an identity token, by POST, where it stays out of URLs."""
+    def _refresh(self, challenge: _Challenge, scopes: list[str], identity_token: str) -> Any:
+        """Request a token for an identity token, by POST, which keeps it out of URLs."""
         form = {
             "grant_type": "refresh_token",
             "service": challenge.service or "",
@@ -227,58 +250,63 @@ class Authenticator(oras.auth.token.TokenAuth):  # type: ignore[misc]
             "scope": " ".join(scopes),
             "refresh_token": identity_token,
         }
-        response = self.session.request("POST", challenge.realm, data=form)
+        response = self._session.request("POST", challenge.realm, data=form)
         if response.status_code != 200:
             return None
-        answer = response.json()
-        rotated = answer.get("refresh_token")
+        fields = response.json()
+        rotated = fields.get("refresh_token")
         if isinstance(rotated, str) and rotated:
             self._credential = Credential(identity_token=rotated)
-        return answer.get("access_token") or answer.get("token")
+        return fields.get("access_token") or fields.get("token")
 
     def _check_realm(self, realm: str) -> bool:
-        """Whether credentials may go to ``realm``. Raises where nothing may go there at all."""
+        """Return whether ``realm`` may receive credentials.
+
+        Raises:
+            UnauthorizedError: it may not receive any request.
+        """
         parts = urlsplit(realm)
         host = (parts.hostname or "").lower()
         registry = urlsplit(f"//{self._reference.registry}").hostname or ""
         if parts.scheme not in ("http", "https") or not host:
-            raise self._refused(f"its token service {realm[:100]!r} is no address")
+            raise self._refused(f"its token service {realm[:100]!r} is not an address")
         if self._scheme == "https" and parts.scheme != "https":
             raise self._refused(f"its token service {host} is not encrypted, the registry is")
         if host == registry.lower():
             return True
         if not self._reference.is_loopback and _is_internal(host):
-            raise self._refused(f"it sends us to {host}, an address inside this network")
+            raise self._refused(f"its token service {host} is an address inside this network")
         known = _KNOWN_REALMS.get(registry)
         return host == known or host in self._connection.trusted_realms
 
     def _refused(self, why: str) -> UnauthorizedError:
         return UnauthorizedError(
-            f"{self._reference.registry} wants authentication, and {why}",
-            hint=f"log in with: aimage login {self._reference.registry}",
+            f"{self._reference.registry} requires authentication, and {why}",
+            remedy="login",
+            registry=self._reference.registry,
         )
 
 
-def _life(response: requests.Response | None, now: float) -> float:
-    """For how many seconds from ``now`` a token is good, by its service's answer.
+def _life(response: _TokenResponse | None, now: float) -> float:
+    """Return for how many seconds from ``now`` a token is valid, by its service's response.
 
-    ``issued_at`` shortens that for a token that was issued earlier. Where it says that the token
-    has expired or is yet to be issued, one of the two clocks is wrong, and it is not heeded.
+    ``issued_at`` shortens that for a token that was issued earlier. If that is in the future, or
+    so long ago that the token has expired, one of the two clocks is wrong, and it is ignored.
     """
-    answer = json.loads(response.content) if response is not None else {}
-    life = answer.get("expires_in")
+    fields = response.json() if response is not None else {}
+    life = fields.get("expires_in")
     life = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else _LIFE
     try:
-        age = now - datetime.datetime.fromisoformat(answer.get("issued_at", "")).timestamp()
+        age = now - datetime.datetime.fromisoformat(fields.get("issued_at", "")).timestamp()
     except (ValueError, TypeError, OverflowError):
         age = 0.0
     return life - age if 0 < age < life else life
 
 
 def _is_internal(host: str) -> bool:
-    """Whether a host is an address of this machine or network, however it is spelt.
+    """Return whether a host is an address of this machine or network, in any spelling.
 
-    The system's resolver also takes ``127.1``, ``0x7f000001`` and ``2130706433``; no real host's
+    The system's resolver also accepts ``127.1``, ``0x7f000001`` and ``2130706433``; no real host's
     last label is a number.
     """
     name = host.rstrip(".")

@@ -148,7 +148,7 @@ class _Adapter(requests.adapters.HTTPAdapter):
     def close(self) -> None:
         """Close the connections now; urllib3 leaves that to the garbage collector."""
         for manager in (self.poolmanager, *self.proxy_manager.values()):
-            for key in manager.pools.keys():  # noqa: SIM118 - it is no mapping
+            for key in manager.pools.keys():
                 manager.pools[key].close()
         super().close()
 

@@ -1,4 +1,4 @@
-"""Logging in and out: credentials are kept where docker keeps them."""
+"""Login and logout: credentials are stored as docker stores them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from clowder_aimage.registry.docker_config import (
     helper,
     keys_of,
     read_config,
+    run_helper,
     write_config,
 )
 from clowder_aimage.registry.session import Session
 
 
 def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
-    """Check credentials with the registry and keep them where docker does.
+    """Check credentials with the registry and store them as docker does.
 
     Returns:
-        where they are kept now.
+        the file or helper that has them now.
 
     Raises:
-        UnauthorizedError: the registry does not take them.
+        UnauthorizedError: the registry does not accept them.
         StoreError: the config file cannot be read or written.
     """
     path = connection.login_file
@@ -43,7 +44,7 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
     name = helper(config, registry)
     if name:
         entry = {"ServerURL": config_key(registry), "Username": username, "Secret": password}
-        _run_helper(name, "store", json.dumps(entry))
+        _change(name, "store", json.dumps(entry))
         return f"docker-credential-{name}"
     config["auths"] = (config.get("auths") or {}) | {config_key(registry): {"auth": basic}}
     write_config(path, config)
@@ -51,12 +52,16 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
 
 
 def logout(registry: str, connection: ClientOptions) -> None:
-    """Forget the credentials of a registry. Raises NotFoundError when there are none."""
+    """Remove the credentials of a registry.
+
+    Raises:
+        NotFoundError: there are none.
+    """
     path = connection.login_file
     config = read_config(path)
     name, known = helper(config, registry), keys_of(config, registry)
     if name:
-        _run_helper(name, "erase", config_key(registry))
+        _change(name, "erase", config_key(registry))
     elif not known:
         raise NotFoundError(f"no credentials of {registry} in {path}")
     for key in known:
@@ -65,15 +70,16 @@ def logout(registry: str, connection: ClientOptions) -> None:
         write_config(path, config)
 
 
-def _run_helper(name: str, verb: str, text: str) -> None:
+def _change(name: str, verb: str, text: str) -> None:
+    """Store or erase credentials with a helper. Raises UnauthorizedError."""
     binary = f"docker-credential-{name}"
     try:
-        subprocess.run([binary, verb], input=text.encode(), check=True, capture_output=True)
+        run_helper(name, verb, text)
     except FileNotFoundError:
         raise UnauthorizedError(
             f"the credential helper {binary} is not installed",
             hint="install it, or remove it from docker's config.json",
         ) from None
     except subprocess.CalledProcessError as error:
-        said = (error.stdout + error.stderr).decode(errors="replace").strip()
-        raise UnauthorizedError(f"{binary} {verb} failed: {said[:300]}") from None
+        output = (error.stdout + error.stderr).decode(errors="replace").strip()
+        raise UnauthorizedError(f"{binary} {verb} failed: {output[:300]}") from None

@@ -10,12 +10,12 @@ import base64
 import binascii
 import json
 import re
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import oras.auth.base
 import oras.auth.utils
 import oras.utils
 
@@ -139,15 +139,21 @@ def _entry(entry: dict[str, Any]) -> Credential | None:
 
 
 def _ask(name: str, registry: str) -> Credential | None:
-    """What a helper has for a registry, asked by oras-py, which silently passes over failures."""
-    if "/" in name:  # it is looked for on PATH, and nowhere else
+    """Return the credential that a helper has for a registry; failures are ignored."""
+    if "/" in name:  # helpers are on PATH only
         return None
     try:
-        backend = oras.auth.base.AuthBackend()
-        basic = backend._get_auth_from_creds_store(name, config_key(registry))
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(run_helper(name, "get", config_key(registry)))
+        basic = oras.auth.utils.get_basic_auth(found["Username"], found["Secret"])
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
         return None
-    return Credential.of_basic(basic) if basic else None
+    return Credential.of_basic(basic)
+
+
+def run_helper(name: str, verb: str, text: str) -> bytes:
+    """Run a credential helper. Raises OSError or subprocess.CalledProcessError."""
+    command = [f"docker-credential-{name}", verb]
+    return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
 
 
 def _own_helper(config: dict[str, Any], registry: str) -> str | None:

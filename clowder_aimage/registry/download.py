@@ -7,11 +7,11 @@ import io
 import time
 from typing import Protocol
 
-import requests
 from urllib3.exceptions import HTTPError
 
 from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.errors import RegistryError
+from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.response_error import failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
@@ -23,7 +23,7 @@ _SLOWEST = 2048  # bytes per second below which another connection can only be b
 class BlobRequest(Protocol):
     """Ask for bytes [start, end) of the blob, or for all of it where start is None."""
 
-    def __call__(self, start: int | None, end: int, /) -> requests.Response: ...
+    def __call__(self, start: int | None, end: int, /) -> RegistryResponse: ...
 
 
 class BlobReader(io.RawIOBase):
@@ -43,7 +43,7 @@ class BlobReader(io.RawIOBase):
         self._size = size
         self._broken = 0
         self._waited, self._in_window = 0.0, 0
-        self._response: requests.Response | None = None
+        self._response: RegistryResponse | None = None
         self.ignores_range = False
         if offset < end:  # a range past the end is refused, so nothing is asked for nothing
             self._connect()
@@ -82,13 +82,10 @@ class BlobReader(io.RawIOBase):
         return count
 
     def _receive(self, view: memoryview) -> int:
-        """Bytes straight from the socket into ``view``.
-
-        urllib3's own readinto makes a copy; the http.client response under it does not.
-        """
-        assert self._response is not None  # noqa: S101 - set wherever offset < end
+        """Read from the socket into ``view``."""
+        assert self._response is not None
         try:
-            return int(_stream(self._response).readinto(view))
+            return self._response.readinto(view)
         except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
             raise BrokenOffError(f"{self._what} broke off: {error}") from error
 
@@ -135,10 +132,7 @@ class BlobReader(io.RawIOBase):
     def _release(self) -> None:
         """The body was read to its end: its connection can serve the next request."""
         if self._response is not None:
-            if _stream(self._response).isclosed():
-                self._response.raw.release_conn()
-            else:
-                self._response.close()
+            self._response.release()
             self._response = None
 
     def _disconnect(self) -> None:
@@ -153,13 +147,7 @@ class BlobReader(io.RawIOBase):
         super().close()
 
 
-def _stream(response: requests.Response) -> http.client.HTTPResponse:
-    """The response of http.client under that of urllib3 under that of requests."""
-    stream: http.client.HTTPResponse = response.raw._fp  # type: ignore[assignment]
-    return stream
-
-
-def _starts_at(response: requests.Response, offset: int) -> bool:
+def _starts_at(response: RegistryResponse, offset: int) -> bool:
     """Whether a 206 brings what was asked for (RFC 9110, 14.4)."""
     text = response.headers.get("Content-Range", "")
     return text.removeprefix("bytes ").partition("-")[0].strip() == str(offset)

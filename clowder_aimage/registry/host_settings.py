@@ -1,25 +1,22 @@
-"""What files on this machine say about single registries: our own config, and ``certs.d``."""
+"""Settings of single registries in files of this machine: the configuration and ``certs.d``."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage import schema
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.schema import read_configuration
 
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What our config file says about one host (schemas/config.schema.json).
+    """The configuration of one host (schemas/config.schema.json).
 
     ``mirrors`` are hosts, or hosts with a path that goes in front of the repository there.
-    ``jobs`` is how many connections it may see at once, ``limit`` how many bytes a second a pull
-    may take, ``chunk_size`` how many bytes of a blob one request to it may carry; 0 where nothing
-    is said.
+    ``jobs`` is the number of simultaneous connections, ``limit`` the bytes per second of a pull,
+    ``chunk_size`` the bytes of a blob in one request; each 0 if not configured.
     """
 
     mirrors: tuple[str, ...] = ()
@@ -33,22 +30,17 @@ class HostSettings:
 
 
 def read_settings(path: Path) -> dict[str, HostSettings]:
-    """What a config file says about registries, by host; nothing where there is no file.
+    """Return a configuration's settings by host; none if the file does not exist.
 
     Raises:
-        UsageError: it cannot be read, or is not what its schema describes.
+        UsageError: it cannot be read, or is not valid.
     """
-    try:
-        document = json.loads(path.read_bytes())
-        schema.validate("config", document)
+
+    def parse(document: dict[str, Any]) -> dict[str, HostSettings]:
         registries = document.get("registries", {})
         return {host: _settings(path.parent, entry) for host, entry in registries.items()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, RecursionError, FormatError) as error:
-        raise UsageError(
-            f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
-        ) from None
+
+    return read_configuration(path, parse)
 
 
 def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
@@ -66,10 +58,10 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes per second: 500k, 20M, 1.5G in powers of 1000, KiB, MiB, GiB in powers of 1024.
+    """Return bytes per second: 500k, 20M, 1.5G (powers of 1000), KiB, MiB, GiB (of 1024).
 
     Raises:
-        ValueError: it is no rate, or none that anything would move at.
+        ValueError: it is not a rate, or less than a byte per second.
     """
     try:
         count = parse_size(text.lower().removesuffix("/s"))
@@ -82,14 +74,14 @@ def parse_rate(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What ``certs.d`` has for one host: authorities, and pairs of certificate and key."""
+    """Files of ``certs.d`` for one host: authorities, and pairs of certificate and key."""
 
     authorities: tuple[Path, ...] = ()
     pairs: tuple[tuple[Path, Path], ...] = ()
 
 
 def certificates(directories: tuple[Path, ...], host: str) -> Certificates:
-    """What the first of the ``directories`` that knows ``host`` (with its port) has for it.
+    """Return the files for ``host`` (with its port) in the first directory that has any.
 
     Sources: docker, "Verify repository client with certificates"; containers-certs.d(5).
     A ``*.crt`` is an authority; ``x.cert`` and ``x.key`` are a client's.
@@ -97,7 +89,7 @@ def certificates(directories: tuple[Path, ...], host: str) -> Certificates:
     for directory in directories:
         try:
             found = sorted((directory / host).iterdir())
-        except OSError:  # not there, or not for this user
+        except OSError:  # missing, or not readable for this user
             continue
         if found:
             return Certificates(

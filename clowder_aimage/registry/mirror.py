@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import requests
 import urllib3
 
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
-from clowder_aimage.registry.response_error import finish, read_capped
+from clowder_aimage.registry.response import RegistryResponse
 
 if TYPE_CHECKING:
     from clowder_aimage.registry.session import Session
@@ -54,7 +54,7 @@ class Mirrors:
 
     def request(
         self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
-    ) -> requests.Response | None:
+    ) -> RegistryResponse | None:
         """An answer of the first mirror that has what ``path`` names, if one may be asked."""
         kind, _, target = path.partition("/")
         if method not in ("GET", "HEAD"):
@@ -75,7 +75,7 @@ class Mirrors:
                 if response.status_code in (200, 206):
                     self._sent.setdefault(target, set()).add(session)
                     return _checked(response, target) if kind == "manifests" else response
-                finish(response)
+                response.finish()
                 if response.status_code == 404:
                     continue
             except AImageError:
@@ -84,18 +84,16 @@ class Mirrors:
         return None
 
 
-def _checked(response: requests.Response, target: str) -> requests.Response:
+def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
     """A mirror's manifest, read and found to be what ``target`` names where that is a digest.
 
     Raises:
         VerificationError: it is not.
     """
-    raw = read_capped(response, MAX_MANIFEST_SIZE)
+    raw = response.read(MAX_MANIFEST_SIZE)
     if _DIGEST.fullmatch(target):
         digest = Digest.parse(target)
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(f"a mirror sent something else for {target}")
-    response.raw = urllib3.HTTPResponse(
-        io.BytesIO(raw), headers=response.headers, preload_content=False
-    )
-    return response
+    body = urllib3.HTTPResponse(io.BytesIO(raw), headers=response.headers, preload_content=False)
+    return replace(response, raw=body)

@@ -10,14 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import urlencode
 
-import requests
-
 from clowder_aimage.content.copy_event import CopyEvent, OnEvent, ignore
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.registry.response_error import finish
+from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.session import Session
 
 CANDIDATES = 3  # repositories that are asked about one blob
@@ -57,7 +55,7 @@ class MountOrigins:
         self._lacking.add(repository)
 
 
-def begin(session: Session, content: Descriptor, origins: MountOrigins) -> requests.Response | None:
+def begin(session: Session, content: Descriptor, origins: MountOrigins) -> RegistryResponse | None:
     """Mount a blob, else begin its upload: the answer to that, or None when it is mounted.
 
     An answer 202 to a mount is the beginning of an upload as good as any other.
@@ -68,7 +66,7 @@ def begin(session: Session, content: Descriptor, origins: MountOrigins) -> reque
             origins.lacked(repository)
             return answer
         if answer is not None:
-            finish(answer)
+            answer.finish()
         if answer is not None and answer.status_code == 201:
             origins.mounted(content)
             return None
@@ -76,7 +74,7 @@ def begin(session: Session, content: Descriptor, origins: MountOrigins) -> reque
     return session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
 
 
-def _mount(session: Session, digest: Digest, repository: str) -> requests.Response | None:
+def _mount(session: Session, digest: Digest, repository: str) -> RegistryResponse | None:
     """Ask for a mount; None where there are no credentials for that.
 
     The right to read the other repository may be missing from a token that another thread got a
@@ -87,7 +85,7 @@ def _mount(session: Session, digest: Digest, repository: str) -> requests.Respon
     try:
         answer = session.request("POST", url, headers={"Content-Length": "0"})
         if answer.status_code == 401:
-            finish(answer)
+            answer.finish()
             answer = session.request("POST", url, headers={"Content-Length": "0"})
     except UnauthorizedError:
         return None

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urljoin, urlsplit
 
-import requests
+import requests.utils
 
 from clowder_aimage.errors import FormatError, RegistryError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, read_json
-from clowder_aimage.registry.response_error import failure, read_capped
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response_error import failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.transport import origin
@@ -73,14 +74,15 @@ def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple
 def _page(session: Session, url: str, what: str, accept: str) -> tuple[bytes, str, str, str]:
     """A page, its media type, the link to the next, and the URL that this is relative to."""
 
-    def get() -> tuple[bytes, requests.Response]:
+    def get() -> tuple[bytes, RegistryResponse]:
         response = session.request("GET", url, headers={"Accept": accept})
         if response.status_code != 200:
             raise failure(response, what)
-        return read_capped(response, MAX_MANIFEST_SIZE), response
+        return response.read(MAX_MANIFEST_SIZE), response
 
     raw, response = retrying(get)
-    link = response.links.get("next", {}).get("url", "")
+    links = requests.utils.parse_header_links(response.headers.get("Link", ""))
+    link = next((one["url"] for one in links if one.get("rel") == "next"), "")
     return raw, response.headers.get("Content-Type", ""), link, response.url
 
 

@@ -24,7 +24,7 @@ from clowder_aimage.oci import (
 )
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry.pagination import pages
-from clowder_aimage.registry.response_error import failure, finish, manifest_failure, read_capped
+from clowder_aimage.registry.response_error import failure, manifest_failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 
@@ -135,11 +135,11 @@ def _tagged(session: Session, subject: Digest) -> bytes | None:
         headers = {"Accept": ", ".join(sorted(mediatype.INDEXES | mediatype.MANIFESTS))}
         response = session.request("GET", session.url(f"manifests/{tag}"), headers=headers)
         if response.status_code == 404:
-            finish(response)
+            response.finish()
             return None
         if response.status_code != 200:
             raise failure(response, f"the list of referrers {tag}")
-        return read_capped(response, MAX_MANIFEST_SIZE)
+        return response.read(MAX_MANIFEST_SIZE)
 
     return retrying(get)
 
@@ -154,6 +154,6 @@ def _put(session: Session, subject: Digest, raw: bytes) -> None:
         response = session.request("PUT", url, headers=headers, body=raw)
         if response.status_code not in (200, 201):
             raise manifest_failure(response, f"the list of referrers {tag}")
-        finish(response)
+        response.finish()
 
     retrying(put)

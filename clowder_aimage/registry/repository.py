@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO, cast
 
-import requests
-
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.store import Body, CopyOptions, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
@@ -20,14 +18,15 @@ from clowder_aimage.registry import pagination, referrer
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response_error import failure, finish, manifest_failure, read_capped
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response_error import failure, manifest_failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.upload import upload
 
 _MANIFESTS = mediatype.MANIFESTS | mediatype.INDEXES
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
-_PATIENCE = 3  # requests for one part of a blob after which another place is asked
+_MAX_REQUESTS = 3  # for one part of a blob to a mirror
 ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
@@ -77,7 +76,7 @@ class Repository(Target):
         headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{known}"'} if known else {})
         response = self._get(f"manifests/{reference.target}", headers)
         if response.status_code == 304:
-            finish(response)
+            response.finish()
             return None
         found = self._described(response, reference)
         return None if found.digest == known else found
@@ -86,12 +85,12 @@ class Repository(Target):
         response = self._get(f"manifests/{reference.target}", {"Accept": ACCEPT})
         return self._described(response, reference)
 
-    def _described(self, response: requests.Response, reference: Reference) -> Descriptor:
+    def _described(self, response: RegistryResponse, reference: Reference) -> Descriptor:
         if response.status_code != 200:
             raise failure(response, f"manifest {reference}")
         media_type = response.headers.get("Content-Type", "")
         header = response.headers.get("Docker-Content-Digest", "")
-        raw = read_capped(response, MAX_MANIFEST_SIZE)
+        raw = response.read(MAX_MANIFEST_SIZE)
         digest = _checked_digest(raw, reference, header)
         document = parse_document(raw, media_type)
         self._manifests[digest] = raw
@@ -108,7 +107,7 @@ class Repository(Target):
         kind = "manifests" if content.media_type in _MANIFESTS else "blobs"
         url = self._session.url(f"{kind}/{content.digest}")
         response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
-        finish(response)
+        response.finish()
         if response.status_code == 404:
             return False
         if response.status_code != 200:
@@ -123,10 +122,10 @@ class Repository(Target):
         what = f"blob {content.digest} of {self._name}"
         asked = itertools.count(1)
 
-        def get(start: int | None, end: int, /) -> requests.Response:
+        def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
-            if next(asked) > _PATIENCE:  # a mirror that breaks off time and again
+            if next(asked) > _MAX_REQUESTS:  # a mirror that breaks off time and again
                 self._session.avoid_mirrors(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
@@ -192,10 +191,10 @@ class Repository(Target):
         response = self._session.request("PUT", url, headers=headers, body=raw)
         if response.status_code not in (200, 201):
             raise manifest_failure(response, f"manifest {self._name}:{target}")
-        finish(response)
+        response.finish()
         return "OCI-Subject" in response.headers
 
-    def _get(self, path: str, headers: dict[str, str]) -> requests.Response:
+    def _get(self, path: str, headers: dict[str, str]) -> RegistryResponse:
         return self._session.request("GET", self._session.url(path), headers=headers)
 
 

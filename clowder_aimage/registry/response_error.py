@@ -1,4 +1,4 @@
-"""What a registry's answer means (distribution-spec, "Error Codes")."""
+"""Errors for a registry's error responses (distribution-spec, "Error Codes")."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import math
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
-
-import requests
-from urllib3.exceptions import HTTPError
 
 from clowder_aimage.errors import (
     AImageError,
@@ -18,68 +14,27 @@ from clowder_aimage.errors import (
     NotFoundError,
     RegistryError,
     UnauthorizedError,
-    VerificationError,
 )
-from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.retry import LONGEST_PAUSE, retry_after
 
 _MAX_ERROR_BODY = 64 * 1024
-_PATIENCE = 3600.0  # seconds that whoever tries again later may be asked to wait
-_PROXY_PROJECT = "proxy project"  # Harbor: one that only keeps what it fetched elsewhere
+_MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
+_PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
 _NO_PROJECT = "create the project in the registry first, or check its name"
-_HINTS = (  # what a registry's words mean for the user: Harbor's, by its documentation
+_HINTS = (  # by patterns of messages: Harbor's, by its documentation
     (r"project \S+ not found", _NO_PROJECT),
-    (_PROXY_PROJECT, "push to another project: this one only keeps what it fetched elsewhere"),
+    (_PROXY_PROJECT, "push to another project: this one is a cache of another registry"),
     (r"will exceed the configured upper limit|quota", "the project's storage quota is used up"),
-    (r"read.only mode", "whoever administers the registry let it take nothing for now"),
-    (r"immutable", "push under another tag: this one may not be changed there"),
-    (r"due to configured policy|POLICYVIOLATION", "ask who administers the project's policy"),
+    (r"read.only mode", "its administrator made the registry read-only for now"),
+    (r"immutable", "push under another tag: this one is immutable there"),
+    (r"due to configured policy|POLICYVIOLATION", "ask the administrator of the project's policy"),
 )
-
-
-def read_capped(response: requests.Response, limit: int) -> bytes:
-    """The body of an answer that must be small, as it came over the wire.
-
-    Raises:
-        VerificationError: it is larger than ``limit`` bytes, or comes compressed, which we never
-            ask for and which could unpack to anything.
-        BrokenOffError: it broke off.
-    """
-    try:
-        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding != "identity":
-            host = _host(response)
-            raise VerificationError(f"{host} sent a {encoding[:20]} body we did not ask for")
-        data = bytearray()
-        while chunk := response.raw.read(min(limit + 1 - len(data), 1 << 16)):
-            data += chunk
-            if len(data) > limit:
-                raise VerificationError(f"{_host(response)} sent more than {limit} bytes")
-        return bytes(data)
-    except (OSError, requests.RequestException, HTTPError) as error:
-        raise BrokenOffError(f"the answer of {_host(response)} broke off: {error}") from error
-    finally:
-        response.close()
-
-
-def finish(response: requests.Response) -> None:
-    """Be done with an answer: read what little is left, so that its connection can be used again.
-
-    Closing it unread would close the connection too.
-    """
-    try:
-        response.raw.read(_MAX_ERROR_BODY)
-        ended = not response.raw.read(1)
-    except (OSError, HTTPError):
-        ended = False
-    if ended:
-        response.raw.release_conn()
-    else:
-        response.close()
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseFailure:
-    """What an error answer says: the status, and the first error in its body."""
+    """The status of an error response, and the first error in its body."""
 
     host: str
     status: int
@@ -89,13 +44,13 @@ class ResponseFailure:
     retry_after: float = 0.0
 
     @classmethod
-    def of(cls, response: requests.Response) -> ResponseFailure:
-        """Read an error answer, whatever its body is."""
-        host, status = _host(response), response.status_code
-        # in seconds; a date is for the session alone, which has a clock
-        after = retry_after(response.headers.get("Retry-After", ""), math.inf, _PATIENCE)
+    def of(cls, response: RegistryResponse) -> ResponseFailure:
+        """Read an error response with any body."""
+        host, status = response.host, response.status_code
+        # in seconds; a date is for the session, which has a clock
+        after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
         try:
-            errors = json.loads(read_capped(response, _MAX_ERROR_BODY))["errors"]
+            errors = json.loads(response.read(_MAX_ERROR_BODY))["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""
@@ -108,18 +63,20 @@ class ResponseFailure:
             return cls(host, status, "", "", "", after)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
+        """Status, code and message in one line."""
         return f"{self.status} {self.code} {self.message}".strip()
 
     @property
     def is_too_large(self) -> bool:
+        """True if the request's body was too large."""
         return self.status == 413 or "too large" in self.detail.lower()
 
     @property
     def refuses_kind(self) -> bool:
-        """Whether it is the kind of manifest that is refused, and another dialect may pass.
+        """True if the kind of manifest is refused, and another dialect may be accepted.
 
-        Gathered from distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
+        By distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
         """
         if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
             return False
@@ -134,24 +91,24 @@ class ResponseFailure:
         return self.status in (406, 415)
 
 
-def failure(response: requests.Response, what: str) -> AImageError:
-    """The error to raise for an answer that is not the one hoped for; ``what`` was asked."""
+def failure(response: RegistryResponse, what: str) -> AImageError:
+    """Return the error for an unexpected response to a request for ``what``."""
     return error_for(ResponseFailure.of(response), what)
 
 
-def manifest_failure(response: requests.Response, what: str) -> AImageError:
-    """The same for a manifest that was not taken: for its kind, its size, or another reason."""
+def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
+    """Return the error for a refused manifest: for its kind, its size, or another reason."""
     found = ResponseFailure.of(response)
     fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
     if found.refuses_kind:
         return ManifestRefusedError(
-            f"{found.host} refuses this kind of manifest ({found.said})",
-            hint="leave --no-fallback out, or push with --dialect container",
+            f"{found.host} refuses this kind of manifest ({found.text})",
+            remedy="push_dialect",
             **fields,
         )
     if found.is_too_large:
         return RegistryError(
-            f"{found.host} finds the manifest of {what} too large ({found.said} {found.detail})",
+            f"{found.host} refuses {what} as too large ({found.text} {found.detail})",
             hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
             **fields,
         )
@@ -159,35 +116,33 @@ def manifest_failure(response: requests.Response, what: str) -> AImageError:
 
 
 def error_for(found: ResponseFailure, what: str) -> AImageError:
-    """The error to raise for what a registry said to ``what``."""
-    known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.said)), None)
+    """Return the error for a failed request for ``what``."""
+    known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
     if found.status == 401:
         return UnauthorizedError(
-            f"{found.host} refuses {what} without (other) credentials ({found.said})",
-            hint=known or f"log in with: aimage login {found.host}",
+            f"{found.host} refuses {what} without (other) credentials ({found.text})",
+            hint=known,
+            remedy="" if known else "login",
+            registry=found.host,
         )
-    if found.status == 403 and known in (None, _NO_PROJECT):  # else not for want of a right
+    if found.status == 403 and known in (None, _NO_PROJECT):  # else the account has the right
         return UnauthorizedError(
-            f"{found.host} does not allow {what} ({found.said})",
+            f"{found.host} does not allow {what} ({found.text})",
             hint=known or "the account may lack the right, or the repository may not exist",
         )
     if found.status == 404:
         return NotFoundError(
-            f"{found.host} {'knows nothing of' if what.startswith('the ') else 'has no'} {what} "
-            f"({found.said})",
+            f"{found.host} {'does not have' if what.startswith('the ') else 'has no'} {what} "
+            f"({found.text})",
             hint=known or "check the name and the tag for typing errors",
         )
     if known is None and found.retry_after > LONGEST_PAUSE:
-        known = f"it wants to be left alone for {found.retry_after:.0f} seconds: try again then"
+        known = f"it accepts requests again in {found.retry_after:.0f} seconds"
     return RegistryError(
-        f"{found.host} answered {found.said} to {what}",
+        f"{found.host} answered {found.text} to {what}",
         hint=known,
         status=found.status,
         code=found.code,
         detail=found.detail,
         retry_after=found.retry_after,
     )
-
-
-def _host(response: requests.Response) -> str:
-    return urlsplit(response.url).netloc.rpartition("@")[2] or "the registry"

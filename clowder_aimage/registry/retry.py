@@ -7,33 +7,31 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import requests
 import tenacity
 
 from clowder_aimage.errors import NetworkError, RegistryError
 
-# 501, 505, 507 and 511 say that nothing will be different a moment later (RFC 9110, 4918, 6585)
+# 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
 ATTEMPTS = 4
-LONGEST_WAIT = 5.0  # seconds between two attempts, where the registry does not say
-LONGEST_PAUSE = 60.0  # seconds that a registry may ask for with Retry-After
-DEADLINE = 60.0  # seconds that one request may spend between its attempts
+LONGEST_WAIT = 5.0  # seconds between two attempts, where the registry does not name a time
+LONGEST_PAUSE = 60.0  # seconds that are granted to Retry-After
 _T = TypeVar("_T")
 
 
 class BrokenOffError(NetworkError):
-    """A connection that was there and went away: worth another try at once."""
+    """A connection that was established and then lost: worth another attempt."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may well succeed a moment later.
+    """Return whether the same request may succeed a moment later.
 
-    A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient:
-    the user hears of them at once.
+    A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
+    raised at once. The caller decides about a registry that requests a longer pause.
     """
-    if isinstance(error, RegistryError):  # one that wants a long rest gets it: from who calls
+    if isinstance(error, RegistryError):
         return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
     return isinstance(error, BrokenOffError)
 
@@ -41,60 +39,34 @@ def is_transient(error: BaseException) -> bool:
 def retrying(
     function: Callable[[], _T],
     *,
-    attempts: int = ATTEMPTS,
-    sleep: Callable[[float], None] = time.sleep,
     progress: Callable[[], object] = lambda: None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> _T:
-    """Call ``function`` until it succeeds, fails for good, or has had its attempts.
+    """Call ``function`` until it succeeds, fails for good, or fails ATTEMPTS times in a row.
 
-    An attempt that changed what ``progress`` gives was not in vain: all others begin anew.
-
-    Waits grow exponentially with full jitter. The deadline counts the waits alone: an upload may
-    take hours, and what breaks it off near its end is still worth another try.
+    An attempt that changes the value of ``progress`` is not counted. Waits grow exponentially with
+    full jitter.
     """
-    try:
-        return function()  # as nearly always: a retryer costs half as much as a request
-    except Exception as error:
-        if not is_transient(error):
-            raise
-        failed: list[Exception] = [error]
+    last, first = progress(), 0
 
-    def again() -> _T:
-        if failed:
-            raise failed.pop()
-        return function()
+    def is_last(state: tenacity.RetryCallState) -> bool:
+        nonlocal last, first
+        if (now := progress()) != last:
+            last, first = now, state.attempt_number - 1
+        return state.attempt_number - first >= ATTEMPTS
 
     retryer = tenacity.Retrying(
-        stop=_Stop(attempts, progress),
+        stop=is_last,
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT),
         retry=tenacity.retry_if_exception(is_transient),
         sleep=sleep,
         reraise=True,
     )
-    return retryer(again)
-
-
-class _Stop(tenacity.stop.stop_base):
-    """Ends what has had its attempts since it last came forward, or would have waited longer
-    than DEADLINE."""
-
-    def __init__(self, attempts: int, progress: Callable[[], object]) -> None:
-        self._attempts = attempts
-        self._progress = progress
-        self._reached: object = None
-        self._failed, self._idle = 0, 0.0
-
-    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-        reached = self._progress()
-        if reached != self._reached:
-            self._reached, self._failed, self._idle = reached, 0, retry_state.idle_for
-        self._failed += 1
-        waited = retry_state.idle_for - self._idle + retry_state.upcoming_sleep
-        return self._failed >= self._attempts or waited > DEADLINE
+    return retryer(function)
 
 
 def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float:
-    """For how many seconds a Retry-After header asks; 0 where it says nothing that can be meant.
+    """Return the seconds of a Retry-After header; 0 for an invalid one.
 
     Source: RFC 9110, 10.2.3: a number of seconds, or a date.
     """
@@ -108,8 +80,17 @@ def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float
     return min(max(until - now, 0.0), longest)
 
 
+class _Response(Protocol):
+    """The parts that a response of requests and of ours have in common."""
+
+    @property
+    def status_code(self) -> int: ...
+    @property
+    def headers(self) -> Any: ...
+
+
 class Pause:
-    """Until when a registry wants to be left alone. All threads of a session keep to it."""
+    """The time until which a registry wants no requests, for all threads of a session."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
         self._clock = clock
@@ -117,8 +98,8 @@ class Pause:
         self._until = 0.0
         self._lock = threading.Lock()
 
-    def heed(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """A hook of requests: look at an answer's Retry-After."""
+    def observe(self, response: _Response, *_: Any, **__: Any) -> None:
+        """Read a response's Retry-After; also a hook of requests."""
         if response.status_code in TRANSIENT_STATUS:
             now = self._clock()
             until = now + retry_after(response.headers.get("Retry-After", ""), now)

@@ -1,13 +1,14 @@
-"""One request over requests' connection pools, without what requests does around each.
+"""Requests over requests' connection pools, without requests' work around each of them.
 
-Preparing a request, cookies, hooks and the environment cost requests three times what urllib3
-needs for the request itself, which counts with thousands of blobs. What requests decides once for
-an origin (proxy, certificates, pool) is asked of it once and kept.
+To prepare a request, its cookies, hooks and environment, takes requests three times as long as
+the request itself takes urllib3, which counts for thousands of blobs. So requests decides once for
+an origin (proxy, certificates, pool), and urllib3 sends.
 """
 
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import socket
 import ssl
@@ -19,7 +20,6 @@ import requests
 import urllib3
 import urllib3.connection
 import urllib3.connectionpool
-from requests import exceptions
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -32,28 +32,31 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
-from clowder_aimage.registry.response_error import finish
+from clowder_aimage.errors import NetworkError
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.retry import BrokenOffError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MOST_REDIRECTS = 5
+_MAX_REDIRECTS = 5
 _BLOCK = 1024 * 1024
-SEND_TIMEOUT = 60.0  # seconds in which a registry takes no byte of a body: it may be busy with some
+SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing what it has
 _NO_RETRY = urllib3.Retry(0, read=False)
+_TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port of a URL: what credentials belong to."""
+    """Return scheme, host and port of a URL, to which credentials belong."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     return parts.scheme, (parts.hostname or "").lower(), port
 
 
 class StreamBody:
-    """``size`` bytes of a stream from ``offset`` on, where it stands, as the body of a request.
+    """``size`` bytes of a stream that stands at ``offset``, as the body of a request.
 
-    Where there is no TLS and the stream is a file, the kernel sends it: the stream has ``fileno``
-    then, and ``sent``, which hears how much went. Else it is read in blocks; where the stream
-    should end with them (``last``), the last block is held back until it has.
+    Without TLS the kernel sends a file, which is a stream with ``fileno`` and with ``sent``, to be
+    called with the number of bytes. Other streams are read in blocks; where the stream must end
+    with the body (``last``), the last block is sent after that is known.
     """
 
     def __init__(self, stream: BinaryIO, offset: int, size: int, *, last: bool) -> None:
@@ -72,7 +75,7 @@ class StreamBody:
             block = self._stream.read(min(left, _BLOCK))
             left -= len(block)
             if not block or (self._last and not left and self._stream.read(1)):
-                raise EOFError("the body has another length than it should")
+                raise EOFError("the body does not have the length that it should have")
             sock.sendall(block)
 
     def _send_file(self, sock: socket.socket) -> None:
@@ -80,38 +83,46 @@ class StreamBody:
         while offset < end:
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
-            except BlockingIOError:  # a socket with a timeout never blocks by itself
+            except BlockingIOError:  # a socket with a timeout does not block
                 if not wait_for_write(sock, sock.gettimeout()):
-                    raise TimeoutError("the registry takes no more of the body") from None
+                    raise TimeoutError("the registry accepts no more of the body") from None
                 continue
             if not count:
-                raise EOFError("the body has another length than it should")
+                raise EOFError("the body does not have the length that it should have")
             offset += count
             self._stream.sent(count)  # type: ignore[attr-defined]
 
 
-class _SendsStreams:
-    """A connection of urllib3 that knows StreamBody."""
+class _StreamSender:
+    """A connection of urllib3 that sends StreamBody, and keeps http.client's response."""
+
+    response: http.client.HTTPResponse | None = None
+
+    def response_class(self, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
+        """Return http.client's response for the next request."""
+        self.response = http.client.HTTPResponse(*args, **kwargs)
+        return self.response
 
     def send(self, data: Any) -> None:
+        """Write a part of a request."""
         sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
-        if sock is not None:  # until now it was that of connecting; the answer has its own
+        if sock is not None:  # until now the timeout to connect; the response sets its own
             sock.settimeout(SEND_TIMEOUT)
         if sock is None or not isinstance(data, StreamBody):
             super().send(data)  # type: ignore[misc]
             return
         try:
             data.send_to(sock)
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            # as without TLS: urllib3 then looks whether there is an answer already
+        except _TLS_ENDED as error:
+            # as without TLS: urllib3 then reads a response that came before the end
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-class _HTTPConnection(_SendsStreams, urllib3.connection.HTTPConnection):
+class _HTTPConnection(_StreamSender, urllib3.connection.HTTPConnection):  # type: ignore[misc]
     pass
 
 
-class _HTTPSConnection(_SendsStreams, urllib3.connection.HTTPSConnection):
+class _HTTPSConnection(_StreamSender, urllib3.connection.HTTPSConnection):  # type: ignore[misc]
     pass
 
 
@@ -127,12 +138,14 @@ POOLS = {"http": _HTTPPool, "https": _HTTPSPool}
 
 
 class Transport:
-    """Sends requests as ``session`` is set up to. Threads may share it."""
+    """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe."""
 
-    def __init__(self, session: requests.Session) -> None:
+    def __init__(self, session: requests.Session, registry: str) -> None:
         self._session = session
+        self._registry = registry
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
+        self.has_answered = False
 
     def send(
         self,
@@ -142,48 +155,46 @@ class Transport:
         body: Any = None,
         *,
         timeout: urllib3.Timeout,
-    ) -> requests.Response:
-        """Send a request; the answer's body is not read yet.
+    ) -> RegistryResponse:
+        """Send a request.
 
         Redirects of GET and HEAD are followed, without Authorization to another origin, and never
         from https to http.
 
         Raises:
-            requests.RequestException, OSError: as requests does; InvalidURL also for a redirect.
+            NetworkError: no response, or too many or invalid redirects.
         """
-        history: list[requests.Response] = []
         sent = {**self._headers, **headers}
-        while True:
-            answer = self._once(method, url, sent, body, timeout)
-            answer.history = history
-            where = answer.headers.get("Location")
-            if answer.status_code not in _REDIRECTS or not where or method not in ("GET", "HEAD"):
-                return answer
-            finish(answer)
-            history = [*history, answer]
-            if len(history) > _MOST_REDIRECTS:
-                raise exceptions.TooManyRedirects(f"more than {_MOST_REDIRECTS} redirects")
+        for count in range(_MAX_REDIRECTS + 1):
+            response = self._send(method, url, sent, body, timeout)
+            response.is_redirected = count > 0
+            location = response.headers.get("Location")
+            is_redirect = response.status_code in _REDIRECTS and method in ("GET", "HEAD")
+            if not location or not is_redirect:
+                return response
+            response.finish()
             try:
-                target = urljoin(url, where)
-                elsewhere = origin(url) != origin(target)
+                target = urljoin(url, location)
+                is_elsewhere = origin(url) != origin(target)
             except ValueError:
-                raise exceptions.InvalidURL("it redirected to what is no address") from None
+                raise self._failure("it redirected to an invalid address") from None
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
-                raise exceptions.InvalidSchema("redirected from https to http")
-            if elsewhere:
+                raise self._failure("it redirected from https to http")
+            if is_elsewhere:
                 sent.pop("Authorization", None)
             url = target
+        raise self._failure(f"more than {_MAX_REDIRECTS} redirects")
 
-    def _once(
+    def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
-    ) -> requests.Response:
-        pool, whole = self._route(url)
-        parts = urlsplit(url)
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        with _as_requests():
+    ) -> RegistryResponse:
+        try:
+            pool, needs_url = self._route(url)
+            parts = urlsplit(url)
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             raw = pool.urlopen(
                 method,
-                url if whole else path,
+                url if needs_url else path,
                 body=[body] if isinstance(body, StreamBody) else body,
                 headers=headers,
                 redirect=False,
@@ -193,13 +204,13 @@ class Transport:
                 retries=_NO_RETRY,
                 timeout=timeout,
             )
-        answer = requests.Response()
-        answer.status_code, answer.url, answer.raw = raw.status, url, raw
-        answer.headers = raw.headers
-        return answer
+        except (requests.RequestException, HTTPError, OSError, EOFError) as error:
+            raise network_error(self._registry, error, has_answered=self.has_answered) from error
+        self.has_answered = True
+        return RegistryResponse(raw.status, url, raw.headers, raw)
 
     def _route(self, url: str) -> tuple[Any, bool]:
-        """The pool for a URL's origin, and whether a proxy wants to be told the whole URL."""
+        """Return the pool for a URL's origin, and whether a proxy needs the whole URL."""
         key = origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
@@ -213,41 +224,77 @@ class Transport:
             self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
         return self._routes[key]
 
-
-class _as_requests:
-    """urllib3's errors as requests' own, as its adapter tells them."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MaxRetryError):
-            raise _unreachable(error) from error
-        if isinstance(error, ReadTimeoutError):
-            raise exceptions.ReadTimeout(error) from error
-        if isinstance(error, SSLError):
-            raise _untrusted(error) from error
-        if isinstance(error, ProtocolError | OSError | EOFError):
-            raise exceptions.ConnectionError(error) from error
-        if isinstance(error, HTTPError):
-            raise exceptions.RequestException(error) from error
+    def _failure(self, reason: str) -> NetworkError:
+        return NetworkError(f"cannot use {self._registry}: {reason}")
 
 
-def _untrusted(error: SSLError) -> exceptions.RequestException:
-    """What went wrong in TLS; that the connection is over, or garbled, is no matter of trust."""
+def network_error(registry: str, error: Exception, *, has_answered: bool = True) -> NetworkError:
+    """Return our error for one of urllib3, requests or the system."""
+    cause: object = error
+    while True:  # requests wraps urllib3's errors, which wrap each other
+        if isinstance(cause, requests.RequestException) and cause.args:
+            inner = cause.args[0]
+        else:
+            inner = cause.reason if isinstance(cause, MaxRetryError) else None
+        if not isinstance(inner, Exception):
+            break
+        cause = inner
+    reason = _reason(error)
+    if isinstance(cause, SSLError) and not _is_broken(cause):
+        return _tls_error(registry, reason)
+    if isinstance(cause, NewConnectionError | ProxyError):  # the first is a ConnectTimeoutError
+        return NetworkError(
+            f"cannot reach {registry}: {reason}",
+            hint="check the host and the port, and that the registry is running",
+        )
+    if isinstance(cause, ConnectTimeoutError):
+        return NetworkError(
+            f"{registry} does not answer", hint="check the host, the port and the network"
+        )
+    if isinstance(cause, ReadTimeoutError):
+        return (BrokenOffError if has_answered else NetworkError)(
+            f"{registry} accepts connections but does not answer",
+            hint="the registry may be overloaded; try again later",
+        )
+    if isinstance(cause, SSLError | ProtocolError | EOFError):
+        return BrokenOffError(
+            f"the connection to {registry} broke off ({reason})", hint="try again"
+        )
+    return NetworkError(f"cannot use {registry}: {reason}")
+
+
+def _is_broken(error: SSLError) -> bool:
+    """Return whether TLS ended or was garbled, which is not a matter of certificates."""
     inner = error.args[0] if error.args else None
-    is_over = isinstance(inner, ssl.SSLEOFError | ssl.SSLZeroReturnError)
-    if is_over or "BAD_RECORD_MAC" in str(getattr(inner, "reason", "")):
-        return exceptions.ConnectionError(ProtocolError("Connection aborted.", inner))
-    return exceptions.SSLError(error)
+    return isinstance(inner, _TLS_ENDED) or "BAD_RECORD_MAC" in str(getattr(inner, "reason", ""))
 
 
-def _unreachable(error: MaxRetryError) -> exceptions.RequestException:
-    reason = error.reason
-    if isinstance(reason, ConnectTimeoutError) and not isinstance(reason, NewConnectionError):
-        return exceptions.ConnectTimeout(error)
-    if isinstance(reason, SSLError):
-        return _untrusted(reason)
-    if isinstance(reason, ProxyError):
-        return exceptions.ProxyError(error)
-    return exceptions.ConnectionError(error)
+def _tls_error(registry: str, reason: str) -> NetworkError:
+    if "certificate required" in reason.lower():
+        return NetworkError(
+            f"{registry} requires a client certificate: {reason}",
+            hint=f"put it and its key into certs.d/{registry}/ as client.cert and client.key",
+        )
+    if "certificate" in reason.lower():
+        return NetworkError(
+            f"cannot trust the certificate of {registry}: {reason}",
+            hint="the authority that issued it must be trusted here",
+            remedy="ca_file",
+        )
+    return NetworkError(
+        f"cannot speak TLS with {registry}: {reason}",
+        hint="the registry may be one without TLS",
+        remedy="plain_http",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the text of the innermost error, without the addresses of Python objects."""
+    seen = error
+    while True:
+        inner = seen.__cause__ or getattr(seen, "reason", None) or seen.__context__
+        if not isinstance(inner, BaseException) or inner is seen:
+            break
+        seen = inner
+    text = getattr(seen, "strerror", None) or str(seen)
+    return str(text).rpartition(">: ")[2][:300]

@@ -13,14 +13,13 @@ import re
 from typing import BinaryIO
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-import requests
-
 from clowder_aimage.content.store import Body
 from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.mount import MountOrigins, begin
-from clowder_aimage.registry.response_error import ResponseFailure, error_for, failure, finish
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response_error import ResponseFailure, error_for, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
@@ -83,16 +82,16 @@ class _Upload:
         if begun.status_code != 202:
             raise failure(begun, self._what)
         if not begun.headers.get("Location"):
-            finish(begun)
+            begun.finish()
             raise RegistryError("the registry began an upload but did not say where")
         least = begun.headers.get("OCI-Chunk-Min-Length", "")
         self._least = int(least) if re.fullmatch("[0-9]{1,10}", least) else 0
         self._follow(begun)
         return True
 
-    def _follow(self, answer: requests.Response) -> None:
+    def _follow(self, answer: RegistryResponse) -> None:
         """Be done with an answer, and go on where it says."""
-        finish(answer)
+        answer.finish()
         location = answer.headers.get("Location")
         if location:
             self._location = self._session.join(location, answer.url)
@@ -107,7 +106,7 @@ class _Upload:
             raise failure(answer, self._what)  # it may still have it: ask once more
         self._doubtful = False
         if answer.status_code not in (200, 202, 204):
-            finish(answer)
+            answer.finish()
             self._gone = True
             return False
         at = _arrived(answer)
@@ -126,7 +125,7 @@ class _Upload:
         self._gone = False
         url = self._session.url(f"blobs/{self._content.digest}")
         answer = self._session.request("HEAD", url)
-        finish(answer)
+        answer.finish()
         return answer.status_code == 200
 
     def _patch(self, size: int) -> None:
@@ -139,7 +138,7 @@ class _Upload:
         if answer.status_code == 413:
             self._too_large(answer, end - self.at)
         if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
-            finish(answer)
+            answer.finish()
             raise BrokenOffError(f"{self._what} is not where it should be")
         if answer.status_code not in (202, 204):
             raise self._failure(answer)
@@ -159,11 +158,11 @@ class _Upload:
         if answer.status_code == 413 and left > SMALLEST_CHUNK:
             self._too_large(answer, left)
         if answer.status_code == 416:
-            finish(answer)
+            answer.finish()
             raise BrokenOffError(f"{self._what} is not where it should be")
         if answer.status_code not in (201, 204):
             self._refused(answer)
-        finish(answer)
+        answer.finish()
 
     def _send(
         self,
@@ -172,7 +171,7 @@ class _Upload:
         headers: dict[str, str],
         end: int,
         wait: float = READ_TIMEOUT,
-    ) -> requests.Response:
+    ) -> RegistryResponse:
         """Send the blob's bytes from where we are to ``end``."""
         headers = {**_KIND, **headers}
         if self.at == end:
@@ -194,17 +193,17 @@ class _Upload:
             return VerifyingReader(stream, self._content)  # type: ignore[return-value]
         return stream
 
-    def _too_large(self, answer: requests.Response, size: int) -> None:
+    def _too_large(self, answer: RegistryResponse, size: int) -> None:
         """Have smaller chunks sent from now on, to this registry. Raises."""
         smallest = max(SMALLEST_CHUNK, self._least)
         if size <= smallest:
             raise failure(answer, self._what)
         smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
-        finish(answer)
+        answer.finish()
         raise BrokenOffError(f"{self._what} needs smaller pieces")
 
-    def _failure(self, answer: requests.Response) -> AImageError:
+    def _failure(self, answer: RegistryResponse) -> AImageError:
         """The error for an answer that ends an attempt. A registry that has forgotten the upload
         is asked for a new one."""
         if answer.status_code not in (404, 410):
@@ -212,7 +211,7 @@ class _Upload:
         self._location, self._gone = None, True
         return BrokenOffError(failure(answer, self._what).message, hint=_FORGOTTEN)
 
-    def _refused(self, answer: requests.Response) -> None:
+    def _refused(self, answer: RegistryResponse) -> None:
         """Raise what a refused blob means: ours is damaged, or it became so on the way."""
         if answer.status_code in (404, 410):
             raise self._failure(answer)
@@ -220,11 +219,11 @@ class _Upload:
         if found.code == "DIGEST_INVALID":
             self._location = None
             verify(self._body(), self._content)
-            raise BrokenOffError(f"{self._what} arrived damaged ({found.said})")
+            raise BrokenOffError(f"{self._what} arrived damaged ({found.text})")
         raise error_for(found, self._what)
 
 
-def _arrived(answer: requests.Response) -> int:
+def _arrived(answer: RegistryResponse) -> int:
     """How many bytes the registry has, by its Range header (``0-N``, both ends included)."""
     found = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "").strip())
     return int(found[1]) + 1 if found and found[1] != "0" else 0

@@ -307,6 +307,6 @@ def test_an_upload_location_that_is_no_address(base, location, tmp_path):
         Session(
             Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
         ) as session,
-        pytest.raises(RegistryError, match="as an address"),
+        pytest.raises(RegistryError, match="invalid address"),
     ):
         session.join(location, base)

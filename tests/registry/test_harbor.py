@@ -341,7 +341,7 @@ def test_a_robot_logs_in_and_pushes(place, packed):
         (says(403, "DENIED", "adding 1.2 MiB of storage resource, which when updated to current "
               "usage of 9.0 GiB will exceed the configured upper limit of 9.0 GiB."), 1, "quota"),
         (says(403, "DENIED", "The system is in read only mode. Any modification is prohibited."), 1,
-         "administers"),
+         "administrator made"),
         (says(412, "PRECONDITION", "Failed to process request due to 'x:v1' configured as "
               "immutable."), 1, "another tag"),
     ],
@@ -401,6 +401,6 @@ def test_a_ready_token_that_harbor_forgets(tmp_path):
     with harbor.registry.running(), Repository(reference, connection) as repository:
         assert repository.exists(Descriptor.of("text/plain", b"1"))
         harbor.now += 61
-        with pytest.raises(UnauthorizedError, match="is not taken"):
+        with pytest.raises(UnauthorizedError, match="is not accepted"):
             repository.exists(Descriptor.of("text/plain", b"2"))
     assert harbor.asked == []

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-import requests
+import urllib3
 
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
@@ -16,6 +16,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.host_settings import HostSettings, read_settings
 from clowder_aimage.registry.mirror import Mirrors
+from clowder_aimage.registry.response import RegistryResponse
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
@@ -191,9 +192,7 @@ class Answering:
 
     def request(self, _, url, **__):
         self.asked.append(url)
-        response = requests.Response()
-        response.status_code = 200
-        return response
+        return RegistryResponse(200, url, {}, urllib3.HTTPResponse(b""))
 
 
 @pytest.fixture

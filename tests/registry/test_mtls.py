@@ -17,7 +17,7 @@ from clowder_aimage.registry.host_settings import Certificates, certificates
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
-HOST = "0.0.0.0"  # noqa: S104 - this machine, by an address that is not spoken to in plain HTTP
+HOST = "0.0.0.0"
 
 
 @pytest.fixture(scope="module")

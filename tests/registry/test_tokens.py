@@ -219,7 +219,7 @@ def test_a_registry_token_is_shown_as_it_is(tmp_path):
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="POST") == 200
         guarded.revoke()
-        with pytest.raises(UnauthorizedError, match="not taken"):
+        with pytest.raises(UnauthorizedError, match="not accepted"):
             get(session)
     assert guarded.asked == []  # no token service was told anything
 
@@ -262,7 +262,7 @@ def test_a_token_service_that_refuses_is_believed(tmp_path, status):
     with guarded.session(tmp_path) as session:
         with pytest.raises(UnauthorizedError, match=str(status)) as raised:
             get(session)
-        assert "aimage login" in str(raised.value.hint)
+        assert raised.value.remedy == "login"
     assert len(guarded.asked) == 1
 
 

@@ -238,7 +238,7 @@ class Progress:
                 self._thread.start()
 
     def _look(self) -> None:
-        assert self._view is not None  # noqa: S101
+        assert self._view is not None
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone: show nothing more
             while not self._ended.wait(self._view.every):
                 self.refresh()

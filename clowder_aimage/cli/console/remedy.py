@@ -6,6 +6,7 @@ from clowder_aimage.errors import AImageError
 
 # code: sentence; {names} are facts of the error
 REMEDIES = {
+    "ca_file": "name your organisation's CA with --ca-file",
     "choose_schema": "--schema NAME says which document it should be: {names}",
     "choose_format": "choose one: --format {format}, or another of them",
     "compress_whole_files": "with --whole-files, or another format, files can be",
@@ -25,6 +26,10 @@ REMEDIES = {
     "--token-file",
     "registry_without_token": "listen on 127.0.0.1, ask for a token with --token-file, or accept "
     "that with --allow-remote",
+    "login": "log in with: aimage login {registry}",
+    "not_in_store": "'aimage ls' lists what is there",
+    "plain_http": "use --plain-http for a registry without TLS",
+    "push_dialect": "leave --no-fallback out, or push with --dialect container",
 }
 
 

@@ -236,5 +236,5 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:  # noqa: A002
+def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
