@@ -27,7 +27,6 @@ REMEDIES = {
     "registry_without_token": "listen on 127.0.0.1, ask for a token with --token-file, or accept "
     "that with --allow-remote",
     "login": "log in with: aimage login {registry}",
-    "not_in_store": "'aimage ls' lists what is there",
     "plain_http": "use --plain-http for a registry without TLS",
     "push_dialect": "leave --no-fallback out, or push with --dialect container",
 }
