@@ -13,7 +13,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.limits import IF_MISSING, EngineLimits
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.settings import Listening, Settings
+from clowder_aimage.engine.settings import ServerSettings, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import UsageError
 from clowder_aimage.layout import ImageLayout
@@ -86,7 +86,9 @@ class Service:
         return self.aliases.get(name) or self.aliases.get(other)
 
 
-def make_service(settings: Listening, store: ImageLayout, connection: ClientOptions) -> Service:
+def make_service(
+    settings: ServerSettings, store: ImageLayout, connection: ClientOptions
+) -> Service:
     """Return the service of a worker, or of a node that makes no pictures."""
     metrics, news = Metrics(), EventLog()
     transfers = TransferQueue(store, connection, metrics, news)

@@ -1,35 +1,28 @@
-"""How a worker is set up: by the command line, the environment, the configuration, in this order.
+"""Settings of a server, from the command line, the environment and the configuration.
 
-The configuration is the project's one file (schemas/config.schema.json); the worker's part of it
-is the object ``worker``, whose keys are the names of fields in camel case: ``maxModels`` in the
-file is AIMAGE_SERVE_MAX_MODELS in the environment and ``--max-models`` on the command line.
+The configuration is one file (schemas/config.schema.json). The object ``worker`` in it has the
+fields in camel case: ``maxModels`` in the file is AIMAGE_SERVE_MAX_MODELS in the environment.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from clowder_aimage import schema
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.engine.limits import FOR_EVER, EngineLimits
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.schema import read_configuration
 
 DEFAULT_ADDRESS = "127.0.0.1:11434"
-PREFIX = "AIMAGE_SERVE_"
-LONGEST = 100 * 365 * 86400.0  # seconds that are not for ever
+MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer is for ever
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
@@ -39,15 +32,16 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, 
 
 
 def duration(value: object) -> float:
-    """Seconds: 90, "90s", "5m", "1h30m", "500ms" (as Go writes them); what is negative, or longer
-    than a hundred years, is for ever.
+    """Return the seconds of 90, "90s", "5m", "1h30m" or "500ms" (Go's durations).
+
+    Negative durations, and those above MAX_DURATION, are FOR_EVER.
 
     Raises:
-        ValueError: it is no duration.
+        ValueError: it is not a duration.
     """
     is_nan = isinstance(value, float) and math.isnan(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and not is_nan:
-        return FOR_EVER if value < 0 or value >= LONGEST else float(value)
+        return FOR_EVER if value < 0 or value >= MAX_DURATION else float(value)
     text = str(value).strip().lower()
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
@@ -56,23 +50,23 @@ def duration(value: object) -> float:
         seconds = sum(float(count) * _UNITS[unit] for count, unit in _PARTS.findall(text))
     else:
         raise ValueError(f"{str(value)!r} is not a duration such as 90, 30s, 5m or 1h30m")
-    return FOR_EVER if (sign < 0 and seconds) or seconds >= LONGEST else seconds
+    return FOR_EVER if (sign < 0 and seconds) or seconds >= MAX_DURATION else seconds
 
 
 def _limit(value: object) -> float:
-    """A duration that limits something; 0 does not."""
+    """Return the seconds of a limit; 0 is no limit."""
     return duration(value) or FOR_EVER
 
 
 def _size(value: object) -> int | None:
-    """Bytes: a number, or as people write it."""
+    """Return bytes, of a number or a text such as "12GiB"."""
     if value is None or (type(value) is int and value >= 0):
         return value
     return parse_size(str(value))
 
 
 def _pairs(value: object) -> object:
-    """``NAME=REF,NAME=REF``."""
+    """Parse ``NAME=REF,NAME=REF``."""
     if not isinstance(value, str):
         return value
     found = {}
@@ -84,14 +78,15 @@ def _pairs(value: object) -> object:
     return found
 
 
-def _words(value: object) -> object:
-    return (
-        tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
-    )
+def _list(value: object) -> object:
+    """Parse ``TEXT,TEXT``."""
+    if not isinstance(value, str):
+        return value
+    return tuple(filter(None, map(str.strip, value.split(","))))
 
 
-def _base(value: object) -> str | None:
-    """What links begin with: a scheme, a host, perhaps a port and a path (RFC 3986, 3)."""
+def _base_url(value: object) -> str | None:
+    """Check the base of links: scheme, host, optional port and path (RFC 3986, 3)."""
     if value is None:
         return None
     text = str(value).strip().rstrip("/")
@@ -100,70 +95,64 @@ def _base(value: object) -> str | None:
     return text
 
 
-def _reference(text: str) -> str:
+def _reference(value: object) -> str:
     try:
-        Reference.parse(text)
+        Reference.parse(str(value))
     except UsageError as error:
         raise ValueError(error.message) from None
-    return text
+    return str(value)
 
 
-Name = Annotated[str, BeforeValidator(lambda value: _reference(str(value)))]
-Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
-_ListeningT = TypeVar("_ListeningT", bound="Listening")
+Name = Annotated[str, BeforeValidator(_reference)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
+Seconds = Annotated[float, BeforeValidator(duration)]
+ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
 
 
-class Listening(BaseSettings):
-    """What every server can be told. Made by ``effective``. ``SECTION`` is the part of the
-    configuration that is meant, ``ADDRESS`` the usual place."""
+class ServerSettings(BaseModel):
+    """Settings of every server, made by ``gather``.
 
-    model_config = SettingsConfigDict(extra="ignore", frozen=True)
+    ``SECTION`` is the object of the configuration, ``PREFIX`` that of the variables in the
+    environment, ``PATHS`` the fields whose relative paths start at the configuration.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
     SECTION: ClassVar[str]
+    PREFIX: ClassVar[str]
     ADDRESS: ClassVar[str]
+    PATHS: ClassVar[tuple[str, ...]] = ("socket", "token_file")
 
     addr: str | None = None
     socket: Path | None = None
     token_file: Path | None = None
     allow_hosts: Words = ()
-    grace: Annotated[float, BeforeValidator(duration)] = 30.0
+    grace: Seconds = 30.0
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Ours alone: no file in the working directory says anything."""
-        return (init_settings,)
-
     @property
     def address(self) -> str | None:
-        """Where to listen on TCP: the usual place unless something else was said."""
+        """The address to listen on; None for the socket alone."""
         return self.addr or (None if self.socket else self.ADDRESS)
 
 
-class Settings(Listening):
-    """What a worker can be told."""
+class Settings(ServerSettings):
+    """Settings of a worker."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX)
     SECTION = "worker"
+    PREFIX = "AIMAGE_SERVE_"
     ADDRESS = DEFAULT_ADDRESS
 
-    public_url: Annotated[str | None, BeforeValidator(_base)] = None
+    public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
     max_models: int = Field(1, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"
     memory: Annotated[int | None, BeforeValidator(_size)] = None
     queue: int = Field(8, ge=0)
-    keep_alive: Annotated[float, BeforeValidator(duration)] = 300.0
+    keep_alive: Seconds = 300.0
     deadline: Annotated[float, BeforeValidator(_limit)] = FOR_EVER
     default_model: Name | None = None
-    aliases: Annotated[dict[str, Name], NoDecode, BeforeValidator(_pairs)] = {}
-    wanted: Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_words)] = ()
+    aliases: Annotated[dict[str, Name], BeforeValidator(_pairs)] = {}
+    wanted: Annotated[tuple[Name, ...], BeforeValidator(_list)] = ()
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
@@ -182,73 +171,60 @@ class Settings(Listening):
         )
 
 
-def effective(options: Mapping[str, Any], file: Path | None) -> tuple[Settings, dict[str, str]]:
-    """A worker's settings, and where each comes from that is no default. Raises UsageError."""
-    return gather(Settings, options, file)
-
-
-def gather(
-    kind: type[_ListeningT], options: Mapping[str, Any], file: Path | None
-) -> tuple[_ListeningT, dict[str, str]]:
-    """The settings of a ``kind`` of server, and where each comes from that is no default.
-
-    Raises:
-        UsageError: the file cannot be used, or something cannot be meant; it says what and where.
-    """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    said = {key: value for key, value in options.items() if value not in (None, (), {})}
-    for found, place in (
-        (read_section(file, kind) if file else {}, f"{file}"),
-        (_environment(kind), "environment"),
-        (said, "command line"),
-    ):
-        for key, value in found.items():
-            values[key] = value
-            origins[key] = f"{_prefix(kind)}{key.upper()}" if place == "environment" else place
-    try:
-        return kind(**values), origins
-    except ValidationError as error:
-        raise UsageError(_sentence(error, origins)) from None
-
-
-def _prefix(kind: type[Listening]) -> str:
-    return str(kind.model_config.get("env_prefix", ""))
-
-
-def _environment(kind: type[Listening]) -> dict[str, Any]:
-    from pydantic_settings import EnvSettingsSource
-
-    return {key: value for key, value in EnvSettingsSource(kind)().items() if value != ""}
-
-
-def read_section(file: Path, kind: type[Listening] = Settings) -> dict[str, Any]:
-    """Return a server's section of a configuration, by the names of fields. Raises UsageError."""
-    section = schema.read_configuration(file, lambda document: document.get(kind.SECTION, {}))
-    found = {_snake(key): value for key, value in section.items()}
-    for name in ("socket", "token_file", "desired"):
-        if name in found:  # a relative path begins at the configuration
-            found[name] = str(file.parent / found[name])
-    return {key: value for key, value in found.items() if key in kind.model_fields}
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"[A-Z]", lambda found: f"_{found[0].lower()}", name)
-
-
 def camel(name: str) -> str:
-    """What a field is called in the configuration."""
+    """Return the name of a field in the configuration."""
     first, *others = name.split("_")
     return first + "".join(map(str.capitalize, others))
 
 
-def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
+def gather(
+    kind: type[ServerSettingsT],
+    options: Mapping[str, Any],
+    file: Path | None,
+    spell: Callable[[str], str] = camel,
+) -> tuple[ServerSettingsT, dict[str, str]]:
+    """Return the settings of a server, and the origin of each that is not a default.
+
+    Origins are the file, a variable of the environment, or "command line" for ``options``;
+    ``spell`` returns the name of an option.
+
+    Raises:
+        UsageError: the file or a value is not valid; the message names its origin.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    variables = {f"{kind.PREFIX}{name.upper()}": name for name in kind.model_fields}
+    for name, value in (read_section(file, kind) if file else {}).items():
+        values[name], origins[name] = value, str(file)
+    for variable, name in variables.items():
+        if os.environ.get(variable):
+            values[name], origins[name] = os.environ[variable], variable
+    for name, value in options.items():
+        if value not in (None, (), {}):
+            values[name], origins[name] = value, "command line"
+    try:
+        return kind(**values), origins
+    except ValidationError as error:
+        raise UsageError(_sentence(error, origins, spell)) from None
+
+
+def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:
+    """Return the part of a configuration for a server, by field. Raises UsageError."""
+    section = read_configuration(file, lambda document: document.get(kind.SECTION, {}))
+    found = {name: section[key] for name in kind.model_fields if (key := camel(name)) in section}
+    paths = {name: str(file.parent / found[name]) for name in kind.PATHS if name in found}
+    return found | paths
+
+
+def _sentence(
+    error: ValidationError, origins: Mapping[str, str], spell: Callable[[str], str]
+) -> str:
     first = error.errors(include_url=False)[0]
-    if not first["loc"]:  # two of them do not go together
-        return first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # of several fields
+        return message
     name = str(first["loc"][0])
-    place = origins.get(name, "")
-    option = "--" + {"aliases": "alias", "allow_hosts": "allow-host"}.get(name, name)
-    what = option.replace("_", "-") if place == "command line" else camel(name)
-    where = "" if place == "command line" else f" ({place})"
-    return f"{what}{where}: {first['msg'].removeprefix('Value error, ')}"
+    origin = origins.get(name, "")
+    if origin == "command line":
+        return f"{spell(name)}: {message}"
+    return f"{camel(name)} ({origin}): {message}"

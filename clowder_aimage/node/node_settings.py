@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
-from pydantic_settings import SettingsConfigDict
 
-from clowder_aimage.engine.settings import Listening, Words, duration
+from clowder_aimage.engine.settings import ServerSettings, Words, duration
 from clowder_aimage.node.disk_usage import AGE, Watermarks
 from clowder_aimage.node.node import NodeOptions
 
 DEFAULT_ADDRESS = "127.0.0.1:8050"
-PREFIX = "AIMAGE_NODE_"
 OFTEN = 1.0  # seconds: more often nothing is collected
 
 
@@ -36,12 +34,13 @@ def _period(value: float) -> float:
     return value
 
 
-class NodeSettings(Listening):
+class NodeSettings(ServerSettings):
     """What a node can be told. ``high`` and ``low`` are per cent of the disk, ``min_age`` and
     ``collect`` are in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX)
     SECTION = "node"
+    PREFIX = "AIMAGE_NODE_"
+    PATHS = (*ServerSettings.PATHS, "desired")
     ADDRESS = DEFAULT_ADDRESS
 
     desired: Path | None = None

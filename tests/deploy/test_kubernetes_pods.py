@@ -215,13 +215,13 @@ def test_every_option_is_one_that_the_program_takes(pod: Pod) -> None:
 
 
 def test_the_worker_takes_every_value() -> None:
-    pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+    pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.cli.verbs.serve import serve
-    from clowder_aimage.engine.settings import effective
+    from clowder_aimage.engine.settings import Settings, gather
 
     (worker,) = pods(of_kind("Deployment"))
     options = serve.make_context("serve", worker.containers[0]["args"][1:]).params
-    said, _ = effective({**options, "aliases": ",".join(options["aliases"])}, None)
+    said, _ = gather(Settings, {**options, "aliases": ",".join(options["aliases"])}, None)
     assert worker.spec["terminationGracePeriodSeconds"] >= said.grace + 10
     assert said.token_file is not None, "it listens on every address"
 

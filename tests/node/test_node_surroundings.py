@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.api.service import make_service
-from clowder_aimage.cli.console.listener import check_stores
+from clowder_aimage.cli.console.listener import check_stores, spell
 from clowder_aimage.cli.verbs.node_status import status
 from clowder_aimage.engine.settings import gather
 from clowder_aimage.errors import FormatError, UsageError
@@ -222,7 +222,7 @@ def test_a_store_that_may_come_back_is_waited_for(tmp_path, monkeypatch, number)
 )
 def test_a_figure_that_cannot_be_meant_is_refused_with_what_can(said, sentence):
     with pytest.raises(UsageError) as caught:
-        gather(NodeSettings, said, None)
+        gather(NodeSettings, said, None, spell)
     assert caught.value.message == sentence
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 pytest.importorskip("yaml", reason="pyyaml is not installed")
-pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 import yaml
 from hypothesis import given, settings

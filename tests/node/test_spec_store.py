@@ -7,7 +7,7 @@ import json
 import pytest
 
 pytest.importorskip("yaml", reason="pyyaml is not installed")
-pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from clowder_aimage.errors import StoreError
 from clowder_aimage.node.model_spec import parse_specs

@@ -9,9 +9,9 @@ import re
 import click
 import pytest
 
-pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-from clowder_aimage.cli.console.listener import NODE_OPTIONS
+from clowder_aimage.cli.console.listener import NODE_OPTIONS, spell
 from clowder_aimage.cli.verbs.config import MASK, masked
 from clowder_aimage.cli.verbs.serve import serve
 from clowder_aimage.engine.settings import (
@@ -19,7 +19,7 @@ from clowder_aimage.engine.settings import (
     Settings,
     camel,
     duration,
-    effective,
+    gather,
     read_section,
 )
 from clowder_aimage.errors import UsageError
@@ -71,7 +71,7 @@ def test_what_is_no_duration(text):
 
 
 def test_nothing_said(file):
-    said, origins = effective({}, file)
+    said, origins = gather(Settings, {}, file)
     assert origins == {}
     assert said.address == DEFAULT_ADDRESS == "127.0.0.1:11434"
     assert (said.text_encoder, said.memory) == ("auto", None)
@@ -86,7 +86,7 @@ def test_the_command_line_wins_over_the_environment_over_the_file(file, monkeypa
     monkeypatch.setenv("AIMAGE_SERVE_MAX_MODELS", "3")
     monkeypatch.setenv("AIMAGE_SERVE_KEEP_ALIVE", "2h")
     monkeypatch.setenv("AIMAGE_SERVE_DTYPE", "")
-    said, origins = effective({"keep_alive": "-1", "queue": None, "wanted": ()}, file)
+    said, origins = gather(Settings, {"keep_alive": "-1", "queue": None, "wanted": ()}, file)
     assert (said.queue, said.max_models, said.keep_alive) == (1, 3, math.inf)
     assert said.aliases == {"gpt-image-1": "tiny"}
     assert origins == {
@@ -101,7 +101,7 @@ def test_lists_and_pairs_in_the_environment(file, monkeypatch):
     monkeypatch.setenv("AIMAGE_SERVE_ALIASES", "gpt-image-1=tiny, dall-e-3 = team/tiny:v1,")
     monkeypatch.setenv("AIMAGE_SERVE_WANTED", "tiny, team/tiny:v1")
     monkeypatch.setenv("AIMAGE_SERVE_ALLOW_HOSTS", "pictures.example")
-    said, _ = effective({}, file)
+    said, _ = gather(Settings, {}, file)
     assert said.aliases == {"gpt-image-1": "tiny", "dall-e-3": "team/tiny:v1"}
     assert said.wanted == ("tiny", "team/tiny:v1")
     assert said.allow_hosts == ("pictures.example",)
@@ -109,23 +109,23 @@ def test_lists_and_pairs_in_the_environment(file, monkeypatch):
 
 def test_what_models_may_take_in_memory(file, monkeypatch):
     written(file, memory="12GiB", textEncoder="keep")
-    said, _ = effective({}, file)
+    said, _ = gather(Settings, {}, file)
     assert (said.memory, said.text_encoder) == (12 << 30, "keep")
     monkeypatch.setenv("AIMAGE_SERVE_MEMORY", "1.5g")
     monkeypatch.setenv("AIMAGE_SERVE_TEXT_ENCODER", "auto")
-    said, _ = effective({"text_encoder": "release"}, file)
+    said, _ = gather(Settings, {"text_encoder": "release"}, file)
     assert (said.memory, said.text_encoder) == (1_500_000_000, "release")
-    assert effective({"memory": "500M"}, file)[0].memory == 500_000_000
-    assert effective({}, written(file, memory=1000))[0].pull == "if-missing"
+    assert gather(Settings, {"memory": "500M"}, file)[0].memory == 500_000_000
+    assert gather(Settings, {}, written(file, memory=1000))[0].pull == "if-missing"
 
 
 def test_what_requests_do_not_say(file, monkeypatch):
     written(file, pull="never", streamFormat="openai", pngFacts=False)
-    said, _ = effective({}, file)
+    said, _ = gather(Settings, {}, file)
     assert (said.pull, said.stream_format, said.png_facts) == ("never", "openai", False)
     monkeypatch.setenv("AIMAGE_SERVE_PNG_FACTS", "true")
-    assert effective({}, file)[0].png_facts
-    said, origins = effective({"png_facts": False}, file)
+    assert gather(Settings, {}, file)[0].png_facts
+    said, origins = gather(Settings, {"png_facts": False}, file)
     assert (said.png_facts, origins["png_facts"]) == (False, "command line")
 
 
@@ -135,7 +135,7 @@ def test_a_relative_path_begins_at_the_file(file):
         "socket": str(file.parent / "run" / "s"),
         "token_file": "/etc/tokens",
     }
-    assert effective({}, file)[0].address is None
+    assert gather(Settings, {}, file)[0].address is None
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_relative_path_begins_at_the_file(file):
     ],
 )
 def test_where_links_begin(file, said, url):
-    assert effective({"public_url": said}, file)[0].public_url == url
-    assert effective({}, written(file, publicUrl=said))[0].public_url == url
-    assert effective({}, written(file))[0].public_url is None
+    assert gather(Settings, {"public_url": said}, file)[0].public_url == url
+    assert gather(Settings, {}, written(file, publicUrl=said))[0].public_url == url
+    assert gather(Settings, {}, written(file))[0].public_url is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        effective(options, file)
+        gather(Settings, options, file, spell)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence)
 def test_a_file_that_is_none_is_refused(file, text):
     file.write_text(text)
     with pytest.raises(UsageError, match="cannot use the configuration"):
-        effective({}, file)
+        gather(Settings, {}, file)
 
 
 # -- one set of names

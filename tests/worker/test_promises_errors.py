@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-pytest.importorskip("pydantic_settings", reason="pydantic-settings is not installed")
+pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer

@@ -17,7 +17,7 @@ from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
-    from clowder_aimage.engine.settings import Listening
+    from clowder_aimage.engine.settings import ServerSettings
     from clowder_aimage.node.node_settings import NodeSettings
     from clowder_aimage.registry import ClientOptions
 
@@ -25,6 +25,12 @@ _MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT} 
 _F = TypeVar("_F", bound=Callable[..., Any])
 NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
 _PER_CENT = click.FloatRange(0, 100)
+
+
+def spell(field: str) -> str:
+    """Return the option of a field of the settings."""
+    names = {"aliases": "alias", "allow_hosts": "allow-host", "neighbours": "neighbour"}
+    return "--" + names.get(field, field).replace("_", "-")
 
 
 def node_options(command: _F) -> _F:
@@ -177,7 +183,7 @@ def _try_to_make(store: Path) -> None:
 
 
 def run_server(
-    said: Listening, node: NodeSettings | None, chosen: VerbSettings, connection: ClientOptions
+    said: ServerSettings, node: NodeSettings | None, chosen: VerbSettings, connection: ClientOptions
 ) -> None:
     """Serve as a worker, a node, or both, until interrupted."""
     from clowder_aimage.api.service import make_service

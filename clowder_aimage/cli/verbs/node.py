@@ -13,6 +13,7 @@ from clowder_aimage.cli.console.listener import (
     needs,
     node_options,
     run_server,
+    spell,
 )
 from clowder_aimage.cli.console.option import (
     common_options,
@@ -60,7 +61,7 @@ def node(
         from clowder_aimage.http import log
         from clowder_aimage.node.node_settings import NodeSettings
     chosen = settings()
-    said, _ = gather(NodeSettings, options, config_file())
+    said, _ = gather(NodeSettings, options, config_file(), spell)
     check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
     run_server(said, said, chosen, connection(plain_http, insecure, ca_file))

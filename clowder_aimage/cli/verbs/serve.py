@@ -14,6 +14,7 @@ from clowder_aimage.cli.console.listener import (
     needs,
     node_options,
     run_server,
+    spell,
 )
 from clowder_aimage.cli.console.option import (
     common_options,
@@ -96,7 +97,7 @@ def serve(
     configuration: see 'aimage config show'.
     """
     with needs("a worker", "mlx,worker"):
-        from clowder_aimage.engine.settings import effective, gather
+        from clowder_aimage.engine.settings import Settings, gather
         from clowder_aimage.http import log
         from clowder_aimage.node.node_settings import NodeSettings
 
@@ -104,8 +105,9 @@ def serve(
     kept = {name: options.pop(name) for name in NODE_OPTIONS}
     if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
         raise UsageError(f"--{odd.removesuffix('s')} is for a node", hint="add --node")
-    said, _ = effective({**options, "aliases": ",".join(aliases) or None}, config_file())
-    node = gather(NodeSettings, kept, config_file())[0] if is_node else None
+    options["aliases"] = ",".join(aliases) or None
+    said, _ = gather(Settings, options, config_file(), spell)
+    node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
     check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
     run_server(said, node, chosen, connection(plain_http, insecure, ca_file))
