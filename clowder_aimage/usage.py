@@ -19,8 +19,7 @@ from typing import Any
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs
-from clowder_aimage.layout.lock import check_own
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import check_own, store_errors
 from clowder_aimage.oci import Descriptor, Digest
 
 _BLOCK = 512  # bytes that st_blocks counts in

@@ -11,7 +11,7 @@ from clowder_aimage.content import Rate, copy, plan_copy
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.fsck import Fsck, FsckProblem, FsckReport
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 

@@ -21,7 +21,7 @@ from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 from clowder_aimage.layout.direct_io import DirectFile
-from clowder_aimage.layout.lock import open_plain
+from clowder_aimage.layout.lock import open_regular
 from clowder_aimage.oci import Digest
 
 _PARTING = 1.0  # seconds that a write under way gets when the rest has failed
@@ -98,7 +98,7 @@ def _remove_leftovers(final: Path, temporary: Path) -> None:
 
 
 def _remove_idle(path: Path) -> None:
-    fd = open_plain(path)
+    fd = open_regular(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

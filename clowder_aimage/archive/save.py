@@ -25,7 +25,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
 from clowder_aimage.layout.index import LAYOUT_FILE
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.layout.stored_aimage import hold, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode

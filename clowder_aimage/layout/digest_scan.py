@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.oci import Digest
 
 LARGEST = 64 * 1024 * 1024  # bytes of a document that is scanned

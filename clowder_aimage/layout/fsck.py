@@ -24,7 +24,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout.layout import ImageLayout
-from clowder_aimage.layout.lock import open_plain
+from clowder_aimage.layout.lock import open_regular
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
 
@@ -192,7 +192,7 @@ class Fsck:
     def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
         hasher, size = content.digest.hasher(), 0
         buffer = new_buffer()
-        with open(open_plain(path), "rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             # one that has other names is another program's, too, whose mode is its own affair
             if status.st_mode & 0o222 and status.st_nlink == 1:

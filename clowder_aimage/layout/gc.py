@@ -23,9 +23,8 @@ from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, men
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
-from clowder_aimage.layout.lock import held
+from clowder_aimage.layout.lock import held, store_errors
 from clowder_aimage.layout.orphan import remove_partials, tidy
-from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 GRACE = 3600.0  # seconds that an unnamed blob is left for whoever is about to name it

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.lock import PRIVATE
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
 
 _MOST = 128  # files that are open for it

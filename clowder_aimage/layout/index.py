@@ -20,9 +20,8 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, store_errors
 from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
-from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'

@@ -22,8 +22,7 @@ from clowder_aimage.content.verified_reader import check
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_shared
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_shared, store_errors
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 

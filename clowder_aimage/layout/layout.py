@@ -36,11 +36,11 @@ from clowder_aimage.layout.lock import (
     check_own,
     held,
     make_directory,
-    open_plain,
+    open_regular,
     open_shared,
+    store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles
-from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -136,7 +136,7 @@ class ImageLayout(ContentStore):
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         with store_errors(self.root):
             try:
-                file = io.FileIO(open_plain(self.path(content)))
+                file = io.FileIO(open_regular(self.path(content)))
             except FileNotFoundError:
                 raise self._absent(content) from None
             file.seek(offset)

@@ -28,8 +28,8 @@ from clowder_aimage.layout.lock import (
     locks_work,
     make_directory,
     open_shared,
+    store_errors,
 )
-from clowder_aimage.layout.os_error import store_errors
 from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"

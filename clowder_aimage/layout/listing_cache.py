@@ -12,7 +12,7 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import detect
 from clowder_aimage.errors import AImageError, StoreError
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
 from clowder_aimage.layout.metadata import write_shared
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
@@ -28,7 +28,7 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
     path = os.path.join(root, PRIVATE, _KIND, descriptor.digest.encoded)
     with contextlib.suppress(OSError, ValueError, RecursionError, StoreError):
         check_own(root, _KIND)
-        with open(open_plain(path), "rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             value = json.loads(file.read(4096))
         if isinstance(value, dict) and value.keys() == _UNKNOWN.keys():
             return value

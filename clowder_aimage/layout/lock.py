@@ -1,4 +1,4 @@
-"""Locks between processes, and files that a group may share.
+"""Locks between processes, files that a group may share, and the errors of a store.
 
 Locks are ``flock``: they go with the process, however that ends. Some network file systems do not
 have them; then every process goes on as if it were alone, and what it publishes is verified all
@@ -16,18 +16,42 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
-from clowder_aimage.errors import StoreError
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 
-PRIVATE = ".aimage"  # the directory of a store that only we need
+PRIVATE = ".aimage"  # our own directory in a store
+READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOMENT = 0.01  # seconds
-READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextlib.contextmanager
+def store_errors(root: Path) -> Iterator[None]:
+    """Raise a StoreError or a NoSpaceError for an OSError about the store at ``root``."""
+    try:
+        yield
+    except OSError as error:
+        raise _store_error(error, root) from error
+
+
+def _store_error(error: OSError, root: Path) -> AImageError:
+    if error.errno in DISK_FULL:
+        return NoSpaceError(
+            f"no space left for the store {root}",
+            hint="free some space, or use a store on another disk; "
+            "what was complete is kept and will not be fetched again",
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST) and not root.is_dir():
+        return StoreError(f"the store {root} is not a directory", remedy="store_directory")
+    reason = error.strerror or str(error)
+    return StoreError(
+        f"cannot use the store {root}: {reason} ({error.filename or root})",
+        remedy="store_permissions",
+    )
 
 
 def locks_work(root: Path) -> bool:
-    """Whether locks do anything in the store; True where we cannot try."""
+    """Return whether the store's file system has locks; True where that cannot be tried."""
     try:
         with held(root, "lock", shared=True):
             return is_locked(root / PRIVATE / "lock")
@@ -50,7 +74,7 @@ def held(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
-    """Open or make a file that everyone who may write its directory may write, too."""
+    """Open or create a file that all who may write its directory may write. Raises OSError."""
     try:
         return os.open(path, flags & ~os.O_CREAT)
     except FileNotFoundError:
@@ -58,16 +82,20 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
             raise
     try:
         fd = os.open(path, flags | os.O_EXCL, 0o600)
-    except FileExistsError:  # another has just made it, and shares it in a moment
+    except FileExistsError:  # another process has just made it, and shares it in a moment
         time.sleep(_MOMENT)
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
 
 
-def open_plain(path: str | Path) -> int:
-    """Open a file to read it. A link, a pipe or the like in its place is as good as nothing: it
-    leads who knows where, or nowhere. Raises OSError."""
+def open_regular(path: str | Path) -> int:
+    """Open a regular file to read it.
+
+    Raises:
+        FileNotFoundError: it is missing, or is a link, a pipe or the like: a link may lead anywhere.
+        OSError: it cannot be opened.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -81,29 +109,32 @@ def open_plain(path: str | Path) -> int:
 
 
 def check_own(root: Path, *kind: str) -> str:
-    """The path of a directory of ours, there or not. Raises StoreError where a link leads to it:
-    what is removed and written there must be ours."""
+    """Return the path of one of our own directories, which may not exist.
+
+    Raises:
+        StoreError: a link leads to it. We remove and write files there, so it must be ours.
+    """
     path = os.path.join(root, PRIVATE)
     for name in ("", *kind):
         path = os.path.join(path, name) if name else path
         if os.path.islink(path):
             raise StoreError(
-                f"{path} is a link, and what it leads to may be anybody's",
-                hint="remove the link; aimage makes the directory when it needs it",
+                f"{path} is a link, and may lead to another program's files",
+                hint="remove the link; the directory is made when it is needed",
             )
     return path
 
 
-def share(fd: int, directory: str | Path, wanted: int = 0o660) -> None:
+def share(fd: int, directory: str | Path, mode: int = 0o660) -> None:
     """Give a new file to the group of a directory that is a group's (setgid, writable)."""
-    mode = os.stat(directory).st_mode
-    if mode & stat.S_ISGID and mode & stat.S_IWGRP:
-        with contextlib.suppress(PermissionError):  # another has made it, and does this
-            os.fchmod(fd, wanted)
+    found = os.stat(directory).st_mode
+    if found & stat.S_ISGID and found & stat.S_IWGRP:
+        with contextlib.suppress(PermissionError):  # another process has made it, and does this
+            os.fchmod(fd, mode)
 
 
 def make_directory(root: Path, *names: str) -> Path:
-    """Make ``root/names...`` where it is not there. In a group's store it is the group's."""
+    """Make ``root/names...`` where it is missing; in a group's store it is the group's."""
     if names[0] == PRIVATE:
         check_own(root, *names[1:])
     path = root.joinpath(*names)

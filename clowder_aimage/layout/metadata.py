@@ -17,8 +17,14 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory, write_file
 from clowder_aimage.errors import FormatError
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain, share
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    make_directory,
+    open_regular,
+    share,
+    store_errors,
+)
 from clowder_aimage.oci import read_json
 
 _MAX_SIZE = 1024 * 1024
@@ -61,7 +67,7 @@ class MetadataFiles:
         path = os.path.join(self._directory, name)
         with store_errors(self._root):
             try:
-                with open(open_plain(path), "rb", buffering=0) as file:
+                with open(open_regular(path), "rb", buffering=0) as file:
                     raw = file.read(_MAX_SIZE) or b""
             except FileNotFoundError:
                 return None

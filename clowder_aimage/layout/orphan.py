@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock
-from clowder_aimage.layout.lock import PRIVATE, check_own, locks_work
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import PRIVATE, check_own, locks_work, store_errors
 
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 _ALGORITHMS = ("sha256", "sha512")

@@ -24,8 +24,13 @@ from typing import BinaryIO, cast
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_plain
-from clowder_aimage.layout.os_error import store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    make_directory,
+    open_regular,
+    store_errors,
+)
 from clowder_aimage.node.rendezvous import BlobRange
 from clowder_aimage.oci import Digest
 
@@ -107,7 +112,7 @@ class RangeFile:
         if found is None:
             return None
         try:
-            return cast(BinaryIO, io.FileIO(open_plain(found.path))), found.digest
+            return cast(BinaryIO, io.FileIO(open_regular(found.path))), found.digest
         except OSError:  # another process has cleared it away
             self._drop([part])
             return None

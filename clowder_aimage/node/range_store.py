@@ -30,7 +30,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.lock import check_own, open_plain
+from clowder_aimage.layout.lock import check_own, open_regular
 from clowder_aimage.node.flight import Flight, Flights, Opened
 from clowder_aimage.node.peer_upstream import PeerUpstream
 from clowder_aimage.node.piece import LoadedPiece, Piece, hashed
@@ -231,7 +231,7 @@ class Ranges:
 
     def _in_blob(self, part: BlobRange, _: bytes | None) -> Piece | None:
         with contextlib.suppress(OSError, AImageError):
-            file = cast(BinaryIO, io.FileIO(open_plain(self._layout.path(part.content))))
+            file = cast(BinaryIO, io.FileIO(open_regular(self._layout.path(part.content))))
             try:
                 status = os.fstat(file.fileno())
                 if status.st_size == part.size:
@@ -272,7 +272,7 @@ class Ranges:
         with contextlib.suppress(OSError, StoreError):
             directory = check_own(self._layout.root, "ingest")
             path = os.path.join(directory, part.digest.encoded)
-            file = cast(BinaryIO, io.FileIO(open_plain(path)))
+            file = cast(BinaryIO, io.FileIO(open_regular(path)))
             with contextlib.ExitStack() as stack:
                 stack.callback(file.close)
                 inode = os.fstat(file.fileno()).st_ino

@@ -113,7 +113,7 @@ def test_a_record_that_breaks_off_is_not_one_that_is_gone(records, monkeypatch):
     def failing(_):
         return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte is an input/output error
 
-    monkeypatch.setattr(record_module, "open_plain", failing)
+    monkeypatch.setattr(record_module, "open_regular", failing)
     with pytest.raises(StoreError, match="Input/output error") as caught:
         records.get(KEY)
     assert file_name(KEY) in caught.value.message

@@ -20,6 +20,8 @@ REMEDIES = {
     "name_adapter": "--adapter NAME=PATH names it",
     "no_layers": "leave --component and --include out to fetch all of it",
     "no_variant": "leave --variant out to have what is there",
+    "store_directory": "name a directory with --store",
+    "store_permissions": "check the directory's permissions, or name another one with --store",
     "not_in_store": "'aimage ls' lists what is there",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "
