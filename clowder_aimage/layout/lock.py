@@ -93,7 +93,7 @@ def open_regular(path: str | Path) -> int:
     """Open a regular file to read it.
 
     Raises:
-        FileNotFoundError: it is missing, or is a link, a pipe or the like: a link may lead anywhere.
+        FileNotFoundError: it is missing, or a link or a pipe, which may lead anywhere.
         OSError: it cannot be opened.
     """
     try:
