@@ -88,9 +88,9 @@ async def _run(
     signals = Signals()
     signals.watch()
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(accepting(app, listeners, **options))
-        for role in roles:
+        for role in roles:  # which end after the last request
             await stack.enter_async_context(role.running())
+        await stack.enter_async_context(accepting(app, listeners, **options))
         await stack.enter_async_context(beside(_notify_watchdog(), _reload(signals, roles)))
         on_ready(listeners.urls)
         systemd.notify("READY=1")

@@ -11,7 +11,6 @@ from urllib.parse import quote
 import pytest
 from served import Server, digest_of, error_of, manifest_of
 
-from clowder_aimage.distribution.distribution_error import api_error
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
@@ -19,6 +18,7 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
+from clowder_aimage.http.api_error import OCI, api_error
 
 HEX = "0123456789abcdef" * 4
 BAD_DIGESTS = [
@@ -187,7 +187,7 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
     ],
 )
 def test_errors_of_the_store(error: AImageError, status: int, message: str) -> None:
-    answer = api_error(error)
+    answer = api_error(error, OCI)
     assert (answer.status, answer.message) == (status, message)
 
 
