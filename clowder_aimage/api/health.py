@@ -1,4 +1,4 @@
-"""Whether the worker lives and may be asked, what it counts, and what happens in it."""
+"""Health, readiness, metrics and events of a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALIVE = 15.0  # seconds of silence after which a stream says that it lives
 
 
 def routes(service: Service) -> list[Route]:
-    """Health, metrics and events."""
+    """Return the routes of health, metrics and events."""
     health = Health(service)
     return [
         Route("GET", "/healthz", health.alive, OPEN),
@@ -31,17 +31,17 @@ def routes(service: Service) -> list[Route]:
 
 
 class Health:
-    """The routes, over one service."""
+    """The handlers, over one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def alive(self, _: web.Request) -> web.Response:
-        """That the loop turns; nothing else is asked."""
+        """Answer that the event loop runs; nothing else is checked."""
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Whether requests should be sent here. Who shows no token hears no names of models."""
+        """Answer if requests should be sent here. Without a token no model is named."""
         service, node = self._service, self._service.node
         missing = node.missing() if node is not None else ()
         reasons = await asyncio.to_thread(service.readiness.against, service.wanted, missing)
@@ -58,12 +58,12 @@ class Health:
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Everything that is counted, for Prometheus."""
+        """Answer all metrics, for Prometheus."""
         text = self._service.metrics.text()
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """What happens, as server-sent events (HTML, 9.2); ``Last-Event-ID`` goes on after it."""
+        """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""
         mark = f"{self._service.started:.3f}-"  # numbers begin anew with each worker
         last = request.headers.get("Last-Event-ID", "")
         after = last.removeprefix(mark) if last.startswith(mark) else "0"
@@ -84,7 +84,7 @@ class Health:
 async def _until(
     items: AsyncGenerator[LoggedEvent, None], closing: asyncio.Event
 ) -> AsyncGenerator[LoggedEvent | None, None]:
-    """The items until the worker ends; None where there was silence for a while."""
+    """Yield the items until the worker ends, and None after a time of silence."""
     end = asyncio.ensure_future(closing.wait())
     coming: asyncio.Task[LoggedEvent] | None = None
     try:

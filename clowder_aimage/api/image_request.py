@@ -93,7 +93,7 @@ class ImageBody(RequestBody):
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """What a worker does where a request does not say."""
+    """Settings of the worker for fields that a request does not have."""
 
     pull: str = IF_MISSING
     stream_format: str = AUTO
@@ -105,8 +105,11 @@ _USUAL = ImageDefaults()
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """A request in which every field is in its bounds. None: the AImage decides. ``sides``: those
-    that were said by themselves, not as ``size``."""
+    """A request whose fields are in their bounds.
+
+    Fields that are None are the AImage's to decide. ``sides``: those given as ``width`` or
+    ``height``, not as ``size``.
+    """
 
     prompt: str
     seed: int
@@ -132,7 +135,7 @@ class ImageRequest:
 
     @property
     def size(self) -> str:
-        """As the client wrote it."""
+        """The size as the client wrote it."""
         if self.width is None or self.height is None:
             return "auto"
         return f"{self.width}x{self.height}"
@@ -196,7 +199,7 @@ def read_request(
     unknown = tuple(sorted((body.model_extra or {}).keys() - NO_EFFECT))
     if unknown and (strict or body.strict):
         name = unknown[0][:60]
-        message = f"{ascii(name)} is unknown; without strict it would be ignored"
+        message = f"{name!a} is unknown; without strict it would be ignored"
         raise ApiError(400, message, code="unknown_parameter", param=name)
     width, height, sides = _size(body)
     return ImageRequest(

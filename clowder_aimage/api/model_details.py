@@ -1,5 +1,4 @@
-"""What ollama's API says of a model, from the AImage's config (ollama, docs/api.md, "Show Model
-Information")."""
+"""Details of a model for ollama's API, from the AImage's config (ollama, docs/api.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def details(known: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``details`` of a model."""
+    """Return the ``details`` of a model."""
     family = str(known.get("family") or known.get("architecture") or "")
     count = known.get("parameters")
     return {
@@ -24,7 +23,7 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(count: int) -> str:
-    """A number of parameters, as people say it: ``6.2B``."""
+    """Return a number of parameters as ``6.2B``."""
     for unit, letter in _UNITS:
         if count >= unit:
             return f"{count / unit:.1f}{letter}"
@@ -32,7 +31,7 @@ def _short(count: int) -> str:
 
 
 def _quantization(known: Mapping[str, Any]) -> str:
-    """What the config says of its weights' numbers: ``Q4_K_M``, ``INT8``, else ``BF16``."""
+    """Return the quantization of the weights: ``Q4_K_M``, ``INT8``, else ``BF16``."""
     if isinstance(said := known.get("quantization"), str):
         return said
     parts = known.get("components")
@@ -44,5 +43,5 @@ def _quantization(known: Mapping[str, Any]) -> str:
 
 
 def capabilities(known: Mapping[str, Any]) -> list[str]:
-    """``image`` for what makes pictures: chat programs then do not offer it for a chat."""
+    """Return ``image`` for a model that makes pictures: chat programs do not offer it then."""
     return ["image"] if "pipeline" in known and "format" not in known else []

@@ -1,6 +1,6 @@
-"""What the store has, as the interfaces ask for it: by exact name, whole or in part.
+"""The models of the store by their exact names, whole or in part.
 
-All but ``forget`` reads files and belongs in a thread.
+All functions but ``forget`` read files and belong in a thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _log = logging.getLogger("aimage.worker")
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A name in the store, and the manifest that it means. ``size`` is that of all blobs,
-    ``missing`` are those that are not here."""
+    """A name in the store, and its manifest; ``size`` of all blobs, ``missing`` ones."""
 
     reference: Reference
     descriptor: Descriptor
@@ -38,7 +37,7 @@ class ModelEntry:
 
 
 def items(store: ImageLayout) -> list[ModelEntry]:
-    """Every name that a client could ask for, in order; what cannot be read is left out."""
+    """Return every name that a client could ask for, in order; unreadable ones are left out."""
     found = []
     for name, descriptor in store.tags():
         with contextlib.suppress(AImageError):  # another tool's name, or a manifest that is damaged
@@ -47,13 +46,13 @@ def items(store: ImageLayout) -> list[ModelEntry]:
 
 
 def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
-    """What is here by this very name. Raises ContentError, StoreError: it is damaged."""
+    """Return the entry of exactly this name. Raises ContentError, StoreError."""
     descriptor = entry(store, reference)
     return None if descriptor is None else item_of(store, reference, descriptor)
 
 
 def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
-    """What the store has by this very name: not, for a digest, by another name."""
+    """Return the descriptor of exactly this name: of a digest, not by another name."""
     wanted = index_name(reference)
     meant = Reference.parse(wanted)
     for name, descriptor in store.tags():
@@ -64,13 +63,13 @@ def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
 
 
 def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:
-    """What a name means that stands for a manifest. Raises as ``item``."""
+    """Return the entry of a name and its manifest. Raises as ``item``."""
     found = check_completeness(store, descriptor)
     return ModelEntry(reference, descriptor, found.total, found.missing)
 
 
 def properties(store: ImageLayout, reference: Reference) -> dict[str, Any]:
-    """The config of the AImage; empty for what is none, or cannot be read."""
+    """Return the config of the AImage; empty if it is not one, or unreadable."""
     try:
         return dict(read_aimage(store, reference).aimage.properties)
     except AImageError:
@@ -78,35 +77,34 @@ def properties(store: ImageLayout, reference: Reference) -> dict[str, Any]:
 
 
 def changed(store: ImageLayout, descriptor: Descriptor) -> datetime:
-    """When the manifest came here."""
+    """Return the time at which the manifest was stored."""
     with contextlib.suppress(OSError):
         return datetime.fromtimestamp(store.path(descriptor).stat().st_mtime, UTC)
     return datetime.fromtimestamp(0, UTC)
 
 
 def unknown(reference: Reference) -> NotFoundError:
-    """That there is no such name here: the store's own words hold a path of this machine."""
+    """Return the error of a missing name, without the paths of this machine."""
     hint = "pull it first" if reference.registry else "create it, or name a registry"
     return NotFoundError(f"model {reference} not found here", hint=hint)
 
 
 async def forget(service: Service, reference: Reference) -> None:
-    """Let go of a name, of the model in memory that nobody uses, and of the blobs that nothing
-    needs any more; those that came lately stay for a while ('aimage gc', --grace).
+    """Remove a name, its model from memory when unused, and the blobs that nothing needs.
+
+    Recent blobs stay for the grace period of the collection.
 
     Raises:
-        NotFoundError: there is no such name.
+        NotFoundError: There is no such name.
         ApiError: 409, it is pinned.
-        StoreError: the store cannot be written.
+        StoreError: The store cannot be written.
     """
     store = service.store
     found = await asyncio.to_thread(entry, store, reference)
     if found is None:
         raise unknown(reference)
     if await asyncio.to_thread(store.pins.get, index_name(reference)) is not None:
-        raise ApiError(
-            409, f"{reference} is pinned; let it go first: aimage unpin {reference}", code="pinned"
-        )
+        raise ApiError(409, f"{reference} is pinned; unpin it first", code="pinned")
     try:
         await asyncio.to_thread(store.untag, reference)
     except NotFoundError as error:
@@ -121,7 +119,7 @@ async def forget(service: Service, reference: Reference) -> None:
 
 
 async def let_go(service: Service, digest: Digest) -> None:
-    """Unload a model: now where nobody uses it, else when its last request has ended."""
+    """Unload a model: now if it is unused, else when its last request has ended."""
     for model in service.engine.loaded():
         if model.digest == digest:
             model.keep_alive = 0.0
@@ -129,7 +127,7 @@ async def let_go(service: Service, digest: Digest) -> None:
 
 
 def _collect(store: ImageLayout) -> None:
-    """Remove what nothing needs. Where that fails the name is gone all the same."""
+    """Remove the blobs that nothing needs. A failure is logged: the name is gone all the same."""
     try:
         Collector(store).run()
     except AImageError as error:

@@ -16,8 +16,7 @@ _EventT = TypeVar("_EventT")
 
 
 class NdjsonStream:
-    """An answer of many lines, which begins with the first of them: an error before that still
-    has a status of its own."""
+    """An answer of JSON lines; an error before the first line has a status of its own."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -25,7 +24,7 @@ class NdjsonStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a line was sent."""
+        """A line was sent."""
         return self._response is not None
 
     async def write(self, value: Mapping[str, Any]) -> None:
@@ -37,8 +36,10 @@ class NdjsonStream:
         await self._response.write(line.encode() + b"\n")
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
-        """End with what went wrong: ``error`` as ollama has it, the ``status`` that it would have
-        had, and our ``code`` if there is one. Raises the error where no line was sent."""
+        """End with the error: ollama's ``error``, its ``status``, and our ``code``.
+
+        The error is raised if no line was sent.
+        """
         if self._response is None:
             raise error
         found = api_error(error)

@@ -2,8 +2,8 @@
 
 The fields are those of ollama's image generation, which left it in July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
-``seed`` in ``options``; ``completed`` of ``total`` steps while it runs, ``image`` at the end. With
-our own ``stop`` and an empty prompt, what the model is at ends after the step.
+``seed`` in ``options``; ``completed`` of ``total`` steps while it runs, ``image`` at the end. Our
+own ``stop``, with an empty prompt, ends the model's work after the current step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _GenerateBody(ModelBody, _Options):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a request asks for. ``name`` is the model as the client calls it."""
+    """A request; ``name`` is the model as the client names it."""
 
     name: str
     reference: Reference
@@ -133,13 +133,13 @@ class _Wanted:
         )
 
     def line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
-        """A line of the answer."""
+        """Return a line of the answer."""
         created = datetime.now(UTC).isoformat()
         return {"model": self.name, "created_at": created, "response": "", **more, "done": done}
 
 
 def drawing(service: Service) -> Callable[[web.Request], Any]:
-    """The handler."""
+    """Return the handler."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         wanted = _Wanted.of(service, await read_body(request, _GenerateBody))
@@ -163,7 +163,7 @@ def drawing(service: Service) -> Callable[[web.Request], Any]:
 
 
 async def _unload(service: Service, wanted: _Wanted) -> web.StreamResponse:
-    """Requests under way are not disturbed: the model goes after the last of them."""
+    """Unload a model after the last of its requests."""
     found = await asyncio.to_thread(_found, service, wanted.reference)
     digests = {found.digest} if found else set()
     loaded = service.engine.loaded()
@@ -183,7 +183,7 @@ def _found(service: Service, reference: Reference) -> Descriptor | None:
 
 
 async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
-    """Load without making anything."""
+    """Load a model without making anything."""
     answer = NdjsonStream(request)
     try:
         async with contextlib.aclosing(
@@ -220,8 +220,10 @@ async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> 
 
 
 def _line(wanted: _Wanted, event: Event | None) -> dict[str, Any] | None:
-    """What a client hears of an event; None stands for silence. It hears nothing of its place and
-    of loading: what the model refuses then still has a status of its own."""
+    """Return the line for an event; None stands for silence.
+
+    Queueing and loading have no line: an error of the model then still has a status of its own.
+    """
     if isinstance(event, Step):
         return wanted.line(completed=event.index, total=event.total)
     if isinstance(event, StartedEvent):

@@ -1,7 +1,7 @@
-"""ollama's API, as far as a worker that makes pictures has it (ollama, docs/api.md).
+"""ollama's API, for a worker that makes pictures (ollama, docs/api.md).
 
 The shapes are those that its clients expect: the ``ollama`` Python client, and Open WebUI, which
-takes versions apart by ``int()``, wants ``name`` and ``model`` of every model, and reads
+splits versions by ``int()``, requires ``name`` and ``model`` of every model, and reads
 ``expires_at`` by ``datetime.fromisoformat``.
 """
 
@@ -25,6 +25,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.model_slot import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import registry_error
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.layout import ImageLayout
@@ -36,7 +37,7 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 
 
 def routes(service: Service) -> list[Route]:
-    """Every route of this interface but those that make pictures."""
+    """Return the routes of this interface that make no pictures."""
     return [
         Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
@@ -51,7 +52,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def picture_routes(service: Service) -> list[Route]:
-    """The part of it that makes pictures."""
+    """Return the routes that make pictures."""
     from clowder_aimage.api.ollama_generate import drawing  # which needs what pictures need
 
     return [Route("POST", "/api/generate", drawing(service), INFER)]
@@ -66,7 +67,7 @@ def _with(service: Service, answer: Callable[..., Any]) -> Callable[[web.Request
 
 
 async def _hello(_: web.Request) -> web.StreamResponse:
-    return web.Response(text="aimage is running")
+    return web.Response(text=f"{PRODUCT} is running")
 
 
 async def _version(_: web.Request) -> web.StreamResponse:
@@ -96,7 +97,7 @@ def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
 
 
 def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
-    """A name without a tag is given its ``:latest``; a digest has no algorithm, as ollama's."""
+    """Return the names of a model; a digest has no algorithm here, as ollama's."""
     name = str(reference)
     return {"name": name, "model": name, "digest": digest.encoded}
 
@@ -195,7 +196,7 @@ def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
 
 
 def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
-    """What is copied: by its name, or as pictures are made of it, by its digest alone."""
+    """Return the descriptor to copy: by its name, or by its digest alone."""
     found = model_list.entry(store, source)
     if found is None and source.digest is not None:
         with contextlib.suppress(NotFoundError):
@@ -233,7 +234,7 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
-    """Which registries may be trusted blindly is the worker's to say, not a request's."""
+    """Raise UsageError if a request asks for an insecure registry that is not configured so."""
     if not body.insecure or reference.is_loopback:
         return
     known = service.connection.to(reference.registry or "")
@@ -245,7 +246,7 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
 
 
 async def _told(request: web.Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:
-    """The lines as they come, or only the last one."""
+    """Answer with the lines as they come, or only with the last one."""
     answer, last = NdjsonStream(request), dict[str, Any]()
     async with contextlib.aclosing(lines):
         try:
@@ -276,7 +277,7 @@ async def _pushing(transfer: SharedTransfer) -> _Lines:
 
 
 def _moved(transfer: SharedTransfer, verb: str, blob: TransferBlob) -> dict[str, Any]:
-    """How far a blob is; ``size``, which ollama has not, is that of all of them."""
+    """Return the progress of a blob; ``size``, which ollama lacks, is that of all blobs."""
     return {
         "status": f"{verb} {blob.digest.short}",
         "digest": str(blob.digest),

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def routes(service: Service) -> list[Route]:
-    """What OpenAI's clients ask for."""
+    """Return the routes of OpenAI's clients."""
     images, models = ImageRoutes(service), ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
@@ -73,14 +73,14 @@ def routes(service: Service) -> list[Route]:
 
 
 class ImageRoutes:
-    """Makes pictures, and hands out those that are kept."""
+    """Handlers that make pictures, and send those that are kept for a link."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._pictures = picture_link.PictureLinks()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer with pictures, in one piece or as they come."""
+        """Answer with pictures, in one piece or as a stream."""
         strict = request.query.get("strict", "") in ("1", "true")
         service = self._service
         usual = ImageDefaults(service.pull, service.stream_format, service.facts)
@@ -99,7 +99,7 @@ class ImageRoutes:
         return await _streamed(request, wish, said, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
-        """A picture that is kept, by the link to it."""
+        """Answer with the picture of a link."""
         query = request.query
         name, expires = request.match_info["name"], query.get("expires", "")
         try:
@@ -142,7 +142,7 @@ class ImageRoutes:
         events: AsyncGenerator[Event, None],
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        """All pictures in one answer; none are made for a client that has left."""
+        """Answer with all pictures at once; none are made for a client that has left."""
         pictures: list[ImageEvent] = []
         try:
             async with contextlib.aclosing(sse.ticking(events)) as coming:
@@ -160,7 +160,7 @@ class ImageRoutes:
         return web.Response(text=body, content_type="application/json", headers=headers)
 
     def _keeper(self, request: web.Request, wish: ImageRequest) -> Keep:
-        """Keeps a picture, and says at which address of this host it is."""
+        """Return the function that keeps a picture and returns its URL on this host."""
         base = self._service.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
 
@@ -172,7 +172,7 @@ class ImageRoutes:
 
 
 def _answer(wish: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[str, Any]:
-    """What OpenAI's ``ImagesResponse`` has."""
+    """Return OpenAI's ``ImagesResponse``."""
     first = pictures[0]
     return {
         "created": int(time.time()),
@@ -186,7 +186,7 @@ def _answer(wish: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[
 
 
 def _headers(wish: ImageRequest, reference: Reference) -> dict[str, str]:
-    """What an answer says beside its body: the seed, which model, and fields without meaning."""
+    """Return the headers of an answer: the seed, the model, and ignored fields."""
     headers = {"X-Aimage-Seed": str(wish.seed), "X-Aimage-Model": str(reference)}
     if wish.ignored:
         names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in wish.ignored]
@@ -201,8 +201,10 @@ async def _streamed(
     events: AsyncGenerator[Event, None],
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Tell of events as they come. What is refused at once has a status of its own; an error after
-    that is an event. A client that leaves ends the work."""
+    """Stream events as they come; a client that leaves ends the work.
+
+    An error before the first event has a status of its own; a later one is an event.
+    """
     async with contextlib.aclosing(sse.ticking(events)) as coming:
         try:
             first = await anext(coming)
@@ -230,7 +232,7 @@ async def _tell(stream: sse.EventStream, said: ImageStream, event: Event | None)
 
 
 def _fault(request: web.Request, wish: ImageRequest, error: Exception) -> str:
-    """The error as an event's data."""
+    """Return the error as an event's data."""
     if not isinstance(error, AImageError):
         _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
         error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
@@ -241,7 +243,7 @@ def _fault(request: web.Request, wish: ImageRequest, error: Exception) -> str:
 
 
 def _meant(error: AImageError, wish: ImageRequest) -> AImageError:
-    """The error, with the field that the pipeline refused."""
+    """Return the error with the field of the request that the pipeline refused."""
     if not isinstance(error, UsageError):
         return error
     known = {**_PARAMS, **{name: name for name in wish.sides}}

@@ -1,5 +1,4 @@
-"""The models of a store as OpenAI's interface has them: those that make pictures, and aliases; and
-which of them a request means."""
+"""The models of a store in OpenAI's interface: those that make pictures, and aliases."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ _MOST = 4096  # manifests remembered
 
 
 def is_runnable(aimage: AImage) -> bool:
-    """Whether it is of the family that makes pictures here. Another tool's AImage may not say; then
-    its components do."""
+    """Return True if the AImage is of the family that makes pictures here.
+
+    An AImage of another tool may not name its family; its components decide then.
+    """
     properties = aimage.properties
     if "family" in properties:
         return bool(properties["family"] == FAMILY)
@@ -38,22 +39,24 @@ def is_runnable(aimage: AImage) -> bool:
 
 
 def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
-    """The AImage by that name, with a config that is one. Raises NotFoundError, ContentError."""
+    """Return the AImage of that name, its config validated. Raises NotFoundError, ContentError."""
     stored = read_aimage(store, reference)
     validate("aimage-config", stored.aimage.properties)
     return stored
 
 
 def unknown_model(name: str) -> ApiError:
-    """That a client asked for a model that is not here."""
+    """Return the error for a model that is not here."""
     message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
     return ApiError(404, message, code="model_not_found", param="model")
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedModel:
-    """The AImage that a request means, if it is here, and whether it may be fetched;
-    ``is_default`` where it stands in for another."""
+    """The AImage of a request, if it is here, and when it may be pulled.
+
+    ``is_default``: it stands in for another one.
+    """
 
     reference: Reference
     aimage: AImage | None
@@ -62,12 +65,13 @@ class SelectedModel:
 
 
 async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) -> SelectedModel:
-    """What is to make the pictures. For a plain name that is not here the worker's default stands
-    in, if it has one: clients have names built in. Who names a registry or a digest means that very
-    model.
+    """Return the model that makes the pictures.
+
+    The worker's default stands in for a plain name that is not here: clients have names built in. A
+    name with a registry or a digest is that very model.
 
     Raises:
-        ApiError: there is no such model, or it makes no pictures.
+        ApiError: There is no such model, or it makes no pictures.
     """
     pull = wish.pull if may_pull else NEVER
     reference = _meant(service, wish.model)
@@ -87,7 +91,7 @@ async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) 
 
 
 def _meant(service: Service, name: str | None) -> Reference:
-    """The AImage by that name. Raises ApiError: what cannot be one."""
+    """Return the reference of a name. Raises ApiError: it is malformed."""
     try:
         return service.reference(name)
     except UsageError as error:
@@ -97,7 +101,7 @@ def _meant(service: Service, name: str | None) -> Reference:
 
 
 async def read_here(service: Service, reference: Reference) -> AImage | None:
-    """The AImage, if it is here. Raises ApiError: it makes no pictures."""
+    """Return the AImage, if it is here. Raises ApiError: it makes no pictures."""
     try:
         stored = await asyncio.to_thread(read_model, service.store, reference)
     except NotFoundError:
@@ -108,19 +112,19 @@ async def read_here(service: Service, reference: Reference) -> AImage | None:
 
 
 def no_pictures(reference: Reference) -> ApiError:
-    """That what is called so is no model for this."""
+    """Return the error for an AImage that makes no pictures."""
     return wrong("model", f"{reference} makes no pictures", "model_not_supported")
 
 
 class ModelCatalog:
-    """The list, read from the store each time it is asked for; what a manifest says is kept."""
+    """The list of models, read from the store for each request; facts of manifests are kept."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._known: dict[Digest, dict[str, Any] | None] = {}
 
     def all(self) -> list[dict[str, Any]]:
-        """Every model that can be run, by name; then the aliases of such."""
+        """Return every model that can be run, by name; then their aliases."""
         found = {}
         for name, descriptor in self._service.store.tags():
             try:
@@ -134,7 +138,7 @@ class ModelCatalog:
         return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
 
     def one(self, name: str) -> dict[str, Any]:
-        """The model that a client means by ``name``. Raises ApiError."""
+        """Return the model that a client names. Raises ApiError."""
         try:
             reference = self._service.reference(name)
             descriptor = self._service.store.resolve(reference)
@@ -155,7 +159,7 @@ class ModelCatalog:
                 yield alias, found[name]
 
     def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
-        """What is said of a model; None where it cannot be run, or not even be read."""
+        """Return the facts of a model; None if it cannot be run, or not be read."""
         try:
             facts = self._known[digest]
         except KeyError:

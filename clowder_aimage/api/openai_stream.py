@@ -1,9 +1,9 @@
-"""The two ways to tell of a picture while it is made.
+"""The two forms of a stream of events.
 
 ``PlainStream`` is that of ollama's image generation ("Streaming Progress" of its documentation):
 ``progress`` for each step, ``done`` with everything. ``OpenAIStream`` is that of OpenAI's images
-API, whose clients know an event by the ``type`` in its data; progress is told in comments there,
-which they pass over, or on request in events of a type that OpenAI does not have.
+API, whose clients know an event by the ``type`` in its data; progress is in comments, which they
+skip, or on request in events of a type that OpenAI does not have.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
 
 class ImageStream(Protocol):
-    """A way to tell of events."""
+    """A form of events."""
 
     def learn(self, parameters: GenerateRequest) -> None:
         """Set the parameters, once the model is known."""
         ...
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        """What is said of an event."""
+        """Yield the frames of an event."""
         ...
 
     def end(self) -> Iterator[bytes]:
-        """What is said when all pictures are made."""
+        """Yield the frames after the last picture."""
         ...
 
 
 def choose(wish: ImageRequest, headers: Mapping[str, str]) -> str:
-    """The way that a client means: OpenAI's SDKs say who they are, but do not accept anything else
-    for a stream than for an answer in one piece."""
+    """Return the form that a client expects.
+
+    OpenAI's SDKs name themselves, but accept nothing else for a stream than for one answer.
+    """
     if wish.stream_format != AUTO:
         return wish.stream_format
     is_openai = "x-stainless-lang" in headers or wish.partial_images is not None
@@ -57,24 +59,24 @@ def choose(wish: ImageRequest, headers: Mapping[str, str]) -> str:
 
 
 def telling(dialect: str, wish: ImageRequest, keep: Keep) -> ImageStream:
-    """The way of that name."""
+    """Return the stream of that form."""
     if dialect == OLLAMA:
         return PlainStream(wish, keep)
     return OpenAIStream(wish, keep, has_progress=dialect == WITH_PROGRESS)
 
 
 def encoded(picture: ImageEvent | PreviewEvent) -> str:
-    """A picture as it travels in JSON."""
+    """Return a picture as base64."""
     return base64.b64encode(picture.data).decode()
 
 
 def entry(picture: ImageEvent, wish: ImageRequest, keep: Keep) -> dict[str, str]:
-    """A picture as an answer lists it: itself, or where it is."""
+    """Return a picture as an entry of an answer: its bytes, or its URL."""
     return {"url": keep(picture)} if wish.is_url else {"b64_json": encoded(picture)}
 
 
 def usage() -> dict[str, Any]:
-    """No tokens are counted here, but clients want to read how many there were."""
+    """Return token counts of zero: clients require them."""
     details = {"image_tokens": 0, "text_tokens": 0}
     return {
         "input_tokens": 0,
@@ -86,19 +88,19 @@ def usage() -> dict[str, Any]:
 
 
 def quality(wish: ImageRequest) -> str:
-    """The preset in a word that OpenAI's clients know."""
+    """Return the preset in OpenAI's words."""
     return _QUALITIES.get(wish.quality, wish.quality)
 
 
 class PlainStream:
-    """Steps count through all pictures of a request."""
+    """ollama's form. Steps count through all pictures of a request."""
 
     def __init__(self, wish: ImageRequest, keep: Keep) -> None:
         self._wish, self._keep = wish, keep
         self._data: list[dict[str, str]] = []
 
     def learn(self, parameters: GenerateRequest) -> None:
-        """Ignore them: no event has the size."""
+        """Ignore the parameters: no event has the size."""
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -114,7 +116,7 @@ class PlainStream:
 
 
 class OpenAIStream:
-    """A picture has its own ``completed``, and up to three ``partial_image`` before it."""
+    """OpenAI's form: ``completed`` for each picture, after up to three ``partial_image``."""
 
     def __init__(self, wish: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
         self._wish, self._keep, self._has_progress = wish, keep, has_progress

@@ -1,4 +1,4 @@
-"""The description of everything that the worker answers (OpenAPI 3.1), as it is committed."""
+"""The OpenAPI 3.1 description of the worker's routes, as committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def routes(_: Service) -> list[Route]:
-    """The description itself."""
+    """Return the route of the description."""
     text = FILE.read_text("utf-8")
 
     async def describe(_: web.Request) -> web.Response:

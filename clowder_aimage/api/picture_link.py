@@ -1,7 +1,7 @@
-"""Pictures that a client fetches by a link: in memory only, for a while, and not too many.
+"""Pictures behind links: in memory only, for a while, and a limited number.
 
-A link is signed with a key that lives as long as the worker (HMAC-SHA256, RFC 2104), so it needs no
-token: who has it may fetch the picture until it expires.
+A link is signed with a key that lives as long as the worker (HMAC-SHA256, RFC 2104), so that it
+needs no token: its owner may fetch the picture until it expires.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
 class ExpiredError(NotFoundError):
-    """There was such a picture, but it is not kept any more."""
+    """The picture of a link is not kept any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkedPicture:
-    """A picture, its media type, and when it goes (seconds since the epoch)."""
+    """A picture, its media type, and its expiry (seconds since the epoch)."""
 
     data: bytes
     media_type: str
@@ -38,7 +38,7 @@ class LinkedPicture:
 
 
 class PictureLinks:
-    """The pictures that a worker keeps. The oldest go first when there are too many."""
+    """The pictures that a worker keeps; the oldest are removed first."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class PictureLinks:
 
     @property
     def size(self) -> int:
-        """The bytes of all that is kept."""
+        """The bytes of all pictures."""
         return sum(len(one.data) for one in self._kept.values())
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, data: bytes, kind: str) -> str:
-        """Keep a picture of a kind (png, jpeg, webp); the path and query of the link to it."""
+        """Keep a picture of a kind (png, jpeg, webp); return the path and query of its link."""
         name = f"{secrets.token_urlsafe(18)}.{kind}"
         expires = int(self._clock()) + self._lifetime
         self._kept[name] = LinkedPicture(data, f"image/{kind}", expires)
@@ -70,11 +70,11 @@ class PictureLinks:
         return f"{PATH}{name}?expires={expires}&signature={self._sign(name, expires)}"
 
     def find(self, name: str, expires: str, signature: str) -> LinkedPicture:
-        """The picture that a link means.
+        """Return the picture of a link.
 
         Raises:
-            ExpiredError: it is not kept any more.
-            NotFoundError: the link is not one of ours.
+            ExpiredError: It is not kept any more.
+            NotFoundError: The link is not valid.
         """
         if _EXPIRES.fullmatch(expires) is None or not self._is_ours(name, expires, signature):
             raise NotFoundError("there is no such picture", hint="links are used as they are given")
@@ -88,7 +88,7 @@ class PictureLinks:
         return kept
 
     def purge(self) -> None:
-        """Drop what has expired, and the oldest of what is too much."""
+        """Remove expired pictures, and the oldest ones above the limits."""
         now = self._clock()
         for name in [name for name, one in self._kept.items() if one.expires <= now]:
             del self._kept[name]

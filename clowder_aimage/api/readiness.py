@@ -1,8 +1,4 @@
-"""Whether requests should be sent to a worker or a node.
-
-A probe asks every few seconds, and anybody may: what was found to be here counts as long as no name
-and no blob has come or gone, and a few minutes at most.
-"""
+"""Readiness of a worker or a node for requests."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ BY_NODE = "node"  # whose pins the node itself looks after: it may want a part a
 
 
 class Readiness:
-    """Of one store. Threads may share it."""
+    """The readiness of one store. Threads may share it."""
 
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
@@ -32,8 +28,10 @@ class Readiness:
     def against(
         self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
     ) -> list[dict[str, str]]:
-        """Why requests should go elsewhere: the store, or a model that is to be here and is not. A
-        store that fails is a reason, too, and no error. ``missing`` are known not to be here."""
+        """Return the reasons to send requests elsewhere: the store, and missing models.
+
+        A store that fails is a reason, not an error. ``missing`` are known not to be here.
+        """
         found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
             pinned = _pinned(self._store)
@@ -57,7 +55,7 @@ def _check(store: ImageLayout, name: str) -> Completeness:
 
 
 def _is_writable(store: ImageLayout) -> bool:
-    """Whether a byte can be written where the store is, or will be. No file is left."""
+    """Return True if a byte can be written where the store is, or will be. No file is left."""
     place = store.root / ".aimage"
     try:
         while not place.exists() and place != place.parent:  # it may not even be looked at

@@ -16,7 +16,7 @@ _BodyT = TypeVar("_BodyT", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
-    """The fields of a body. Null is as good as no field, and unknown fields are ignored."""
+    """The fields of a body. Null is the same as no field; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 

@@ -1,4 +1,4 @@
-"""What every route of the worker stands on."""
+"""The service behind every route of a worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clowder_aimage.registry import ClientOptions
 
 
 class NodeState(Protocol):
-    """What a node adds to the readiness of its server."""
+    """The node's part of the readiness of its server."""
 
     def missing(self) -> Sequence[str]:
         """Return the models that are to be here and are not."""
@@ -40,13 +40,15 @@ class NodeState(Protocol):
 
 @dataclass(slots=True)
 class Service:
-    """A worker: its engine and store, and what clients' names for models stand for.
+    """A worker: its engine and store, and the names that clients have for models.
 
-    ``aliases`` are names that clients have built in (``gpt-image-1``) to names of AImages;
-    ``default`` is what a request means that names none, or one that is not here. ``pull``
-    (if-missing, always, never), ``stream_format`` and ``facts`` (whether pictures say how they were
-    made) count where a request does not say. ``public_url`` is what links begin with; None: the
-    address that was asked.
+    Args:
+        aliases: Names that clients have built in (``gpt-image-1``), and the AImages they stand for.
+        default: The model of a request that names none, or one that is not here.
+        pull: if-missing, always or never, if a request does not say.
+        stream_format: The form of streams, if a request does not say.
+        facts: Pictures hold how they were made, if a request does not say.
+        public_url: The base of links; None: the address of the request.
     """
 
     engine: Engine
@@ -72,15 +74,17 @@ class Service:
         self.readiness = Readiness(self.store)
 
     def reference(self, name: str | None) -> Reference:
-        """The AImage that a client means by ``name``. Raises UsageError."""
+        """Return the AImage that a client means by ``name``. Raises UsageError."""
         text = (self.alias(name) or name) if name else self.default
         if not text:
             raise UsageError("the request names no model, and the worker has no default")
         return Reference.parse(text)
 
     def alias(self, name: str) -> str | None:
-        """What a name stands for that is another one's; ``:latest`` is what ollama's clients, and
-        ours, add to a name without a tag."""
+        """Return the name that an alias stands for.
+
+        ``:latest`` is what clients add to a name without a tag.
+        """
         other = name.removesuffix(f":{DEFAULT_TAG}")
         other = other if other != name else f"{name}:{DEFAULT_TAG}"
         return self.aliases.get(name) or self.aliases.get(other)

@@ -1,6 +1,6 @@
 """Server-sent events (HTML Living Standard, "Server-sent events"): frames, and a stream of them.
 
-Whoever makes events is never held up by a client that reads slowly, and is ended when it leaves.
+A client that reads slowly never holds up the source of events, which ends when it leaves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def frame(event: str | None, data: Any, *, number: int | None = None) -> bytes:
-    """An event whose data is JSON; ``number`` is its id, which a client gives back to go on."""
+    """Return an event whose data is JSON; ``number`` is its id, after which a client resumes."""
     head = f"id: {number}\n" if number is not None else ""
     if event is not None:
         if not event.isprintable():
@@ -36,17 +36,17 @@ def frame(event: str | None, data: Any, *, number: int | None = None) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that no client takes for an event."""
+    """Return a line that clients skip."""
     return f": {' '.join(text.split())}\n\n".encode()
 
 
 async def ticking(
     events: AsyncGenerator[T, None], every: float | None = None
 ) -> AsyncGenerator[T | None, None]:
-    """The events as they come, and None for every ``every`` seconds of silence.
+    """Yield the events as they come, and None for every ``every`` seconds of silence.
 
-    They are taken at once, however long each is looked at here. Closing this ends them, and
-    returns when that is done. Raises what they raise.
+    They are taken at once, however long the consumer takes. Closing this ends them, and returns
+    when that is done. Raises their errors.
     """
     coming: asyncio.Queue[T | _End] = asyncio.Queue()
     pump = asyncio.create_task(_pump(events, coming))
@@ -69,7 +69,7 @@ async def ticking(
 
 
 class _End:
-    """That nothing more comes, and why."""
+    """The end of events, and its cause."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
@@ -87,14 +87,14 @@ async def _pump(events: AsyncGenerator[T, None], coming: asyncio.Queue[T | _End]
 
 
 def is_gone(request: web.Request) -> bool:
-    """Whether the client has left."""
+    """Return True if the client has left."""
     return request.transport is None or request.transport.is_closing()
 
 
 class EventStream:
-    """An answer that is a stream of events. Nothing of it is buffered.
+    """An answer that is a stream of events, without buffering.
 
-    ``clock`` tells the time since the last word, which keep-alive comments go by.
+    ``clock`` measures the silence after which keep-alive comments are sent.
     """
 
     def __init__(

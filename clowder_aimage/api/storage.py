@@ -1,8 +1,8 @@
-"""Clowder's storage API: content by its URL, kept here for whoever runs it.
+"""Clowder's storage API: content by its URL, kept in the store.
 
 The requests are those of Clowder's storage manager (aifoundry-org/storage-manager, README.md, "API"
-and "Downloaders"), and so are the statuses that its page promises: 200, 201, 204, 206, 404. What
-that page leaves open is answered as docs/api.md says.
+and "Downloaders"), and so are the statuses that it documents: 200, 201, 204, 206, 404. The rest is
+answered as docs/api.md says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Answer = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
 def routes(service: Service) -> list[Route]:
-    """Every route of this interface."""
+    """Return the routes of this interface."""
     one = "/content/{url:.+}"  # base64 has slashes, where it is not that of URLs
     return [
         Route("GET", "/content/", _with(service, _list), ADMIN),
@@ -59,15 +59,15 @@ def _with(service: Service, answer: _Answer) -> Callable[[web.Request], Any]:
 
 
 def encode(url: str) -> str:
-    """A URL as a part of a path."""
+    """Return a URL as a segment of a path."""
     return base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
 
 
 def decode(part: str) -> str:
-    """The URL that is base64 of either alphabet (RFC 4648, 4 and 5), padded or not.
+    """Return the URL that is base64 of either alphabet (RFC 4648, 4 and 5), padded or not.
 
     Raises:
-        ApiError: 400, it is none.
+        ApiError: 400, it is malformed.
     """
     plain = part.rstrip("=").replace("-", "+").replace("_", "/")
     try:
@@ -77,12 +77,14 @@ def decode(part: str) -> str:
 
 
 def parse(url: str) -> Reference:
-    """What a URL names: ``oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]``, or
-    ``ollama://[NAMESPACE/]MODEL[:TAG]`` for what is in ollama's own registry.
+    """Return the reference of a URL.
+
+    It is ``oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]``, or ``ollama://[NAMESPACE/]MODEL[:TAG]`` for
+    ollama's own registry.
 
     Raises:
-        ApiError: 422, of a kind that is not fetched; 400, it is no URL, or holds credentials.
-        UsageError: no name of an artifact.
+        ApiError: 422, a scheme that is not fetched; 400, not a URL, or one with credentials.
+        UsageError: It names no artifact.
     """
     scheme, found, name = url.partition("://")
     scheme = scheme.lower()
@@ -91,8 +93,7 @@ def parse(url: str) -> Reference:
     if scheme in _OTHERS:
         raise ApiError(
             422,
-            f"{scheme}:// is not fetched; pack the model with 'aimage create', push it, and name "
-            "it by oci://",
+            f"{scheme}:// is not fetched; push the model to a registry, and name it by oci://",
             code="unsupported_scheme",
             param="url",
         )
@@ -108,7 +109,7 @@ def parse(url: str) -> Reference:
 
 
 def _check_user(name: str) -> None:
-    """Refuse a user and a password, without repeating them: what follows an @ must be a digest."""
+    """Raise ApiError unless a digest follows the @; credentials are not repeated."""
     _, at, rest = name.partition("@")
     try:
         if at:
@@ -134,8 +135,11 @@ class _ContentBody(RequestBody):
 
 
 def _credentials(body: _ContentBody) -> Credentials | None:
-    """``credentials``: a token, or base64 of ``user:password`` where ``credentialsType`` is
-    ``Basic``. Raises ApiError: 400; what they are is not repeated."""
+    """Return the credentials of a body, or None.
+
+    They are a token, or base64 of ``user:password`` if ``credentialsType`` is ``Basic``. Raises
+    ApiError, which does not repeat them.
+    """
     value, kind = body.credentials, body.credentialsType.lower()
     if kind not in ("", "bearer", "basic"):
         raise wrong("credentialsType", "must be Bearer or Basic")
@@ -207,7 +211,7 @@ async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 async def _give_up(service: Service, reference: Reference) -> bool:
-    """End the pulls of what is to be deleted; says whether there were any.
+    """End the pulls of the content that is to be deleted; return True if there were any.
 
     Raises:
         ApiError: 409, one does not end.

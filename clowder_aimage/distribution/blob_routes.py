@@ -1,4 +1,4 @@
-"""Pulling and deleting blobs (distribution-spec, "Pulling blobs", "Deleting Blobs")."""
+"""Routes of blobs (distribution-spec, "Pulling blobs", "Deleting Blobs")."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 
 
 class BlobRoutes:
-    """Blobs of the shelf, and of the upstream where there is one."""
+    """Blobs of the layout, and of the upstream if there is one."""
 
     def __init__(self, shelf: ServedBlobs, cache: PullThroughCache | None) -> None:
         self._shelf = shelf
         self._cache = cache
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""
+        """Answer HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""
         repository, digest = repository_of(request), digest_of(request)
         cache = None if is_of_peer(request) else self._cache
         if request.method == "HEAD":
@@ -53,25 +53,25 @@ class BlobRoutes:
             return response
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """DELETE /v2/<name>/blobs/<digest>: of one that no manifest needs."""
+        """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
         repository_of(request)
         await asyncio.to_thread(self._shelf.remove, digest_of(request))
         return web.Response(status=202)
 
 
 def content_headers(digest: Digest) -> dict[str, str]:
-    """What names the content in every answer that carries or describes it."""
+    """Return the headers that identify the content of an answer."""
     return {"Docker-Content-Digest": str(digest), "ETag": f'"{digest}"'}
 
 
 def is_current(request: web.Request, digest: Digest) -> bool:
-    """Whether the client has it: a digest is a strong ETag (RFC 9110, "If-None-Match")."""
+    """Return True if the client has it: a digest is a strong ETag (RFC 9110, "If-None-Match")."""
     known = request.headers.get("If-None-Match", "")
     return f'"{digest}"' in known or known.strip() == "*"
 
 
 async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamResponse:
-    """An answer without a body: to HEAD, or 304 to a client that has it."""
+    """Answer without a body: to HEAD, or 304 to a client that has the content."""
     if is_current(request, digest):
         headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
         return web.Response(status=304, headers=headers)
@@ -96,10 +96,10 @@ async def _begin(
 
 
 async def _pass_on(request: web.Request, digest: Digest, fetch: CachedFetch) -> web.StreamResponse:
-    """Send what is still on its way from the upstream.
+    """Send a blob that is still being fetched from the upstream.
 
-    A Range is only kept to where its bytes are here already, else the whole is sent (RFC 9110,
-    14.2): the bytes come in order, and whoever waits for others would believe us dead.
+    A Range is honoured if its bytes are here already; otherwise the whole is sent (RFC 9110, 14.2):
+    the bytes arrive in order, and a client that waited for others would time out.
     """
     size = fetch.content.size
     if is_current(request, digest):
@@ -115,10 +115,10 @@ async def _pass_on(request: web.Request, digest: Digest, fetch: CachedFetch) -> 
 
 
 def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
-    """The span [start, end) that a GET asks for, or None for the whole.
+    """Return the span [start, end) that a GET asks for, or None for the whole.
 
-    As RFC 9110 allows, several ranges at once, other units, what does not parse and a Range whose
-    If-Range no longer holds are answered with the whole.
+    The whole answers several ranges at once, other units, a malformed Range, and one whose If-Range
+    no longer holds (RFC 9110 allows that).
 
     Raises:
         ApiError: 416, the span begins past the end, or after its own end (RFC 9110, 14.2).

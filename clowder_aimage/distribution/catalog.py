@@ -1,8 +1,8 @@
-"""The names of the layout, seen as repositories. No HTTP in here.
+"""The names of the layout, as repositories. Nothing here depends on HTTP.
 
-A manifest belongs to a repository when a name of that repository (a tag, or the digest itself)
-leads to it, directly or through an index. Others are not served even where their bytes are still
-in the layout: the next collection may take what they refer to.
+A manifest belongs to a repository if a name of that repository (a tag, or the digest itself) leads
+to it, directly or through an index. Other manifests are not served even if their bytes are in the
+layout: the next collection may remove what they refer to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One name of the layout, as it stands there; ``tag`` is None where it is a digest."""
+    """A name in the layout; ``tag`` is None if it is a digest."""
 
     name: str
     repository: str
@@ -44,9 +44,9 @@ def _version(index: Path) -> tuple[int, int, int] | None:
 
 
 class Catalog:
-    """Look-ups by repository. The layout's index is read again whenever it has been replaced.
+    """Look-ups by repository; the index of the layout is read again when it has been replaced.
 
-    With a ``base``, only names below it are seen, and repositories are called by what follows it.
+    With a ``base``, only names below it are seen, and repositories are named without it.
     """
 
     def __init__(self, layout: ImageLayout, base: str = "") -> None:
@@ -57,15 +57,15 @@ class Catalog:
         self._known: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
 
     def version(self) -> Version:
-        """Differs where the names do: each index is replaced whole. None where there is none."""
+        """Return a value that changes with the names."""
         return tuple(_version(root / "index.json") for root in self._layout.roots)
 
     def repositories(self) -> list[str]:
-        """All that have a name."""
+        """Return all repositories that have a name."""
         return list(self._names())
 
     def entries(self, repository: str) -> list[CatalogEntry]:
-        """The names of ``repository``."""
+        """Return the names of ``repository``."""
         return self._names().get(repository, [])
 
     def _names(self) -> dict[str, list[CatalogEntry]]:
@@ -90,21 +90,21 @@ class Catalog:
                 yield CatalogEntry(name, repository, reference.tag, descriptor)
 
     def stored(self, reference: Reference) -> Reference:
-        """What the layout calls it."""
+        """Return the name in the layout."""
         name = self._base + reference.repository
         return Reference(None, name, reference.tag, reference.digest)
 
     def find(self, reference: Reference) -> Descriptor | None:
-        """The manifest that a reference of the API names, or None."""
+        """Return the manifest that a reference of the API names, or None."""
         entries = self.entries(reference.repository)
         if reference.digest is None:
             return next((e.descriptor for e in entries if e.tag == reference.tag), None)
         return self.reach(entries, reference.digest)
 
     def reach(self, entries: list[CatalogEntry], digest: Digest) -> Descriptor | None:
-        """What ``entries`` lead to, themselves or through an index.
+        """Return the manifest of that digest that ``entries`` lead to, themselves or by an index.
 
-        Breadth first, so that an index is only read where the names do not tell.
+        The search is breadth first: an index is read only if no name matches.
         """
         level = [entry.descriptor for entry in entries]
         seen: set[Digest] = set()
@@ -129,8 +129,7 @@ class Catalog:
             return ()
 
     def summaries(self, repository: str) -> Iterator[ManifestSummary]:
-        """What the manifests with a name in ``repository`` are, each once; those that are named
-        but cannot be read are left out."""
+        """Yield the named manifests of ``repository``, each once; unreadable ones are skipped."""
         entries = self.entries(repository)
         for descriptor in {e.descriptor.digest: e.descriptor for e in entries}.values():
             try:
@@ -139,8 +138,10 @@ class Catalog:
                 continue
 
     def needs(self, digest: Digest) -> bool:
-        """Whether any name of the whole layout leads to a blob. Reads every manifest, one at a
-        time, and for one caller at a time."""
+        """Return True if any name of the whole layout leads to a blob.
+
+        It reads every manifest, one at a time, and for one caller at a time.
+        """
         wanted = str(digest).encode()
         with self._searching:
             level = {descriptor.digest for _, descriptor in self._layout.tags()}
@@ -168,5 +169,5 @@ class Catalog:
         return plain(raw) if len(raw) <= LARGEST else b""
 
     def read(self, descriptor: Descriptor) -> bytes:
-        """The bytes of a manifest, verified. Raises NotFoundError or VerificationError."""
+        """Return the bytes of a manifest, verified. Raises NotFoundError or VerificationError."""
         return read_all(self._layout.open(descriptor), descriptor)

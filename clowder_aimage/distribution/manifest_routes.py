@@ -1,4 +1,4 @@
-"""Manifests (distribution-spec, "Pulling manifests", "Pushing Manifests", "Deleting Manifests")."""
+"""Routes of manifests (distribution-spec, "Pulling manifests", "Pushing Manifests")."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MAX_TAGS = 100  # set by one PUT
 
 
 class ManifestRoutes:
-    """Manifests by tag and by digest; their bytes are kept and given back untouched."""
+    """Manifests by tag and by digest; their bytes are stored and returned unchanged."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ManifestRoutes:
         self._naming = threading.Lock()  # who looks at names to change them sees no others change
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """HEAD and GET /v2/<name>/manifests/<reference>."""
+        """Answer HEAD and GET /v2/<name>/manifests/<reference>."""
         reference = reference_of(request)
         if self._cache is not None and not is_of_peer(request):
             descriptor, raw = await self._cache.manifest(reference)
@@ -87,9 +87,9 @@ class ManifestRoutes:
         raise manifest_unknown(reference)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        """PUT /v2/<name>/manifests/<reference>: checked, stored, then named.
+        """Answer PUT /v2/<name>/manifests/<reference>: verified, stored, then named.
 
-        By digest, ``?tag=`` names it too, as often as it stands there.
+        A manifest pushed by digest gets the names of ``?tag=``, too, which may be repeated.
         """
         reference = reference_of(request)
         names = [reference, *_tags(request, reference)]
@@ -111,7 +111,7 @@ class ManifestRoutes:
     def _store(
         self, raw: bytes, media_type: str, names: list[Reference]
     ) -> tuple[Digest, Descriptor | None]:
-        """Check and keep a manifest; its digest, and its subject, which need not be here."""
+        """Verify and store a manifest; return its digest, and its subject, which may be absent."""
         digest = _digest(raw, names[0])
         try:
             document = parse_document(raw, media_type)
@@ -126,7 +126,7 @@ class ManifestRoutes:
         return digest, document.subject
 
     def _check_children(self, document: Manifest | Index) -> None:
-        """What a manifest refers to must be here, in full: it could not be pulled otherwise."""
+        """Raise DistributionError if a blob or manifest that it refers to is missing."""
         missing = [
             child
             for child in document.children
@@ -138,7 +138,7 @@ class ManifestRoutes:
             raise DistributionError("MANIFEST_BLOB_UNKNOWN", *details)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """DELETE of a tag, which leaves the manifest, or by digest of it and all its tags."""
+        """Answer DELETE of a tag, which leaves the manifest, or of a digest and all its tags."""
         reference = reference_of(request)
         await asyncio.to_thread(self._delete, reference)
         return web.Response(status=202)
@@ -160,7 +160,7 @@ class ManifestRoutes:
                 raise manifest_unknown(reference)  # or another process was first
 
     def _check_names(self, names: set[str]) -> None:
-        """Raise ApiError where one of them may not be taken away."""
+        """Raise DistributionError if one of the names may not be removed."""
         if names & self._layout.borrowed().keys():
             raise _unsupported("it is in a store that is only read here")
         written = {index_name(Reference.parse(name)) for name in names}
@@ -170,7 +170,7 @@ class ManifestRoutes:
     def _keep_by_digest(
         self, gone: list[CatalogEntry], kept: list[CatalogEntry], reference: Reference
     ) -> None:
-        """Name a manifest by its digest where nothing but the tag leads to it."""
+        """Name a manifest by its digest if nothing but the tag leads to it."""
         for entry in gone:
             digest = entry.descriptor.digest
             if self._catalog.reach(kept, digest) is None:
@@ -190,7 +190,7 @@ def _means(reference: Reference, entry: CatalogEntry) -> bool:
 
 
 def _tags(request: web.Request, reference: Reference) -> list[Reference]:
-    """The names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
+    """Return the names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
     tags = list(dict.fromkeys(request.query.getall("tag", [])))
     if tags and reference.digest is None:
         raise DistributionError(
@@ -210,7 +210,7 @@ def _tags(request: web.Request, reference: Reference) -> list[Reference]:
 
 
 def _digest(raw: bytes, reference: Reference) -> Digest:
-    """The digest the manifest is stored under: the one it was pushed by, else sha256."""
+    """Return the digest to store the manifest under: the one of the request, else sha256."""
     if reference.digest is None:
         return Digest.of(raw)
     if Digest.of(raw, reference.digest.algorithm) != reference.digest:
@@ -219,7 +219,7 @@ def _digest(raw: bytes, reference: Reference) -> Digest:
 
 
 async def _read_body(request: web.Request) -> bytes:
-    """The body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
+    """Return the body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
     body = bytearray()
     async for piece in pieces(request):
         body += piece

@@ -1,4 +1,4 @@
-"""What is asked of a manifest again and again, kept by digest: its bytes never change."""
+"""Summaries of manifests, kept by digest: the bytes of a digest never change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = 64 * 1024  # bytes of a manifest above which only little of it is
 
 @dataclass(frozen=True, slots=True)
 class ManifestSummary:
-    """``listed`` is how a list of referrers shows it, ``manifests`` are those of an index."""
+    """``listed``: the entry in a list of referrers; ``manifests``: the entries of an index."""
 
     listed: Descriptor
     subject: Digest | None
@@ -29,11 +29,11 @@ class ManifestSummaries:
         self._known: OrderedDict[Digest, ManifestSummary] = OrderedDict()
 
     def of(self, descriptor: Descriptor) -> ManifestSummary:
-        """The summary of a manifest.
+        """Return the summary of a manifest.
 
         Raises:
-            NotFoundError: it is not here.
-            VerificationError, FormatError: it is not what it should be.
+            NotFoundError: It is not in the layout.
+            VerificationError, FormatError: It is damaged.
         """
         known = self._known.get(descriptor.digest)
         if known is not None:
@@ -48,7 +48,7 @@ class ManifestSummaries:
 
 
 def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
-    """What to keep of a document; annotations and type only where it refers to another."""
+    """Return the summary; annotations and type only if the manifest has a subject."""
     manifests = document.manifests if isinstance(document, Index) else ()
     size = len(document.raw)
     if document.subject is None:

@@ -1,4 +1,4 @@
-"""Pushing blobs (distribution-spec, "Pushing blobs"), streamed into an ingest of the layout."""
+"""Routes of uploads (distribution-spec, "Pushing blobs"), into an ingest of the layout."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
 
 class PushRoutes:
-    """The life of an upload: POST begins it, PATCH adds to it, PUT ends it, DELETE forgets it."""
+    """The steps of an upload: POST begins it, PATCH appends, PUT ends it, DELETE aborts it."""
 
     def __init__(self, shelf: ServedBlobs, uploads: UploadSessions) -> None:
         self._shelf = shelf
         self._uploads = uploads
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
-        """POST /v2/<name>/blobs/uploads/: begin, mount (201 or 202) or receive all of it."""
+        """Answer POST /v2/<name>/blobs/uploads/: begin, mount (201 or 202) or receive all of it."""
         repository = repository_of(request)
         if "mount" in request.query:
             digest = parse_digest(request.query["mount"])
@@ -64,14 +64,14 @@ class PushRoutes:
         return _created(repository, single)
 
     async def append(self, request: web.Request) -> web.StreamResponse:
-        """PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
+        """Answer PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
         upload = self._upload(request)
         async with upload.lock:
             await self._receive(request, upload)
         return _accepted(upload)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
-        """PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
+        """Answer PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
         upload = self._upload(request)
         if "digest" not in request.query:
             raise DistributionError("DIGEST_INVALID", message="a PUT ends an upload with ?digest=")
@@ -82,7 +82,7 @@ class PushRoutes:
         return _created(upload.repository, digest)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        """GET <location>: how much has arrived, so that a broken upload can go on."""
+        """Answer GET <location>: the bytes received, after which a broken upload is resumed."""
         upload = self._upload(request)
         with contextlib.suppress(TimeoutError):  # what came of a broken request is still written
             async with asyncio.timeout(SETTLE), upload.lock:
@@ -90,7 +90,7 @@ class PushRoutes:
         return web.Response(status=204, headers=_headers(upload))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """DELETE <location>: forget the upload."""
+        """Answer DELETE <location>: abort the upload."""
         upload = self._upload(request)
         async with upload.lock:
             await self._uploads.abort(upload)
@@ -105,10 +105,10 @@ class PushRoutes:
         await asyncio.to_thread(self._shelf.put, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
-        """Stream the body into the upload, a piece at a time, off the event loop.
+        """Write the body to the upload, a piece at a time, off the event loop.
 
-        A connection that breaks leaves what has arrived: the client asks for the status and goes
-        on from there.
+        A broken connection leaves the bytes that have arrived: the client asks for the status and
+        resumes after them.
         """
         end = _declared_end(request, upload)
         buffer = bytearray()
@@ -132,10 +132,10 @@ class PushRoutes:
 
 
 def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
-    """Where the upload will be after this chunk, if its Content-Range says.
+    """Return the offset of the upload after this chunk, if its Content-Range gives it.
 
     Raises:
-        ApiError: 416, the chunk does not begin where the last one ended.
+        DistributionError: 416, the chunk does not begin where the last one ended.
     """
     text = request.headers.get("Content-Range")
     if text is None:

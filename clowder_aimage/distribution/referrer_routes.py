@@ -1,4 +1,4 @@
-"""Referrers (distribution-spec, "Listing Referrers"): what says that a manifest is its subject."""
+"""The route of referrers (distribution-spec, "Listing Referrers")."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from clowder_aimage.oci import Descriptor, Digest, mediatype
 
 
 class ReferrerRoutes:
-    """Referrers of one repository, in one answer."""
+    """The referrers of a subject in one repository, in one answer."""
 
     def __init__(self, catalog: Catalog, cache: PullThroughCache | None) -> None:
         self._catalog = catalog
         self._cache = cache
 
     async def referrers(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/<name>/referrers/<digest>?artifactType=<type>: an index, empty where none."""
+        """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type>: an index, maybe empty."""
         repository, subject = repository_of(request), digest_of(request)
         found = None
         if self._cache is not None:

@@ -1,4 +1,4 @@
-"""Names in a request: parsed strictly, by the one grammar in oci/, before anything uses them."""
+"""Names in a request, parsed by the one grammar in oci/ before anything uses them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from aiohttp import web
 
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.http import PRODUCT
 from clowder_aimage.oci import Digest, Reference
 
-PEER = "(aimage cache)"  # in the User-Agent of a cache that asks others before its upstream
+PEER = f"({PRODUCT} cache)"  # in the User-Agent of a cache that asks others before its upstream
 
 
 def parse_repository(name: str) -> str:
-    """A repository name (distribution-spec, "Pulling manifests")."""
+    """Return a valid repository name (distribution-spec, "Pulling manifests")."""
     if _parse(name) != Reference("localhost", name, "latest"):
         raise DistributionError("NAME_INVALID", {"name": name[:300]})
     return name
 
 
 def parse_digest(text: str) -> Digest:
-    """A digest (image-spec, "Digests"). Everything that reaches the layout comes through here."""
+    """Return a digest (image-spec, "Digests"). Nothing else gets to the layout."""
     try:
         return Digest.parse(text)
     except FormatError as error:
@@ -29,7 +30,7 @@ def parse_digest(text: str) -> Digest:
 
 
 def parse_reference(repository: str, target: str) -> Reference:
-    """``<name>`` and ``<reference>`` of a path: a local reference, by tag or by digest."""
+    """Return the local reference of ``<name>`` and ``<reference>``: by tag or by digest."""
     parse_repository(repository)
     if ":" in target:
         return Reference(None, repository, digest=parse_digest(target))
@@ -41,7 +42,7 @@ def parse_reference(repository: str, target: str) -> Reference:
 
 
 def _parse(text: str) -> Reference | None:
-    """``text`` read in front of a host, so that no part of it can be taken for one."""
+    """Parse ``text`` behind a host, so that no part of it is taken for one."""
     try:
         return Reference.parse(f"localhost/{text}")
     except UsageError:
@@ -49,21 +50,21 @@ def _parse(text: str) -> Reference | None:
 
 
 def repository_of(request: web.Request) -> str:
-    """The validated ``<name>`` of the request's path."""
+    """Return the valid ``<name>`` of the request's path."""
     return parse_repository(request.match_info["name"])
 
 
 def digest_of(request: web.Request) -> Digest:
-    """The validated ``<digest>`` of the request's path."""
+    """Return the valid ``<digest>`` of the request's path."""
     repository_of(request)
     return parse_digest(request.match_info["digest"])
 
 
 def reference_of(request: web.Request) -> Reference:
-    """The validated ``<name>`` and ``<reference>`` of the request's path."""
+    """Return the valid ``<name>`` and ``<reference>`` of the request's path."""
     return parse_reference(request.match_info["name"], request.match_info["reference"])
 
 
 def is_of_peer(request: web.Request) -> bool:
-    """Whether another cache asks, which goes to the upstream itself for what is not here."""
+    """Return True for the request of another cache, which has an upstream itself."""
     return PEER in request.headers.get("User-Agent", "")

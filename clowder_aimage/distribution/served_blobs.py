@@ -1,8 +1,8 @@
-"""Which blobs of the layout are served: all but those that a client has deleted. No HTTP in here.
+"""The blobs of the layout that are served: all but deleted ones. Nothing here depends on HTTP.
 
-The layout is shared with other processes, which may be about to name what no name leads to yet.
-So deleting a blob takes it off the shelf at once and for all, and leaves its bytes to garbage
-collection. A blob that is needed is on the shelf whatever was said of it.
+Other processes share the layout, and may be about to name a blob that no name leads to yet.
+Deleting a blob therefore ends its being served, and leaves its bytes to garbage collection. A blob
+that a manifest needs is served in any case.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MEDIA_TYPE = "application/octet-stream"
 
 
 class ServedBlobs:
-    """The blobs of ``layout``. It is one store: they are found under every repository name.
+    """The blobs of ``layout``: one store, found under every repository name.
 
-    What clients hear of, so that they do not send it, is ``kept`` from collection.
+    Blobs whose presence clients have been told are leased from collection.
     """
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, kept: ServedLeases) -> None:
@@ -33,10 +33,10 @@ class ServedBlobs:
         self._gone: dict[Digest, Version] = {}  # with the names that did not need it
 
     def open(self, digest: Digest) -> BinaryIO:
-        """The file of a blob; it stays readable if its name goes away meanwhile.
+        """Open a blob; the file stays readable if its name is removed meanwhile.
 
         Raises:
-            ApiError: BLOB_UNKNOWN.
+            DistributionError: BLOB_UNKNOWN.
         """
         try:
             if not self._is_gone(digest):
@@ -46,10 +46,10 @@ class ServedBlobs:
         raise DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
 
     def size(self, digest: Digest) -> int:
-        """How many bytes a blob has that a client may rely on from now on.
+        """Return the size of a blob, and lease it: the client relies on it from now on.
 
         Raises:
-            ApiError: BLOB_UNKNOWN.
+            DistributionError: BLOB_UNKNOWN.
         """
         self.open(digest).close()  # only what is here is kept: anyone may ask for anything
         self._kept.add(digest)
@@ -57,7 +57,7 @@ class ServedBlobs:
             return os.fstat(file.fileno()).st_size
 
     def has(self, digest: Digest) -> bool:
-        """Whether a client may rely on it from now on."""
+        """Return True if it is here; the client may rely on it from now on."""
         try:
             self.size(digest)
         except DistributionError:
@@ -65,14 +65,14 @@ class ServedBlobs:
         return True
 
     def holds(self, content: Descriptor) -> bool:
-        """Whether it is served, with the size that ``content`` claims."""
+        """Return True if it is served, with the size of ``content``."""
         return self._layout.exists(content) and not self._is_gone(content.digest)
 
     def remove(self, digest: Digest) -> None:
-        """Serve it no more, until it is pushed again.
+        """Stop serving it until it is pushed again.
 
         Raises:
-            ApiError: BLOB_UNKNOWN; UNSUPPORTED, a manifest needs it.
+            DistributionError: BLOB_UNKNOWN; UNSUPPORTED, a manifest needs it.
         """
         self.open(digest).close()
         version = self._catalog.version()
@@ -82,11 +82,11 @@ class ServedBlobs:
         self._gone[digest] = version
 
     def expect(self, digest: Digest) -> None:
-        """It is about to come: no collection may take it before it has a name."""
+        """Lease a blob that is about to arrive, before it has a name."""
         self._kept.add(digest)
 
     def put(self, digest: Digest) -> None:
-        """It was pushed, maybe again."""
+        """Serve a blob that was pushed, maybe again."""
         self._gone.pop(digest, None)
 
     def _is_gone(self, digest: Digest) -> bool:

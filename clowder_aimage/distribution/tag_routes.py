@@ -1,4 +1,4 @@
-"""Lists of names (distribution-spec, "Listing Tags"; the catalog is Docker's older addition)."""
+"""Routes of names (distribution-spec, "Listing Tags"; the catalog is Docker's older addition)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TagRoutes:
         self._cache = cache
 
     async def version(self, _: web.Request) -> web.StreamResponse:
-        """GET /v2/: this is a registry ("Determining Support")."""
+        """Answer GET /v2/: this is a registry ("Determining Support")."""
         return web.json_response({})
 
     async def tags(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
+        """Answer GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
         repository = repository_of(request)
         listed = None if self._cache is None else await self._cache.tags(repository)
         if listed is None:
@@ -37,13 +37,13 @@ class TagRoutes:
         return _page(request, set(listed), {"name": repository}, "tags")
 
     async def repositories(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/_catalog?n=<count>&last=<name>."""
+        """Answer GET /v2/_catalog?n=<count>&last=<name>."""
         names = await asyncio.to_thread(self._catalog.repositories)
         return _page(request, filter(_is_servable, names), {}, "repositories")
 
 
 def _is_servable(repository: str) -> bool:
-    """A name of the layout may hold a host with a port, which no path of the API can."""
+    """Return False for a name with a host and a port, which no path of the API can have."""
     try:
         return bool(parse_repository(repository))
     except DistributionError:

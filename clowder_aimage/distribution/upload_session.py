@@ -1,4 +1,4 @@
-"""Uploads under way: what they have received and when they are given up. No HTTP in here."""
+"""Uploads under way: received bytes, and expiry. Nothing here depends on HTTP."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from clowder_aimage.oci import Descriptor, Digest
 
 EXPIRY = 3600.0  # seconds without a byte after which an upload is given up
 MAX_UPLOADS = 256  # each holds a file open
-PATIENCE = 60.0  # seconds of silence after which an upload makes room for a new one
+IDLE = 60.0  # seconds of silence after which an upload makes room for a new one
 
 
 @dataclass(slots=True, eq=False)
 class UploadSession:
     """One blob being received; ``offset`` bytes of it are in the ingest.
 
-    Whoever writes holds ``lock``: a client that retries while its first request is still read
-    waits, and then finds an offset that is not the one it meant.
+    A writer holds ``lock``: a client that retries while its first request is still read waits, and
+    then finds an offset that is not the one it expected.
     """
 
     id: str
@@ -36,17 +36,17 @@ class UploadSession:
 
     @property
     def location(self) -> str:
-        """Where the upload goes on."""
+        """The path at which the upload continues."""
         return f"/v2/{self.repository}/blobs/uploads/{self.id}"
 
     @property
     def range(self) -> str:
-        """What has been received, inclusive; ``0-0`` is also nothing, for want of a word."""
+        """The received bytes, inclusive; ``0-0`` is also that of no bytes."""
         return f"0-{max(0, self.offset - 1)}"
 
 
 class UploadSessions:
-    """All uploads of a server. They end with it: nothing of them is kept."""
+    """All uploads of a server, which end with it."""
 
     def __init__(self, layout: ImageLayout, clock: Callable[[], float], expiry: float) -> None:
         self._layout = layout
@@ -58,10 +58,10 @@ class UploadSessions:
         return len(self._uploads)
 
     async def begin(self, repository: str) -> UploadSession:
-        """A new upload.
+        """Begin an upload.
 
         Raises:
-            ApiError: TOOMANYREQUESTS, too many are under way.
+            DistributionError: TOOMANYREQUESTS.
         """
         if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
             raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
@@ -71,16 +71,16 @@ class UploadSessions:
         return upload
 
     async def _make_room(self) -> bool:
-        """Give up the upload that has been silent for longest, if that is long."""
+        """Abort the upload that has been silent for longest, if it is silent for IDLE seconds."""
         idle = [one for one in self._uploads.values() if not one.lock.locked()]
         oldest = min(idle, key=lambda one: one.touched, default=None)
-        if oldest is None or oldest.touched > self._clock() - PATIENCE:
+        if oldest is None or oldest.touched > self._clock() - IDLE:
             return False
         await self.abort(oldest)
         return True
 
     def get(self, repository: str, key: str) -> UploadSession:
-        """The upload by the last part of its location; only its own repository finds it."""
+        """Return the upload by the last part of its location, within its own repository."""
         upload = self._uploads.get(key)
         if upload is None or upload.repository != repository:
             raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": key[:100]})
@@ -94,10 +94,10 @@ class UploadSessions:
         upload.touched = self._clock()
 
     async def commit(self, upload: UploadSession, digest: Digest, media_type: str) -> None:
-        """Verify the content and give it its name; the upload has ended either way.
+        """Verify the content and name it by its digest; the upload has ended either way.
 
         Raises:
-            ApiError: DIGEST_INVALID, it is not what ``digest`` says.
+            DistributionError: DIGEST_INVALID.
         """
         self._check_open(upload)
         self._forget(upload)
@@ -109,20 +109,20 @@ class UploadSessions:
             raise DistributionError("DIGEST_INVALID", detail, message=error.message) from None
 
     async def abort(self, upload: UploadSession) -> None:
-        """Forget the upload and its bytes."""
+        """Remove the upload and its bytes."""
         if not upload.closed:
             self._forget(upload)
             await asyncio.to_thread(upload.ingest.abort)
 
     async def expire(self) -> None:
-        """Give up the uploads that have been silent for too long."""
+        """Abort the uploads that have been silent for too long."""
         deadline = self._clock() - self.expiry
         for upload in list(self._uploads.values()):
             if upload.touched <= deadline and not upload.lock.locked():
                 await self.abort(upload)
 
     async def close(self) -> None:
-        """Give up all uploads."""
+        """Abort all uploads."""
         for upload in list(self._uploads.values()):
             await self.abort(upload)
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, interface_of
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
@@ -22,8 +23,8 @@ _ALLOWED = {
     NODE: "this token is one of a node, which may read what another one has, and no more",
 }
 # Tools of registries send credentials only after this challenge (RFC 7617)
-_CHALLENGES = {OCI: 'Basic realm="aimage registry", charset="UTF-8"'}
-_CHALLENGE = 'Bearer realm="aimage"'
+_CHALLENGES = {OCI: f'Basic realm="{PRODUCT} registry", charset="UTF-8"'}
+_CHALLENGE = f'Bearer realm="{PRODUCT}"'
 
 
 def read_token(path: Path) -> str:

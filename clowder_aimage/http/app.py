@@ -21,6 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.engine.engine_error import ending
 from clowder_aimage.errors import AImageError
+from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import INTERFACE, OCI, OPENAI, ApiError, interface_of
@@ -224,7 +225,7 @@ def _too_large() -> ApiError:
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Set the headers of every answer; a browser must not guess at content types."""
     request["answered"] = True
-    response.headers["Server"] = "aimage"  # without versions
+    response.headers["Server"] = PRODUCT  # without versions
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     if interface_of(request) == OCI:
         response.headers["Docker-Distribution-API-Version"] = "registry/2.0"

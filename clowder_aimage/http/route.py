@@ -54,7 +54,7 @@ def with_head(routes: Iterable[Route]) -> list[Route]:
 
 
 class Role:
-    """What a server is: a registry, a worker, a node. A server may have several roles."""
+    """A registry, a worker, a node: a server has one of these roles, or several."""
 
     @property
     def is_draining(self) -> bool:

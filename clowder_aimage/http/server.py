@@ -144,5 +144,5 @@ async def _reload(signals: Signals, roles: tuple[Role, ...]) -> None:
     while True:
         await signals.reload.wait()
         signals.reload.clear()
-        if not any([role.reload() for role in roles]):
+        if not any(role.reload() for role in roles):
             _log.info("nothing is read again: settings count from the start on")

@@ -368,7 +368,7 @@ def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=3600)
         silent, lively = await uploads.begin("a"), await uploads.begin("a")
-        now[0] = upload_module.PATIENCE + 1
+        now[0] = upload_module.IDLE + 1
         await uploads.write(lively, b"x")
         await uploads.begin("a")
         assert uploads.get("a", lively.id) is lively

@@ -271,7 +271,7 @@ def test_names_of_ollama_mean_its_registry():
 @pytest.mark.parametrize("scheme", ["hf", "huggingface", "http", "https", "HTTP"])
 def test_what_is_not_fetched_is_422_with_what_to_do(shared, scheme):
     status, answer = shared.post(f"{scheme}://host.example/model/file.gguf")
-    assert status == 422 and "aimage create" in answer["error"]["message"]
+    assert status == 422 and "oci://" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
