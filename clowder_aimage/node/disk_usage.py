@@ -1,7 +1,8 @@
-"""The disk's watermarks, and what goes when the upper one is passed.
+"""The disk's watermarks, and the eviction above the upper one.
 
 As kubelet does it ("Garbage collection", image lifecycle): above ``high`` the least recently used
-go until ``low`` is reached. What is wanted, pinned, or held by a running process stays.
+models are evicted until ``low`` is reached. Models that are specified, pinned, or leased by a
+running process stay.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from clowder_aimage.layout.digest_scan import blobs
 from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.lock import PRIVATE
 
-GRACE = 60.0  # seconds that an unnamed blob is left in when space is short
-STALE = 600.0  # seconds after which a download that broke off goes then
-AGE = 120.0  # seconds after its last use in which a model stays, as kubelet has it
+GRACE = 60.0  # seconds that an unreferenced blob is left for lack of space
+STALE = 600.0  # seconds after which an interrupted download is removed then
+AGE = 120.0  # seconds after its last use in which a model stays, as in kubelet
 
 
 class DiskReading(NamedTuple):
-    """A file system, in bytes."""
+    """The usage of a file system, in bytes."""
 
     total: int
     used: int
@@ -35,41 +36,42 @@ class DiskReading(NamedTuple):
 
     @property
     def part(self) -> float:
-        """How full it is for an ordinary user, as df says it."""
+        """The used part for an ordinary user, as df has it."""
         return self.used / max(1, self.used + self.free)
 
 
 def usage(root: Path) -> DiskReading:
-    """Of the file system that the store is on, or will be."""
+    """Measure the file system that the store is on, or will be."""
     place = root
-    while not os.path.exists(place) and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - never raises
         place = place.parent
     found = shutil.disk_usage(place)
     return DiskReading(found.total, found.used, found.free)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredName:
-    """Bytes in the store."""
+class StoreUsage(NamedTuple):
+    """The bytes in the store."""
 
     blobs: int = 0
     partial: int = 0
 
 
-def stored(root: Path) -> StoredName:
-    """What the store takes."""
+def stored(root: Path) -> StoreUsage:
+    """Measure the store."""
     partial = 0
     with contextlib.suppress(OSError), os.scandir(root / PRIVATE / "ingest") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 partial += entry.stat(follow_symlinks=False).st_blocks * 512
-    return StoredName(sum(found.st_size for _, found in blobs(root)), partial)
+    return StoreUsage(sum(found.st_size for _, found in blobs(root)), partial)
 
 
 @dataclass(slots=True)
 class Watermarks:
-    """The watermarks of one store, in parts of the disk, and for how many seconds a model stays
-    that was just used. ``measure`` says how full it is."""
+    """The watermarks of a store's disk, as parts of it.
+
+    ``age``: seconds in which a model stays after its last use. ``measure`` returns the usage.
+    """
 
     high: float = 0.85
     low: float = 0.80
@@ -77,7 +79,7 @@ class Watermarks:
     measure: Callable[[Path], DiskReading] = field(default=usage)
 
     def excess(self, root: Path) -> int:
-        """The bytes that must go; 0 below the upper watermark."""
+        """Return the bytes to evict; 0 below the upper watermark."""
         found = self.measure(root)
         if found.part <= self.high:
             return 0
@@ -92,9 +94,11 @@ def relieve(
     age: float = AGE,
     is_all: bool = False,
 ) -> Collection:
-    """Free ``excess`` bytes: by what nothing needs, then by names that are none of ``keep`` and
-    were not used for ``age`` seconds, the least recently used first. With ``is_all`` no name goes
-    where ``excess`` bytes cannot be had.
+    """Free ``excess`` bytes.
+
+    Unreferenced blobs go first, then names that are not in ``keep`` and were not used for ``age``
+    seconds, the least recently used first. With ``is_all`` no name goes if ``excess`` bytes cannot
+    be freed.
 
     Raises:
         StoreError, VerificationError: nothing could be collected.

@@ -1,4 +1,4 @@
-"""What goes from a node's store, and when. All of it blocks but ``prune``."""
+"""The eviction of models from a node's store. All of it blocks but ``Evictor.prune``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Collection as Names
-from typing import Any
+from dataclasses import dataclass
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import Service
@@ -17,62 +17,95 @@ from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.node.disk_usage import Watermarks, relieve, stored
-from clowder_aimage.node.eviction_policy import EvictionFacts, unwanted
 from clowder_aimage.node.node_metric import NodeMetrics
-from clowder_aimage.node.pinner import PIN
+from clowder_aimage.node.pinner import is_own_pin
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Digest, Reference
 
-EVERY = 10.0  # seconds between two looks at the disk
-OFTEN = 1.0  # seconds between two looks for what nobody wants
+EVERY = 10.0  # seconds between two measurements of the disk
+OFTEN = 1.0  # seconds between two searches for names to prune
 _log = logging.getLogger("aimage.node")
 
 
+@dataclass(frozen=True, slots=True)
+class EvictionFacts:
+    """Facts that decide which names are pruned.
+
+    ``here``: the names in the store and what they mean; ``ever``: names that the files of this
+    node, and of no other, ever listed; ``wanted``: those listed now; ``pinned``: by anyone but the
+    node; ``held``: digests that running processes lease.
+    """
+
+    here: Mapping[str, Digest]
+    ever: Names[str]
+    wanted: Names[str]
+    pinned: Names[str]
+    held: Names[Digest]
+
+
+def unwanted(facts: EvictionFacts) -> list[str]:
+    """Return the names to prune."""
+    return [
+        name
+        for name, digest in sorted(facts.here.items())
+        if name in facts.ever
+        and name not in facts.wanted
+        and name not in facts.pinned
+        and digest not in facts.held
+    ]
+
+
 class Evictor:
-    """Lets names go, and collects what nothing needs."""
+    """Removes names, and collects unreferenced blobs."""
 
     def __init__(self, service: Service, marks: Watermarks, metrics: NodeMetrics) -> None:
         self._service, self._marks, self._metrics = service, marks, metrics
         self._store = service.store
-        self._looked, self._pruned = -EVERY, -EVERY
-        self._seen: object = None  # what was wanted, and what was known, when names last went
+        self._measured_at, self._pruned_at = -EVERY, -EVERY
+        self._seen: object = None  # the desired state and the records at the last pruning
         self._is_full = False
-        self.spare: Callable[[], object] = lambda: None  # lets go of what is kept for others
+        self.spare: Callable[[], object] = lambda: None  # releases what is kept for peers
 
     # -- the disk
 
-    def mind_the_disk(self, keep: Callable[[], Iterable[str]]) -> Collection | None:
-        """Measure, and make room where the disk is fuller than it may be. Raises StoreError,
-        VerificationError: nothing could be collected."""
-        if time.monotonic() - self._looked < EVERY:
+    def check_disk(self, keep: Callable[[], Iterable[str]]) -> Collection | None:
+        """Measure the disk, and evict above the upper watermark.
+
+        Raises:
+            StoreError, VerificationError: nothing could be collected.
+        """
+        if time.monotonic() - self._measured_at < EVERY:
             return None
-        self._looked = time.monotonic()
+        self._measured_at = time.monotonic()
         self._measure()
         excess = self._marks.excess(self._store.root)
         done = self._relieve(excess, keep(), "high") if excess else None
-        self._tell_of(self._marks.excess(self._store.root) if excess else 0)
+        self._report(self._marks.excess(self._store.root) if excess else 0)
         return done
 
-    def _tell_of(self, excess: int) -> None:
-        """How much is too much, though nothing more may go."""
+    def _report(self, excess: int) -> None:
+        """Report bytes above the watermark that could not be evicted."""
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
-            _log.warning("the disk is too full, and nothing may go", extra={"bytes": excess})
+            facts = {"bytes": excess}
+            _log.warning("the disk is too full, and nothing may be evicted", extra=facts)
             self._service.news.tell_from_thread("full", bytes=excess)
         self._is_full = excess > 0
 
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> Collection | None:
-        """Make room for ``needed`` bytes; no name goes where that would not be enough. A failure
-        is logged."""
+        """Evict until ``needed`` bytes are free; no name goes if that is impossible.
+
+        A failure is logged.
+        """
         try:
             excess = max(0, needed - self._store.free())
             return self._relieve(excess, keep(), "space", is_all=True)
         except AImageError as error:
-            _log.warning("no room could be made", extra={"reason": error.message})
+            _log.warning("cannot free space", extra={"reason": error.message})
             return None
 
     def collect(self, reason: str, grace: float) -> Collection:
-        """Remove what nothing has needed for ``grace`` seconds. Raises as ``mind_the_disk``."""
+        """Remove blobs without a reference for ``grace`` seconds. Raises as ``check_disk``."""
         done = Collector(self._store, grace=grace).run()
         self._note(done, reason)
         return done
@@ -104,63 +137,60 @@ class Evictor:
 
     # -- names
 
-    async def prune(self, wanted: Names[str], memory: SpecStore) -> list[str]:
-        """Let the names go that this node was told to keep once, and that nobody wants now.
-        Raises StoreError: it cannot be known which."""
-        now, seen = time.monotonic(), (memory.stamp(), frozenset(wanted))
-        if now - self._pruned < (EVERY if seen == self._seen else OFTEN):
+    async def prune(self, wanted: Names[str], records: SpecStore) -> list[str]:
+        """Remove the names that the files listed once and list no longer; return them.
+
+        Raises:
+            StoreError: the records cannot be read.
+        """
+        now, seen = time.monotonic(), (records.stamp(), frozenset(wanted))
+        if now - self._pruned_at < (EVERY if seen == self._seen else OFTEN):
             return []
-        self._pruned, self._seen = now, seen
-        gone = await asyncio.to_thread(self._unwanted, wanted, memory)
+        self._pruned_at, self._seen = now, seen
+        gone = await asyncio.to_thread(self._unwanted, wanted, records)
         for name, known in gone.items():
             reference = Reference.parse(name)
             try:
-                await asyncio.to_thread(self._unpin, name, memory.owner)
+                await asyncio.to_thread(self._unpin, reference, records.owner)
                 await model_list.forget(self._service, reference)
             except NotFoundError:
-                pass  # another was faster
+                pass  # another process removed it
             except AImageError as error:
-                _log.warning("a name stays", extra={"model": name, "reason": error.message})
+                _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
-            await asyncio.to_thread(memory.forget, known)
+            await asyncio.to_thread(records.forget, known)
             await self._service.news.tell("evict", model=name, reason="not wanted")
         return list(gone)
 
-    def _unpin(self, name: str, owner: str) -> None:
-        """A pin of the node's own goes with the wish."""
-        found = self._store.pins.get(index_name(Reference.parse(name)))
-        if found is not None and _is_ours(found, owner):
-            self._store.pins.remove(index_name(Reference.parse(name)))
+    def _unpin(self, reference: Reference, owner: str) -> None:
+        """Remove the node's own pin."""
+        name, pins = index_name(reference), self._store.pins
+        found = pins.get(name)
+        if found is not None and is_own_pin(found, owner):
+            pins.remove(name)
 
-    def _unwanted(self, wanted: Names[str], memory: SpecStore) -> dict[str, str]:
-        """The names that go, and how they were wanted."""
-        known, others = indexed(memory.ours()), indexed(memory.others())
-        if not set(known) - set(wanted) or memory.is_damaged():
+    def _unwanted(self, wanted: Names[str], records: SpecStore) -> dict[str, str]:
+        """Return the names to prune, and how the files listed them."""
+        known, others = indexed(records.ours()), indexed(records.others())
+        if not set(known) - set(wanted) or records.is_damaged():
             return {}
-        here: dict[str, Digest] = {}
-        for name, descriptor in self._store.tags():
-            here[name] = descriptor.digest
+        here = {name: descriptor.digest for name, descriptor in self._store.tags()}
         pins = self._store.pins.items()
         still_named = {here[name] for name in wanted if name in here}
         facts = EvictionFacts(
             here=here,
             ever=set(known) - set(others),
             wanted=wanted,
-            pinned={name for name, value in pins if not _is_ours(value, memory.owner)},
+            pinned={name for name, pin in pins if not is_own_pin(pin, records.owner)},
             held=leased(self._store.root, remove=False) - still_named,
         )
         for name in set(known) - (set(here) - set(others)) - set(wanted):
-            memory.forget(known[name])  # it is gone already, or another node's alone from now on
-        return {name: known[name] for name in unwanted(facts, may_prune=True)}
-
-
-def _is_ours(pin: Mapping[str, Any], owner: str) -> bool:
-    return pin.get("by") == PIN["by"] and pin.get("owner", owner) == owner
+            records.forget(known[name])  # removed already, or another node's alone from now on
+        return {name: known[name] for name in unwanted(facts)}
 
 
 def indexed(names: Mapping[str, str]) -> dict[str, str]:
-    """By what the index calls them, the names in ``names``, whose values are what the store calls
-    them."""
+    """Return the listed names in ``names`` by their names in the index."""
     found = {}
     for name, stored_as in names.items():
         with contextlib.suppress(AImageError):

@@ -69,6 +69,11 @@ class ModelSpec:
         """The reference as text, with the tag and the digest where there are both."""
         return str(self.reference)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether its tag may come to mean something else that counts."""
+        return self.digest is None and self.refresh != FOR_EVER
+
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a file that specifies the same."""
         words = {word: name for name, word in POLICIES.items()}

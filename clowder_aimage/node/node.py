@@ -1,4 +1,4 @@
-"""The node: keeps what it is told to keep, and says how that goes."""
+"""The node: keeps the models of the desired state in the store, and reports on them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from clowder_aimage.layout.gc import Collection
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.disk_usage import Watermarks
 from clowder_aimage.node.eviction import Evictor, indexed
+from clowder_aimage.node.model_event import Signal, Specified
 from clowder_aimage.node.model_spec import ModelSpec
-from clowder_aimage.node.model_status import FAILED, ModelStatus
+from clowder_aimage.node.model_status import ModelStatus
 from clowder_aimage.node.node_metric import NodeMetrics
 from clowder_aimage.node.pinner import credentials
 from clowder_aimage.node.reconciler import Reconciler
@@ -31,17 +32,19 @@ from clowder_aimage.node.spec_files import SpecFiles, SpecWatcher, read_director
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Reference
 
-TICK = 0.5  # seconds between two looks at what is due
-STILL = 3.0  # seconds that the desired state must be the same before anything goes for it
-STILL_EMPTY = 10.0  # the same where all of it would go
-PAUSE = 30.0  # seconds after a mistake of ours
+TICK = 0.5  # seconds between two turns
+SETTLE = 3.0  # seconds without a change of the desired state before names are pruned
+SETTLE_EMPTY = 10.0  # the same where all of them would be
 _log = logging.getLogger("aimage.node")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """``desired`` is the directory of the desired state; ``may_prune`` whether what is wanted no
-    more goes; ``collect``: seconds between two collections of what nothing needs."""
+    """The options of a node.
+
+    ``desired`` is the directory of the desired state. With ``may_prune`` models that it lists no
+    longer are removed. ``collect``: seconds between two collections of unreferenced blobs.
+    """
 
     desired: Path | None = None
     may_prune: bool = False
@@ -51,17 +54,19 @@ class NodeOptions:
 
 @dataclass(slots=True)
 class NodeConfig:
-    """How the last reading of the desired state went. An invalid one changes nothing."""
+    """The result of the last reading of the desired state. An invalid one changes nothing."""
 
     state: SpecFiles = field(default_factory=SpecFiles)
     error: str | None = None
     loaded: datetime | None = None
-    is_known: bool = True  # by what is said now, or was said before the node began
+    is_known: bool = True  # from the files as they are, or as they were before the node began
 
 
 class Node:
-    """Reconciles the store of ``service`` with the desired state. All of it runs on one event
-    loop; what takes long is in threads."""
+    """Reconciles the store of ``service`` with the desired state.
+
+    All of it runs on one event loop; what blocks is in threads.
+    """
 
     def __init__(
         self,
@@ -77,11 +82,11 @@ class Node:
         self.config = NodeConfig()
         self.records = SpecStore(service.store.root, options.desired)
         self._service, self._clock = service, clock
-        self._tended: dict[str, ModelStatus] = {}
+        self._models: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watcher = SpecWatcher(options.desired) if options.desired else None
-        self._cleaner = Evictor(service, options.marks, self.metrics)
-        self._tender = Reconciler(
+        self._evictor = Evictor(service, options.marks, self.metrics)
+        self._reconciler = Reconciler(
             service.store,
             service.connection,
             service.transfers,
@@ -92,60 +97,55 @@ class Node:
             records=self.records,
             metrics=service.metrics,
         )
-        self._known = credentials(service.connection)
-        self._collected = self._followed = -math.inf
-        self._cleaning: asyncio.Task[None] | None = None
+        self._credentials = credentials(service.connection)
+        self._collected = self._followed_at = -math.inf
+        self._followed: SpecFiles | None = None
+        self._eviction: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self._followed_last: SpecFiles | None = None
         if options.desired is None:
             self.metrics.config.set(1)
 
-    # -- what is asked
+    # -- status
 
     def takes_part(self, reference: Reference) -> bool:
-        """Whether this node has to do with a repository at all."""
-        return any(
-            one.want.reference.name == reference.name for one in list(self._tended.values())
-        ) or any(pull.reference.name == reference.name for pull in self._service.transfers.pulls())
+        """Return whether this node keeps or pulls anything of a repository."""
+        kept = (model.spec.reference for model in list(self._models.values()))
+        pulled = (pull.reference for pull in self._service.transfers.pulls())
+        return any(one.name == reference.name for one in (*kept, *pulled))
 
     def missing(self) -> list[str]:
-        """The wanted models that are not here in full."""
-        return [one.want.name for one in self._tended.values() if not one.is_here]
+        """Return the names of the models that are not here in full."""
+        return [model.spec.name for model in self._models.values() if not model.state.is_here]
 
     def against(self) -> list[dict[str, str]]:
-        """Why requests should go elsewhere, but for models that are missing."""
+        """Return reasons to send requests elsewhere, other than missing models."""
         return [] if self.config.is_known else [{"reason": "desired state never read"}]
 
     def warnings(self) -> list[str]:
-        """What is wrong, though requests may be sent here."""
-        found = []
+        """Return problems for which requests need not go elsewhere."""
         if self.config.error is not None:
-            found.append("desired state invalid")
-        if self.options.desired and not self.config.error and not self._tended:
-            found.append("nothing is wanted")
-        return found
+            return ["desired state invalid"]
+        return ["nothing is wanted"] if self.options.desired and not self._models else []
 
     def models(self) -> list[dict[str, Any]]:
-        """Each wanted model, for the status."""
+        """Return the status of each model, by priority."""
         now = self._clock()
-        found = sorted(self._tended.values(), key=lambda one: _order(one.want))
-        return [one.to_json(now) for one in found]
+        return [model.to_json(now) for model in self._ordered()]
 
     def disk(self) -> dict[str, Any]:
-        """How full the disk is. Reads the file system."""
+        """Return the usage of the disk. Reads the file system."""
         marks = self.options.marks
         found = marks.measure(self._service.store.root)
-        used = round(found.part, 4)
         return {
             "total": found.total,
             "free": found.free,
-            "used": used,
+            "used": round(found.part, 4),
             "high": marks.high,
             "low": marks.low,
         }
 
     def desired(self) -> dict[str, Any]:
-        """Where the desired state comes from, and whether it is valid."""
+        """Return where the desired state comes from, and whether it is valid."""
         config, directory = self.config, self.options.desired
         return {
             "directory": str(directory) if directory else None,
@@ -155,38 +155,39 @@ class Node:
             "files": len(config.state.files),
         }
 
-    def spare(self, call: Callable[[], object]) -> None:
-        """``call`` lets go of what is kept for others: where space is short, that goes first."""
-        self._cleaner.spare = call
+    # -- control
 
-    # -- what is told
+    def spare(self, call: Callable[[], object]) -> None:
+        """Set the function that releases what is kept for peers, before anything is evicted."""
+        self._evictor.spare = call
 
     def retry(self, name: str | None = None) -> bool:
-        """Try again now what failed, or waits; whether there is such a model."""
-        found = [one for one in self._tended.values() if name is None or is_of(name, one.want)]
-        for one in found:
-            one.begin_anew()
-        self.wake()
+        """Try failed and waiting models again now; return whether there is one of that name."""
+        found = [one for one in self._models.values() if name is None or is_of(name, one.spec)]
+        self._signal(found, Signal.RETRIED)
         return bool(found)
 
     def look_again(self) -> None:
-        """Something may have gone from the store: see what is there."""
-        for one in self._tended.values():
-            one.look_anew()
-        self.wake()
+        """Read the store for each model: something may have been removed."""
+        self._signal(list(self._models.values()), Signal.STORE_CHANGED)
 
     def wake(self, *, reload: bool = False) -> None:
-        """Look at everything at once; ``reload``: read the desired state again."""
+        """Begin the next turn at once; with ``reload`` the desired state is read again."""
         if reload and self._watcher and self.options.desired:
             self._watcher = SpecWatcher(self.options.desired)
         self._woken.set()
 
+    def _signal(self, models: list[ModelStatus], signal: Signal) -> None:
+        for model in models:
+            model.apply(signal, self._clock())
+        self.wake()
+
     # -- the loop
 
     async def begin(self) -> None:
-        """Learn what is wanted: before that nobody knows whether it is here."""
+        """Read the desired state for the first time: the node is not ready before."""
         self._service.news.attach()
-        self._followed = self._clock()
+        self._followed_at = self._clock()
         await self._read()
 
     async def run(self) -> None:
@@ -202,32 +203,32 @@ class Node:
                         await self._woken.wait()
                 self._woken.clear()
         finally:
-            tasks = [*self._tasks.values(), *([self._cleaning] if self._cleaning else [])]
+            tasks = [*self._tasks.values(), *([self._eviction] if self._eviction else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for one in self._tended.values():
-                one.end()
+            for model in self._models.values():
+                model.close()
 
     async def turn(self) -> None:
-        """One look at everything that may have changed, or is due."""
+        """Begin everything that is due."""
         await self._read()
         now = self._clock()
-        for one in sorted(self._tended.values(), key=lambda one: _order(one.want)):
-            if one.due <= now and one.want.name not in self._tasks:
-                self._begin(one)
-        await self._look_at_credentials()
-        if self._cleaning is None or self._cleaning.done():
-            self._cleaning = asyncio.create_task(self._clean(now))
+        for model in self._ordered():
+            if model.state.due <= now and model.spec.name not in self._tasks:
+                self._begin(model)
+        await self._check_credentials()
+        if self._eviction is None or self._eviction.done():
+            self._eviction = asyncio.create_task(self._evict(now))
         self._measure()
 
     async def _read(self) -> None:
-        """Read the desired state where it may have changed."""
+        """Read the desired state if it may have changed."""
         if self._watcher is not None and await asyncio.to_thread(self._watcher.changed):
             await self._load()
-        if self._followed_last is not self.config.state:
-            self._followed_last = self.config.state
-            await self._follow({want.name: want for want in self.config.state.specs})
+        if self._followed is not self.config.state:
+            self._followed = self.config.state
+            await self._follow({spec.name: spec for spec in self.config.state.specs})
 
     async def _load(self) -> None:
         directory, config = self.options.desired, self.config
@@ -235,7 +236,7 @@ class Node:
         try:
             config.state = await asyncio.to_thread(read_directory, directory)
         except AImageError as error:
-            self._followed = self._clock()
+            self._followed_at = self._clock()
             config.error = error.message
             if config.loaded is None:
                 last = await asyncio.to_thread(self.records.last, directory)
@@ -253,111 +254,109 @@ class Node:
         _log.info("desired state", extra={"models": models, "files": len(config.state.files)})
         await self._service.news.tell("desired", valid=True, models=models)
 
-    async def _follow(self, wants: dict[str, ModelSpec]) -> None:
-        """Tend what is new, let go of what is gone; what has changed is looked at now."""
-        if wants != {name: one.want for name, one in self._tended.items()}:
-            self._followed = self._clock()
-        for name in [name for name in self._tended if name not in wants]:
-            gone = self._tended.pop(name)
-            if (task := self._tasks.pop(name, None)) is not None:
-                task.cancel()
-            await asyncio.to_thread(gone.end)
-        for name, want in wants.items():
-            one = self._tended.get(name)
-            if one is None:
-                self._tended[name] = ModelStatus(want, want.reference)
-            elif one.want != want:
-                if (task := self._tasks.pop(name, None)) is not None:
-                    task.cancel()
-                one.want = want
-                one.begin_anew()
-            else:
-                one.want = want  # from another file
+    async def _follow(self, specs: dict[str, ModelSpec]) -> None:
+        """Add and remove models; those whose spec has changed are due now."""
+        if specs != {name: model.spec for name, model in self._models.items()}:
+            self._followed_at = self._clock()
+        for name in [name for name in self._models if name not in specs]:
+            self._cancel(name)
+            await asyncio.to_thread(self._models.pop(name).close)
+        for name, spec in specs.items():
+            model = self._models.setdefault(name, ModelStatus(spec))
+            if model.spec != spec:
+                self._cancel(name)
+            model.apply(Specified(spec), self._clock())
 
-    def _begin(self, one: ModelStatus) -> None:
-        name = one.want.name
-        task = asyncio.create_task(self._tender.tend(one))
+    def _cancel(self, name: str) -> None:
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+
+    def _begin(self, model: ModelStatus) -> None:
+        name = model.spec.name
+        task = asyncio.create_task(self._reconciler.reconcile(model))
         self._tasks[name] = task
 
         def ended(task: asyncio.Task[None]) -> None:
             if self._tasks.get(name) is task:
                 del self._tasks[name]
             if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("a model cannot be tended", extra={"model": name}, exc_info=error)
-                one.turn(FAILED, "the node failed; its log says at what")
-                one.due = self._clock() + PAUSE
+                _log.error("cannot reconcile a model", extra={"model": name}, exc_info=error)
+                model.apply(Signal.CRASHED, self._clock())
 
         task.add_done_callback(ended)
 
-    async def _look_at_credentials(self) -> None:
-        """Who was refused is tried again when the files with credentials are others."""
+    async def _check_credentials(self) -> None:
+        """Retry unauthorized models when the files with credentials have changed."""
         now = await asyncio.to_thread(credentials, self._service.connection)
-        if now == self._known:
+        if now == self._credentials:
             return
-        self._known = now
-        for one in self._tended.values():
-            if one.again is not None and one.again.code == "unauthorized":
-                one.begin_anew()
+        self._credentials = now
+        for model in self._models.values():
+            failure = model.state.failure
+            if failure is not None and failure.code == "unauthorized":
+                model.apply(Signal.RETRIED, self._clock())
 
-    # -- what goes
+    def _ordered(self) -> list[ModelStatus]:
+        return sorted(self._models.values(), key=lambda one: (-one.spec.priority, one.spec.name))
 
-    async def _clean(self, now: float) -> None:
-        """Let go of what is unwanted, see that the disk is not full, collect now and then."""
-        wanted = {index_name(one.name) for one in self._tended.values()}
-        # a file that is half written may be valid, and a directory may be mounted late
-        is_still = now - self._followed >= (STILL if wanted else STILL_EMPTY)
+    # -- eviction
+
+    async def _evict(self, now: float) -> None:
+        """Prune names, free disk space, and collect now and then."""
+        names = self._names()
+        # a file may be half written and valid, and a directory may be mounted late
+        is_settled = now - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
-            if self.options.may_prune and is_still and self._is_sure:
-                await self._cleaner.prune(wanted, self.records)
-            await asyncio.to_thread(self._cleaner.mind_the_disk, self._kept)
+            if self._may_prune and is_settled:
+                await self._evictor.prune(names, self.records)
+            await asyncio.to_thread(self._evictor.check_disk, self._protected)
             if now - self._collected >= self.options.collect:
                 self._collected = now
-                await asyncio.to_thread(self._cleaner.collect, "interval", self.options.collect)
+                await asyncio.to_thread(self._evictor.collect, "interval", self.options.collect)
         except AImageError as error:
             _log.warning("nothing was collected", extra={"reason": error.message})
 
     @property
-    def _is_sure(self) -> bool:
-        """Whether it is known what is wanted."""
-        return self.config.error is None
+    def _may_prune(self) -> bool:
+        return self.options.may_prune and self.config.error is None
 
-    def _kept(self) -> set[str]:
-        """The names that lack of space does not take: what is wanted, and what was, unless it may
-        be pruned anyway. In a thread."""
-        wanted = {index_name(one.name) for one in list(self._tended.values())}
-        wanted |= set(indexed(self.records.others()))
-        may_go = self.options.may_prune and self._is_sure
-        return wanted if may_go else wanted | set(indexed(self.records.ours()))
+    def _names(self) -> set[str]:
+        """Return the names in the store of all models."""
+        return {index_name(model.state.name) for model in list(self._models.values())}
+
+    def _protected(self) -> set[str]:
+        """Return the names that stay however full the disk is. Blocks.
+
+        Those are the models of this node and of others, and, unless they may be pruned anyway, the
+        former models of this node.
+        """
+        names = self._names() | set(indexed(self.records.others()))
+        return names if self._may_prune else names | set(indexed(self.records.ours()))
 
     def _relieve(self, needed: int) -> Collection | None:
-        """Make room for a pull that had none. In a thread."""
-        return self._cleaner.make_room(needed, self._kept)
+        """Evict for a pull that lacks space. Blocks."""
+        return self._evictor.make_room(needed, self._protected)
 
-    # -- what is counted
+    # -- metrics
 
     def _measure(self) -> None:
-        metrics, tended = self.metrics, list(self._tended.values())
-        metrics.wanted.set(len(tended))
-        metrics.missing.set(sum(not one.is_here for one in tended))
-        metrics.drifted.set(sum(one.drift is not None for one in tended))
-        failed = Counter(one.again.code for one in tended if one.again and one.is_troubled)
-        for labels in list(metrics.failed._metrics):
-            if labels[0] not in failed:
-                metrics.failed.remove(*labels)
-        for code, count in failed.items():
-            metrics.failed.labels(code).set(count)
+        metrics, states = self.metrics, [model.state for model in self._models.values()]
+        metrics.wanted.set(len(states))
+        metrics.missing.set(sum(not state.is_here for state in states))
+        metrics.drifted.set(sum(state.drift is not None for state in states))
+        metrics.set_failed(
+            Counter(one.failure.code for one in states if one.failure and one.is_troubled)
+        )
 
 
-def is_of(name: str, want: ModelSpec) -> bool:
-    """Whether a client means a want by ``name``: the tag may be left out, and oci:// may be there,
-    as in Clowder's API."""
+def is_of(name: str, spec: ModelSpec) -> bool:
+    """Return whether a client means a spec by ``name``.
+
+    The tag may be missing, and the name may begin with ``oci://``, as in Clowder's API.
+    """
     try:
         reference = Reference.parse(name.removeprefix("oci://"))
     except UsageError:
         return False
-    digests = {reference.digest, want.reference.digest} - {None}
-    return len(digests) < 2 and index_name(reference) == index_name(want.reference)
-
-
-def _order(want: ModelSpec) -> tuple[int, str]:
-    return (-want.priority, want.name)
+    digests = {reference.digest, spec.reference.digest} - {None}
+    return len(digests) < 2 and index_name(reference) == index_name(spec.reference)

@@ -1,12 +1,14 @@
-"""What a node counts beside its pulls, by the names that dashboards know."""
+"""The metrics of a node beside those of its pulls. Dashboards use their names."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class NodeMetrics:
-    """The counters of one node, in the registry of its worker."""
+    """The metrics of one node, in the registry of its worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -40,9 +42,18 @@ class NodeMetrics:
             "neighbour_bytes", "Bytes that went to neighbours, or came from them.", "direction"
         )
         self.bans = counter("neighbour_bans", "Neighbours that were found out.", "reason")
+        self._failed_codes: set[str] = set()
         for state in ("live", "silent", "banned"):
             self.neighbours.labels(state)
         for direction in ("sent", "received"):
             self.exchanged.labels(direction)
         for kind in ("blob", "partial"):
             self.bytes.labels(kind)
+
+    def set_failed(self, counts: Mapping[str, int]) -> None:
+        """Set the failed models by code; remove the other codes."""
+        for code in self._failed_codes - set(counts):
+            self.failed.remove(code)
+        for code, count in counts.items():
+            self.failed.labels(code).set(count)
+        self._failed_codes = set(counts)

@@ -1,10 +1,11 @@
-"""Whether a wanted model is here, what keeps it here, and what the registry says that it is now."""
+"""What the store has of a model, what keeps it there, and the limit on questions to registries."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clowder_aimage.api import model_list
@@ -23,29 +24,29 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import resolve_changed
 from clowder_aimage.registry import ClientOptions
 
-EACH, ALL = 8, 32  # questions at a time: to one registry, and to all of them
-PIN = {"by": BY_NODE}  # what a pin says that the node has set
+MAX_EACH, MAX_ALL = 8, 32  # questions at a time: to one registry, and to all of them
+PIN = {"by": BY_NODE}  # the value of a pin that a node has set
 _log = logging.getLogger("aimage.node")
 
 
-def check_model(store: ImageLayout, want: ModelSpec, reference: Reference) -> Completeness:
-    """Return what is here of a model; ``reference`` is its name in the store.
+def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Completeness:
+    """Return what the store has of a model that it calls ``name``.
 
-    What cannot be read counts as missing: a pull mends it.
+    A model that cannot be read counts as missing: a pull repairs it.
 
     Raises:
-        StoreError: the index cannot be read; no pull mends that.
+        StoreError: the index cannot be read; no pull repairs that.
     """
     try:
-        root = model_list.entry(store, reference)
+        root = model_list.entry(store, name)
     except AImageError as error:
         raise StoreError(error.message, **error.advice) from error
     if root is None:
         return Completeness()
     try:
         found = check_completeness(store, root)
-        if want.components:  # also where nothing is missing: the AImage may have none of them
-            return check_blobs(store, root, _wanted(store, want, reference))
+        if spec.components:  # also where nothing is missing: it may not have these components
+            return check_blobs(store, root, _specified(store, spec, name))
         return found
     except NotFoundError:  # it has no such component: a pull will say so
         return Completeness(root, root.size, (root,))
@@ -53,95 +54,104 @@ def check_model(store: ImageLayout, want: ModelSpec, reference: Reference) -> Co
         return Completeness()
 
 
-def _wanted(store: ImageLayout, want: ModelSpec, reference: Reference) -> list[Descriptor]:
-    """Return the blobs of the components that are wanted."""
-    stored = read_aimage(store, reference)
-    names = LayerSelection(components=want.components).names(stored.aimage, reference)
-    wanted = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
-    return [stored.manifest.config, *wanted]
+def _specified(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Descriptor]:
+    """Return the blobs of the specified components."""
+    stored = read_aimage(store, name)
+    names = LayerSelection(components=spec.components).names(stored.aimage, name)
+    layers = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
+    return [stored.manifest.config, *layers]
 
 
 class Pinner:
-    """Writes down what is to stay. Its pins are those of ``owner``: several nodes may have one
-    store. All of it blocks."""
+    """Records, leases and pins the models that are to stay. All methods block.
+
+    The pins are of one owner: several nodes may share a store.
+    """
 
     def __init__(self, store: ImageLayout, records: SpecStore) -> None:
-        self._store, self._records, self._owner = store, records, records.owner
-        self._unnoted: set[str] = set()  # the models of which nothing can be written down
+        self._store, self._records = store, records
+        self._failed: set[str] = set()  # the models that could not be recorded
 
-    def keep(self, one: ModelStatus, found: Completeness) -> None:
-        """Remember that it is wanted, and lease it: no other node on this store, and nobody who
-        makes room, is to take it. A store that cannot be written serves all the same."""
-        name, failed = one.want.name, None
-        for note in (self.remember, self._lease, self._pin):
+    def keep(self, model: ModelStatus) -> None:
+        """Record, lease and pin a model, so that no other node and no eviction removes it.
+
+        A store that cannot be written serves all the same.
+        """
+        spec, name, manifest = model.spec, model.state.name, model.state.manifest
+        writes: tuple[Callable[[], object], ...] = (
+            lambda: self.remember(spec, name),
+            lambda: model.hold(self._store, manifest.digest) if manifest else None,
+            lambda: self._pin(spec, name),
+        )
+        failed = None
+        for write in writes:
             try:
-                note(one, found)
+                write()
             except (StoreError, NoSpaceError) as error:
                 failed = error
-        if found.root is not None:
-            self._store.use(found.root)
+        if manifest is not None:
+            self._store.use(manifest)
         if failed is None:
-            self._unnoted.discard(name)
+            self._failed.discard(spec.name)
             return
-        if not self._unnoted:  # one warning, however many models there are, and looks at them
-            _log.warning(
-                "the store cannot be written", extra={"model": name, "reason": failed.message}
-            )
-        self._unnoted.add(name)
+        if not self._failed:  # one warning for all models
+            facts = {"model": spec.name, "reason": failed.message}
+            _log.warning("cannot write to the store", extra=facts)
+        self._failed.add(spec.name)
 
-    def stored(self, one: ModelStatus) -> str:
-        """What the store calls it, where that is known to be another name; else an empty text."""
+    def stored(self, spec: ModelSpec) -> str:
+        """Return the recorded name in the store if it is another one; else an empty text."""
         try:
-            return self._records.stored(one.want.name)
-        except StoreError:  # what is here is here, whatever was written down of it
+            return self._records.stored(spec.name)
+        except StoreError:  # the model is there, whatever was recorded
             return ""
 
-    def remember(self, one: ModelStatus, _: Completeness | None = None) -> None:
-        """That it is wanted, and what the store calls it. Raises StoreError or NoSpaceError."""
-        other = str(one.name) if one.name != one.want.reference else ""
-        self._records.remember(one.want.name, other)
+    def remember(self, spec: ModelSpec, name: Reference) -> None:
+        """Record a model as listed, and its name in the store. Raises StoreError, NoSpaceError."""
+        self._records.remember(spec.name, str(name) if name != spec.reference else "")
 
-    def _lease(self, one: ModelStatus, found: Completeness) -> None:
-        if found.digest is not None:
-            one.hold(self._store, found.digest)
+    def _pin(self, spec: ModelSpec, name: Reference) -> None:
+        """Set the specified pin, or remove this node's own; another node's stays."""
+        key, pins = index_name(name), self._store.pins
+        known, owner = pins.get(key), self._records.owner
+        if spec.pin and known is None:
+            pins.put(key, PIN | {"owner": owner}, durable=True)
+        elif known is not None and not spec.pin and is_own_pin(known, owner):
+            pins.remove(key)
 
-    def _pin(self, one: ModelStatus, _: Completeness) -> None:
-        """Set the pin that is wanted; let one of ours go that is not. Another node's stays."""
-        name, pins = index_name(one.name), self._store.pins
-        known = pins.get(name)
-        if one.want.pin and known is None:
-            pins.put(name, PIN | {"owner": self._owner}, durable=True)
-        if one.want.pin or known is None:
-            return
-        is_ours = known.get("owner", self._owner) == self._owner  # without one it is of old
-        if known.get("by") == PIN["by"] and is_ours:
-            pins.remove(name)
+
+def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
+    """Return whether the node of ``owner`` set a pin; an old one has no owner."""
+    return pin.get("by") == BY_NODE and pin.get("owner", owner) == owner
 
 
 class CrowdedError(Exception):
-    """So many questions are under way that this one was not put: ask later."""
+    """The registry has too many questions under way: ask later."""
 
 
 class RegistryLimiter:
-    """Asks registries what tags mean. One that does not answer keeps a few threads waiting, never
-    one for each tag, and none of another registry's."""
+    """Asks registries what tags mean, a limited number of questions at a time.
+
+    A registry that does not answer occupies a few threads, never one for each tag, and none of
+    another registry's.
+    """
 
     def __init__(self, connection: ClientOptions) -> None:
         self._connection = connection
         self._each: dict[str | None, asyncio.Semaphore] = {}
-        self._all = asyncio.Semaphore(ALL)
+        self._all = asyncio.Semaphore(MAX_ALL)
 
     async def ask(
-        self, reference: Reference, known: Digest | None, patience: float | None = None
+        self, reference: Reference, known: Digest | None, timeout: float | None = None
     ) -> tuple[Descriptor, Descriptor] | None:
         """Resolve as ``resolve_changed`` does.
 
         Raises:
-            CrowdedError: its turn has not come for ``patience`` seconds.
+            CrowdedError: no place was free within ``timeout`` seconds.
         """
-        each = self._each.setdefault(reference.registry, asyncio.Semaphore(EACH))
+        each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await self._enter(each)
         except TimeoutError:
             raise CrowdedError from None
@@ -153,13 +163,13 @@ class RegistryLimiter:
             self._all.release()
             each.release()
             if not question.cancelled():
-                question.exception()  # nobody may be waiting for it any more
+                question.exception()  # the caller may have been cancelled
 
         question.add_done_callback(ended)
-        return await asyncio.shield(question)  # its thread goes on, whoever stops waiting
+        return await asyncio.shield(question)  # its thread goes on if the caller is cancelled
 
     async def _enter(self, each: asyncio.Semaphore) -> None:
-        """Wait for one's turn; a registry's own first: who waits for that keeps nobody else."""
+        """Take a place of the registry first: a silent one must not occupy the places of all."""
         await each.acquire()
         try:
             await self._all.acquire()
@@ -169,7 +179,7 @@ class RegistryLimiter:
 
 
 def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
-    """When the files with credentials changed last."""
+    """Return the files with credentials and when each was changed last."""
 
     def changed(path: Path) -> float:
         try:

@@ -66,8 +66,8 @@ class Bench:
         while self.node._tasks:
             await asyncio.wait(list(self.node._tasks.values()))
             await asyncio.sleep(0)
-        if self.node._cleaning is not None:
-            await self.node._cleaning
+        if self.node._eviction is not None:
+            await self.node._eviction
 
     def model(self):
         (found,) = self.node.models()
@@ -156,8 +156,8 @@ def test_what_may_never_be_fetched_is_looked_at_now_and_then_and_not_at_every_tu
         await bench.turn()
         bench.want(want(ref, policy=NEVER))
         await bench.turn(1.0)
-        one = bench.node._tended[ref]
-        assert one.state == "present" and one.due >= bench.now + 5.0
+        one = bench.node._models[ref].state
+        assert one.phase == "present" and one.due >= bench.now + 5.0
         assert not shop.manifests(since=4)
 
     asyncio.run(play())

@@ -86,8 +86,8 @@ def test_the_models_of_a_node_that_does_not_run_stay(tmp_path, shop):
     async def play():
         other = Bench(tmp_path, desired=files(tmp_path, "theirs", theirs))
         await other.turn()
-        for one in other.node._tended.values():
-            one.end()  # as when it is killed: no lease is left
+        for one in other.node._models.values():
+            one.close()  # as when it is killed: no lease is left
         bench = Bench(tmp_path, desired=files(tmp_path, "ours", ours), may_prune=True)
         await turns(bench)
         assert names(bench.store) == {ours, theirs} and await evicted(bench) == []

@@ -17,8 +17,10 @@ from clowder_aimage.engine.limits import ALWAYS, FOR_EVER
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.node.model_event import Specified, StoreRead
 from clowder_aimage.node.model_status import ModelStatus
 from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
+from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import ClientOptions
@@ -153,8 +155,8 @@ async def test_a_store_that_cannot_be_written_is_warned_of_once_and_serves(tmp_p
         found = {each["state"]: each["reason"] for each in bench.node.models()}
         assert found == {"present": None} and not bench.node.missing()
     events = [each.message for each in caplog.records if each.levelname == "WARNING"]
-    assert "cannot fetch" not in events
-    assert events.count("the store cannot be written") == 1
+    assert "cannot pull" not in events
+    assert events.count("cannot write to the store") == 1
     (store.root / ".aimage" / "pins").unlink()
     await bench.turn(11.0)
     assert {key for key, _ in store.pins.items()} == set(refs)
@@ -266,24 +268,27 @@ def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
     store = ImageLayout(tmp_path / "store")
     name = index_name(put(store, "model", 1000, 1))
     nodes = [
-        (Pinner(store, owner), ModelStatus(want(name, pin=pin), Reference.parse(name)))
+        (Pinner(store, SpecStore(store.root, tmp_path / owner)), ModelStatus(want(name, pin=pin)))
         for owner, pin in (("a", True), ("b", False))
     ]
+    owner = SpecStore(store.root, tmp_path / "a").owner
 
     def keep():
-        for keeper, one in nodes:
-            keeper.keep(one, check_model(store, one.want, one.name))
+        for pinner, model in nodes:
+            found = check_model(store, model.spec, model.state.name)
+            model.apply(StoreRead(model.state.name, found.root, found.is_complete), 0.0)
+            pinner.keep(model)
         return store.pins.get(name)
 
-    assert {keep()["owner"] for _ in range(3)} == {"a"}
+    assert {keep()["owner"] for _ in range(3)} == {owner}
     nodes.reverse()
-    assert keep()["owner"] == "a"
-    nodes[1][1].want = want(name)
+    assert keep()["owner"] == owner
+    nodes[1][1].apply(Specified(want(name)), 0.0)
     assert keep() is None
     store.pins.put(name, {"by": "hand"}, durable=True)
     assert keep()["by"] == "hand"
-    for _, one in nodes:
-        one.end()
+    for _, model in nodes:
+        model.close()
 
 
 def test_who_ends_a_wish_in_a_thread_leaves_no_lease_whatever_is_still_at_it(tmp_path):
@@ -291,15 +296,15 @@ def test_who_ends_a_wish_in_a_thread_leaves_no_lease_whatever_is_still_at_it(tmp
     reference = put(store, "model", 1000, 1)
     digest = store.resolve(reference).digest
     for _ in range(30):
-        one = ModelStatus(want(str(reference)), reference)
+        one = ModelStatus(want(str(reference)))
         work = [threading.Thread(target=one.hold, args=(store, digest)) for _ in range(2)]
-        work.insert(1, threading.Thread(target=one.end))
+        work.insert(1, threading.Thread(target=one.close))
         for thread in work:
             thread.start()
         for thread in work:
             thread.join(30)
         one.hold(store, digest)
-        assert one.lease is None and not list((store.root / ".aimage" / "lease").iterdir())
+        assert not list((store.root / ".aimage" / "lease").iterdir())
 
 
 def asking():
@@ -318,10 +323,10 @@ def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_p
         for task in tasks:
             task.cancel()  # the threads are at it still
         with pytest.raises(CrowdedError):
-            await questions.ask(refs[0], None, patience=0.05)
+            await questions.ask(refs[0], None, timeout=0.05)
         answered.set()
         with pytest.raises(NotFoundError):
-            await questions.ask(refs[0], None, patience=60)
+            await questions.ask(refs[0], None, timeout=60)
 
     def silent(seen):
         answered.wait(60)
@@ -334,11 +339,11 @@ def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_p
 @played
 async def test_a_model_whose_question_waits_is_looked_at_meanwhile(tmp_path, shop, monkeypatch):
     ref = shop.publish("a")
-    monkeypatch.setattr("clowder_aimage.node.pinner.ALL", 1)
-    monkeypatch.setattr("clowder_aimage.node.reconciler.LOCAL", 0.05)
+    monkeypatch.setattr("clowder_aimage.node.pinner.MAX_ALL", 1)
+    monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)
     bench = Bench(tmp_path, want(ref, refresh=5.0))
     await bench.turn()
-    await bench.node._tender._questions._all.acquire()  # as one does that is not answered
+    await bench.node._reconciler._registries._all.acquire()  # as one does that is not answered
     asked = len(shop.proxy.seen)
     await bench.turn(6.0)
     assert here(bench)[0] == "present" and len(shop.proxy.seen) == asked
