@@ -1,0 +1,283 @@
+"""The state machine of a model: a table of states and events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from clowder_aimage.content.copy_plan import RESERVE
+from clowder_aimage.engine.backoff import CHANGE, SPACE, TIME, Backoff, whole
+from clowder_aimage.engine.engine import ALWAYS, FOR_EVER, IF_MISSING, NEVER
+from clowder_aimage.errors import (
+    NetworkError,
+    NoSpaceError,
+    NotFoundError,
+    RegistryError,
+    VerificationError,
+)
+from clowder_aimage.node.model_event import (
+    Announce,
+    Check,
+    Checked,
+    Evict,
+    Failed,
+    Measured,
+    Pulled,
+    Signal,
+    Specified,
+    Stopped,
+    StoreRead,
+    StoreUnreadable,
+    Work,
+)
+from clowder_aimage.node.model_spec import ModelSpec
+from clowder_aimage.node.model_state import (
+    CRASH,
+    FAILED,
+    LOOK,
+    PRESENT,
+    PULLING,
+    STEP,
+    UNKNOWN,
+    WAITING,
+    ModelState,
+    Shortage,
+    Suspect,
+    transition,
+)
+from clowder_aimage.oci import Descriptor, Digest, Reference
+
+NOW, REFRESH = 1000.0, 300.0
+NAME = Reference.parse("registry.example.com/team/model:v1")
+OLD, NEW = Digest.of(b"old"), Digest.of(b"new")
+MANIFEST = Descriptor("application/vnd.oci.image.manifest.v1+json", OLD, 100)
+HERE = StoreRead(NAME, MANIFEST, True)
+GONE = StoreRead(NAME)
+PART = StoreRead(NAME, MANIFEST, False)
+UNREACHABLE, ABSENT = NetworkError("no answer"), NotFoundError("no such tag")
+WRONG, FULL = VerificationError("other bytes"), NoSpaceError("disk full", missing_size=700)
+BUSY = RegistryError("too many requests", status=429, retry_after=120.0)
+DENIED = Backoff("not_found", CHANGE, REFRESH)
+SHORT = Backoff("no_space", SPACE, math.inf)
+SILENT = Backoff("unreachable", TIME, 4.0)
+BAD = Suspect(NEW, "other bytes", 1, NOW + 3000.0)
+
+
+def spec(policy=ALWAYS, refresh=REFRESH, **facts):
+    return ModelSpec(NAME, policy=policy, refresh=refresh, **facts)
+
+
+def state(phase=UNKNOWN, *, policy=ALWAYS, refresh=REFRESH, **facts):
+    return ModelState(spec(policy, refresh), NAME, phase=phase, **facts)
+
+
+def present(**facts):
+    """A model that is here, whose registry is asked in ``REFRESH`` seconds."""
+    known = {"is_here": True, "manifest": MANIFEST, "check_at": NOW + REFRESH}
+    return state(PRESENT, **(known | facts))
+
+
+def step(before, *events, now=NOW, chance=0.5):
+    """Return the state after the events, and the actions of the last."""
+    actions = ()
+    for event in events:
+        before, actions = transition(before, event, now, chance)
+    return before, actions
+
+
+def facts(found, expected):
+    return {name: getattr(found, name) for name in expected}
+
+
+NEWS = Announce(PRESENT)
+DRIFT = Announce("drift", {"here": str(OLD), "there": str(NEW)})
+MOVED, SAME = Checked(NEW, NEW), Checked()
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "after", "actions"),
+    [
+        # -- the store was read: the model is here
+        (state(), HERE, {"phase": PRESENT, "is_here": True, "manifest": MANIFEST},
+         (NEWS, Work.KEEP, Check(OLD))),
+        (state(policy=NEVER), HERE, {"phase": PRESENT, "due": NOW + LOOK}, (NEWS, Work.KEEP)),
+        (state(refresh=FOR_EVER), HERE, {"phase": PRESENT, "due": NOW + LOOK}, (NEWS, Work.KEEP)),
+        (present(), HERE, {"phase": PRESENT, "due": NOW + LOOK}, (Work.KEEP,)),
+        (present(check_at=NOW + 3), HERE, {"due": NOW + 3}, (Work.KEEP,)),
+        (present(check_at=NOW), HERE, {}, (Work.KEEP, Check(OLD))),
+        (present(check_at=NOW, root=NEW), HERE, {}, (Work.KEEP, Check(NEW))),
+        (present(check_at=NOW, not_before=NOW + 60), HERE, {"due": NOW + LOOK}, (Work.KEEP,)),
+        (present(failure=SHORT, drift=NEW), HERE, {}, (Work.KEEP, Work.MEASURE)),
+        (present(failure=DENIED, reason="why"), HERE, {"failure": DENIED, "reason": "why"},
+         (Work.KEEP,)),
+        # it came by another way: failures are forgotten, the registry's pause is not
+        (state(FAILED, failure=DENIED, attempts=3, reason="why", check_at=math.inf), HERE,
+         {"failure": None, "attempts": 0, "reason": None, "check_at": NOW + REFRESH},
+         (NEWS, Work.KEEP)),
+        (state(WAITING, failure=SILENT, not_before=NOW + 60, check_at=NOW + 60), HERE,
+         {"failure": None, "next_check": NOW + 60}, (NEWS, Work.KEEP)),
+        # -- the store was read: the model, or a part of it, is missing
+        (state(), GONE, {"phase": PULLING, "is_here": False}, (Work.PULL,)),
+        (state(), PART, {"phase": PULLING, "manifest": MANIFEST}, (Work.PULL,)),
+        (state(policy=NEVER), GONE, {"phase": FAILED, "due": NOW + LOOK, "next_try": math.inf},
+         (Announce(FAILED, {"reason": "it is not here, and may not be fetched"}),)),
+        (present(policy=IF_MISSING), GONE, {"phase": PULLING, "is_here": False}, (Work.PULL,)),
+        (present(failure=SILENT, not_before=NOW + 60), GONE,
+         {"phase": WAITING, "failure": SILENT, "next_try": NOW + 60}, ()),
+        (present(failure=DENIED), GONE, {"phase": PULLING, "failure": None}, (Work.PULL,)),
+        (state(FAILED, failure=DENIED, check_at=NOW + 30), GONE, {"due": NOW + LOOK}, ()),
+        (state(FAILED, failure=DENIED, check_at=NOW + 3), GONE, {"due": NOW + 3}, ()),
+        (state(FAILED, failure=SHORT, check_at=math.inf), GONE, {}, (Work.MEASURE,)),
+        (state(FAILED, failure=DENIED, suspect=BAD), GONE, {}, (Check(NEW),)),
+        (state(FAILED, suspect=replace(BAD, retry_at=NOW)), GONE, {}, (Check(None),)),
+        # -- the store could not be read
+        (present(root=NEW), StoreUnreadable("damaged"),
+         {"phase": WAITING, "is_here": False, "root": None, "due": NOW + LOOK}, ()),
+        # -- the registry answered, and the model is here
+        (present(check_at=NOW), SAME, {"check_at": NOW + REFRESH, "due": NOW + LOOK}, ()),
+        (present(check_at=NOW), Checked(NEW, OLD), {"root": NEW, "drift": None}, ()),
+        (present(check_at=NOW), MOVED, {"phase": PULLING, "drift": NEW}, (DRIFT, Work.PULL)),
+        (present(policy=IF_MISSING), MOVED, {"phase": PRESENT, "drift": NEW}, (DRIFT,)),
+        (present(policy=IF_MISSING, drift=NEW), MOVED, {"drift": NEW}, ()),
+        (present(drift=NEW, root=NEW), Checked(OLD, OLD), {"drift": None}, ()),
+        (present(drift=NEW, root=NEW, failure=SILENT), SAME, {"phase": PULLING}, (Work.PULL,)),
+        (present(drift=NEW, root=NEW, failure=SHORT), SAME, {"failure": SHORT}, (Work.MEASURE,)),
+        (present(drift=NEW, root=NEW, failure=SHORT), MOVED, {"failure": None}, (Work.PULL,)),
+        (present(failure=DENIED, reason="why", attempts=2), SAME,
+         {"failure": None, "reason": None, "attempts": 0}, ()),
+        (present(drift=NEW, root=NEW, suspect=BAD), SAME,
+         {"phase": PRESENT, "reason": "other bytes", "next_try": NOW + 3000.0}, ()),
+        (present(drift=NEW, root=NEW, suspect=replace(BAD, retry_at=NOW)), SAME,
+         {"phase": PULLING}, (Work.PULL,)),
+        (present(drift=NEW, root=NEW, suspect=BAD), Checked(OLD, OLD), {"suspect": None}, ()),
+        # -- the registry answered, and the model is missing
+        (state(FAILED, suspect=BAD, reason="other"), SAME,
+         {"phase": FAILED, "reason": "other bytes", "check_at": NOW + REFRESH, "suspect": BAD}, ()),
+        (state(FAILED, suspect=BAD), Checked(OLD, OLD), {"root": OLD, "suspect": None},
+         (Work.PULL,)),
+        (state(FAILED, suspect=BAD), MOVED, {"root": NEW, "suspect": BAD}, (Work.PULL,)),
+        # -- a pull ended
+        (state(PULLING, failure=SILENT, attempts=3, suspect=BAD, drift=NEW, root=NEW),
+         Pulled(HERE, {"registry": 5}),
+         {"phase": PRESENT, "failure": None, "attempts": 0, "suspect": None, "drift": None,
+          "root": None, "check_at": NOW + REFRESH, "sources": {"registry": 5}},
+         (NEWS, Work.KEEP)),
+        (state(PULLING), Pulled(PART), {"phase": WAITING, "is_here": False}, ()),
+        (state(PULLING), Stopped("stopped"), {"phase": WAITING, "due": NOW + 1}, ()),
+        (present(), Stopped("stopped"), {"phase": PRESENT, "reason": "stopped"}, ()),
+        # -- a failure, and the model is missing
+        (state(PULLING), Failed(UNREACHABLE),
+         {"phase": WAITING, "attempts": 1, "not_before": NOW + 1, "next_try": NOW + 1}, ()),
+        (state(PULLING, attempts=20), Failed(UNREACHABLE), {"next_try": NOW + 150}, ()),
+        (state(PULLING), Failed(BUSY), {"next_try": NOW + 120, "due": NOW + LOOK}, ()),
+        (state(PULLING), Failed(ABSENT), {"phase": FAILED, "next_try": NOW + REFRESH},
+         (Announce(FAILED, {"reason": "no such tag"}),)),
+        (state(PULLING, refresh=FOR_EVER), Failed(ABSENT), {"next_try": math.inf},
+         (Announce(FAILED, {"reason": "no such tag"}),)),
+        (state(PULLING, suspect=BAD), Failed(BUSY), {"suspect": BAD}, ()),
+        (state(PULLING, suspect=replace(BAD, retry_at=NOW)), Failed(BUSY),
+         {"suspect": replace(BAD, retry_at=NOW + 120)}, ()),
+        # -- a failure, and an older version is here
+        (present(), Failed(UNREACHABLE), {"phase": PRESENT, "reason": "no answer"}, ()),
+        (present(), Failed(ABSENT), {"phase": PRESENT, "next_try": NOW + REFRESH},
+         (Announce("failed", {"reason": "no such tag"}),)),
+        (present(reason="no such tag"), Failed(ABSENT), {"reason": "no such tag"}, ()),
+        # -- content that failed verification
+        (state(PULLING, root=NEW), Failed(WRONG),
+         {"phase": FAILED, "suspect": Suspect(NEW, "other bytes", 1, NOW + whole(1, 0.5))},
+         (Announce(FAILED, {"reason": "other bytes"}),)),
+        (state(PULLING), Failed(WRONG, root=NEW), {"root": NEW},
+         (Announce(FAILED, {"reason": "other bytes"}),)),
+        (state(FAILED, root=NEW, suspect=BAD), Failed(WRONG),
+         {"suspect": Suspect(NEW, "other bytes", 2, NOW + whole(2, 0.5))}, ()),
+        (state(FAILED, root=OLD, suspect=BAD), Failed(WRONG),
+         {"suspect": Suspect(OLD, "other bytes", 1, NOW + whole(1, 0.5))}, ()),
+        (state(FAILED), Failed(WRONG), {"suspect": None, "next_try": NOW + REFRESH}, ()),
+        # -- a lack of space
+        (state(PULLING), Failed(FULL, free=100),
+         {"phase": FAILED, "shortage": Shortage(100 + STEP, 800, 1, NOW + 10), "due": NOW + LOOK,
+          "next_try": math.inf},
+         (Evict(800), Announce(FAILED, {"reason": "disk full"}))),
+        (state(FAILED, shortage=Shortage(1, 1, 3)), Failed(NoSpaceError("x"), 100, 500, True),
+         {"shortage": Shortage(100 + RESERVE, 500 + RESERVE, 4, NOW + 60)},
+         (Evict(500 + RESERVE),)),
+        (present(), Failed(FULL), {"phase": PRESENT, "next_check": NOW + REFRESH},
+         (Evict(700), Announce("failed", {"reason": "disk full"}))),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(900),
+         {"phase": PULLING}, (Work.PULL,)),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(850),
+         {"phase": FAILED, "due": NOW}, ()),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(700),
+         {"shortage": Shortage(900, 800, 1, NOW + 10)}, (Evict(800), Work.MEASURE)),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800, 1, NOW + 1)), Measured(700),
+         {"phase": FAILED}, ()),
+        (state(WAITING), Measured(10**9), {"phase": WAITING}, ()),
+        # -- from outside
+        (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9), Signal.RETRIED,
+         {"failure": None, "attempts": 0, "suspect": None, "due": 0.0, "next_check": -math.inf},
+         ()),
+        (present(due=NOW + 9), Signal.STORE_CHANGED, {"due": 0.0, "phase": PRESENT}, ()),
+        (present(), Signal.POSTPONED, {"due": NOW, "phase": PRESENT}, ()),
+        (present(), Signal.CRASHED, {"phase": FAILED, "due": NOW + CRASH}, ()),
+        (present(failure=DENIED), Specified(spec(IF_MISSING)), {"failure": None, "due": 0.0}, ()),
+        (present(failure=DENIED), Specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
+    ],
+)  # fmt: skip
+def test_transitions(before, event, after, actions):
+    found, performed = step(before, event)
+    assert facts(found, after) == after
+    assert performed == actions
+
+
+@pytest.mark.parametrize("refresh", [REFRESH, FOR_EVER])
+def test_a_failed_model_is_read_again_soon_and_not_asked_about(refresh):
+    failed, _ = step(state(refresh=refresh), GONE, Failed(ABSENT))
+    assert failed.due == NOW + LOOK
+    assert step(failed, GONE, now=NOW + LOOK) == (replace(failed, due=NOW + 2 * LOOK), ())
+
+
+def test_eviction_is_tried_at_growing_intervals_up_to_a_minute():
+    before, _ = step(state(), GONE, Failed(FULL))
+    times = []
+    for now in range(int(NOW) + 10, int(NOW) + 260, 10):
+        before, actions = step(before, GONE, Measured(0), now=now)
+        times += [now - NOW] * (Work.MEASURE in actions)
+    assert times == [10, 30, 70, 130, 190, 250]
+
+
+def test_wrong_content_is_pulled_again_after_pauses_that_double():
+    before, now = state(), NOW
+    for count in (1, 2, 3):
+        before, _ = step(before, GONE, now=now)
+        before, _ = step(before, Failed(WRONG, root=NEW), now=now)
+        assert before.next_try == now + whole(count, 0.5)
+        almost = before.next_try - 1
+        before, actions = step(before, GONE, SAME, now=almost)
+        assert (before.phase, actions) == (FAILED, ())
+        now = before.next_try
+        assert step(before, GONE, now=now)[1] == (Check(None),)
+        before, actions = step(before, GONE, MOVED, now=now)
+        assert actions == (Work.PULL,)
+
+
+def test_backing_off_doubles_between_failures_and_ends_with_success():
+    before, now, pauses = state(), NOW, []
+    for _ in range(4):
+        before, actions = step(before, GONE, now=now)
+        assert actions == (Work.PULL,)
+        before, _ = step(before, Failed(UNREACHABLE), now=now)
+        pauses.append(before.next_try - now)
+        now = before.next_try
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    before, _ = step(before, GONE, Pulled(HERE), now=now)
+    assert (before.attempts, before.failure, before.next_check) == (0, None, now + REFRESH)
+
+
+def test_a_model_is_troubled_by_failures_that_time_does_not_mend():
+    assert state(FAILED, failure=DENIED).is_troubled
+    assert present(failure=DENIED).is_troubled
+    assert not present(failure=SILENT).is_troubled
+    assert not state(WAITING, failure=SILENT).is_troubled
+    assert not present().is_troubled
