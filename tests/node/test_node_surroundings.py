@@ -8,12 +8,10 @@ import json
 import urllib.error
 
 import pytest
-from click.testing import CliRunner
 
 from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.api.service import make_service
 from clowder_aimage.cli.console.listener import check_stores, spell
-from clowder_aimage.cli.verbs.node_status import status
 from clowder_aimage.engine.settings import gather
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.http import background
@@ -27,7 +25,6 @@ from tests.layout.test_record_names import FAULTS, break_calls, drop_rights
 from tests.node.conftest import until
 from tests.node.test_node_live import asked
 from tests.process import Aimage
-from tests.scripted_worker import ScriptedWorker, says
 
 REF = "127.0.0.1:1/none:v1"
 NOT_WRITABLE = {"reason": "store not writable"}
@@ -243,23 +240,3 @@ def test_files_that_are_hidden_from_the_node_are_refused_with_why(tmp_path, monk
     with pytest.raises(FormatError, match="Permission denied"):
         read_directory(desired)
     assert NodeSettings(desired=hidden / "desired").desired == hidden / "desired"
-
-
-# -- to people
-
-
-@pytest.mark.parametrize("is_json", [False, True])
-def test_what_a_node_warns_of_is_said_beside_its_status(is_json):
-    told = ["desired state invalid", "a \x1b[2Jscreen", 7, ""]
-    answer = {"id": "x", "ready": True, "models": [], "warnings": told}
-    with ScriptedWorker(lambda _: says(answer)).running() as worker:
-        arguments = ["--json"] if is_json else []
-        said = CliRunner().invoke(status, arguments, env={"AIMAGE_HOST": worker.host})
-    assert said.exit_code == 0
-    if is_json:
-        assert json.loads(said.stdout) == answer and said.stderr == ""
-        return
-    first, second = said.stderr.splitlines()
-    assert first == "warning: desired state invalid"
-    assert second.startswith("warning: a ") and "\x1b" not in second
-    assert "warning" not in said.stdout
