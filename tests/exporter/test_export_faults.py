@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import (
     FormatError,
@@ -170,8 +171,7 @@ class Full:
 
 
 @pytest.mark.parametrize("name", ["pwrite", "write", "ftruncate", "fsync"])
-@pytest.mark.parametrize("left", [0, 1, 3])
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(("left", "is_there"), [(0, False), (1, True), (3, False)])
 def test_a_full_disk(full, monkeypatch, name, left, is_there):
     if is_there:
         full.out.mkdir()
@@ -270,7 +270,7 @@ def test_an_interrupt_leaves_nothing(full, is_there, moment):
 HELD = """
 import os, signal, sys
 from clowder_aimage.cli.main import main
-from clowder_aimage.exporter import write
+from clowder_aimage.exporter import export_writer
 
 told = int(sys.argv.pop(1))
 
@@ -279,7 +279,7 @@ def wait(*_):
     while True:
         signal.pause()
 
-write._Writer._whole = wait
+export_writer._Writer._whole = wait
 main()
 """
 
@@ -327,7 +327,7 @@ def test_how_to_complete_it(full):
     full.store.path(full.layers[0].descriptor).unlink()
     with pytest.raises(NotFoundError) as caught:
         export(full.store, name, full.out)
-    assert caught.value.hint == "to complete it: aimage pull registry.example.com/team/model:v1"
+    assert advice(caught.value) == "to complete it: aimage pull registry.example.com/team/model:v1"
 
 
 def test_a_name_that_is_not_there(artifact):

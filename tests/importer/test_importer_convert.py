@@ -51,16 +51,21 @@ def names(store):
 # -- the same as create
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        {"quantize": "int8"},
-        {"quantize": "transformer=int4,text_encoder=mxfp8", "group_size": 32},
-        {"quantize": "nvfp4"},
-        {"dtype": "f32"},
-        {"dtype": "f16", "quantize": "int4"},
-    ],
+    ("dialect", "recipe"),
+    list(
+        zip(
+            DIALECTS,
+            [
+                {"quantize": "int8"},
+                {"quantize": "transformer=int4,text_encoder=mxfp8", "group_size": 32},
+                {"quantize": "nvfp4"},
+                {"dtype": "f32"},
+                {"dtype": "f16", "quantize": "int4"},
+            ],
+            strict=True,
+        )
+    ),
     ids=str,
 )
 def test_what_create_gives_from_the_directory(model, dialect, recipe):
@@ -347,16 +352,14 @@ def mlx64():
     return [("U32", (64, 8), codes), ("F32", (64, 1), scales), ("F32", (64, 1), biases)]
 
 
-@pytest.mark.parametrize("words", SEPARATE)
+@pytest.mark.parametrize(
+    ("words", "dtype"), [(word, "bf16") for word in SEPARATE] + [(next(iter(SEPARATE)), "auto")], ids=str
+)
 @pytest.mark.parametrize(
     ("said", "promised"),
-    [
-        *((said, promised) for said in (*SAID, None) for promised in (("U32", (64, 8)), ())),
-        *((said, ("int4", (64, 64))) for said in SAID),
-    ],
+    [*((said, ("int4", (64, 64))) for said in SAID), (None, ("U32", (64, 8))), (None, ())],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "auto"])
 def test_scales_in_layers_of_their_own_are_not_cast(tmp_path, words, said, promised, dtype):
     model = make_valued(tmp_path / "model")
     aimage = separate(ImageLayout(model.store), words, said, promised)

@@ -74,8 +74,15 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-@pytest.mark.parametrize("recipe", [{}, {"quantize": "int8"}, {"dtype": "f32"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *((kind, {}) for kind in FOREIGN),
+        ("quanto", {"quantize": "int8"}),
+        ("hqq", {"dtype": "f32"}),
+    ],
+    ids=str,
+)
 def test_nothing_is_packed_that_nothing_could_read(tmp_path, kind, recipe):
     rest = as_dtype({"layers.0.attention.to_k.weight": bf16_values("k", (64, 64))}, "BF16")
     model = make_valued(tmp_path / "model", transformer=FOREIGN[kind] | rest)

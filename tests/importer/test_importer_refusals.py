@@ -42,9 +42,13 @@ def test_no_model_index(model):
 
 
 @pytest.mark.parametrize(
-    "value", ["{", "", b"\xff\xfe", "[" * 100_000, '{"a": 1}{}'], ids=lambda v: repr(v)[:12]
+    ("name", "value"),
+    [
+        *((name, "{") for name in FILES if name.endswith(".json")),
+        *(("vae/config.json", v) for v in ("", b"\xff\xfe", "[" * 100_000, '{"a": 1}{}')),
+    ],
+    ids=lambda v: repr(v)[:24],
 )
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
 def test_json_that_is_not(model, name, value):
     path = model.write(name, value)
     refused(model, path, "is not JSON")
@@ -81,8 +85,14 @@ def test_a_missing_component(model, component):
     refused(model, f"the {component} is missing", model.directory / component)
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-@pytest.mark.parametrize("entry", [None, [], ["diffusers"], [None, None], "x", [1, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("component", "entry"),
+    [
+        *((component, None) for component in COMPONENTS),
+        *(("vae", entry) for entry in ([], ["diffusers"], [None, None], "x", [1, 2])),
+    ],
+    ids=str,
+)
 def test_a_component_that_the_index_does_not_say(model, component, entry):
     value = FILES["model_index.json"] | {component: entry}
     path = model.write("model_index.json", value)
@@ -205,8 +215,13 @@ def test_two_indexes(sharded):
     refused(sharded, "several indexes", other.name)
 
 
-@pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl", "pickle", "BIN", "Pt"])
-@pytest.mark.parametrize("place", ["", "text_encoder/", "transformer/", "vae/", "tokenizer/"])
+@pytest.mark.parametrize(
+    ("place", "suffix"),
+    [
+        *(("", suffix) for suffix in ("bin", "pt", "pth", "ckpt", "pkl", "pickle", "BIN", "Pt")),
+        *((place, "bin") for place in ("text_encoder/", "transformer/", "vae/", "tokenizer/")),
+    ],
+)
 def test_pickled_weights(model, place, suffix):
     path = model.write(f"{place}weights.{suffix}", b"\x80\x04")
     error = refused(model, path, "is pickled")
