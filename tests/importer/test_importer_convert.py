@@ -353,7 +353,9 @@ def mlx64():
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"), [(word, "bf16") for word in SEPARATE] + [(next(iter(SEPARATE)), "auto")], ids=str
+    ("words", "dtype"),
+    [(word, "bf16") for word in SEPARATE] + [(next(iter(SEPARATE)), "auto")],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("said", "promised"),
