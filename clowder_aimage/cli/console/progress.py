@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from clowder_aimage.cli.console import output
 from clowder_aimage.cli.console.meter import Meter, name_of
@@ -23,85 +23,156 @@ from clowder_aimage.cli.console.output import (
     wants_json,
 )
 from clowder_aimage.content.copy_event import CopyEvent
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Digest, Reference
 
-_SAID = ("note", "summary")  # what people are told, besides how far it is
-_PARTING = 1.0  # seconds that a terminal that takes no more is waited for
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_MESSAGES = ("note", "summary")  # events that are shown on terminals and in logs
+_STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that takes no more
+_MIN_AGE = 0.5  # seconds until a copy, or a blob, gets a bar
+_MAX_BLOBS = 8
 
 
 class ProgressView(Protocol):
-    """A way to show progress. ``every`` is the time between two looks, in seconds."""
+    """A way to show progress, every ``interval`` seconds."""
 
-    every: float
+    interval: float
 
-    def compose(self, meter: Meter) -> Sequence[str]:
-        """What to show now. The meter is held still meanwhile."""
+    def update(self, meter: Meter) -> None:
+        """Take the counts to show. The meter does not change meanwhile."""
         ...
 
-    def show(self, lines: Sequence[str]) -> None:
-        """Show it. Whoever counts does not wait for this."""
+    def draw(self) -> None:
+        """Show them. Transfers do not wait for this."""
         ...
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Something happened. Calls may come from any thread."""
+    def send(self, kind: str, **fields: Any) -> None:
+        """Show an event. Calls may come from any thread."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove what is drawn."""
         ...
 
 
 class BarView:
-    """Lines on a terminal that change in place."""
+    """Bars at the bottom of a terminal: the total first, then the slower blobs."""
 
-    every = 0.1
+    interval = 0.1
 
     def __init__(self, stream: TextIO) -> None:
-        from clowder_aimage.cli.console.bar import Screen, frame
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+        from rich.table import Column
 
-        self._screen = Screen(stream)
-        self._frame = frame
+        def text(field: str, justify: Literal["left", "right"], **column: Any) -> TextColumn:
+            return TextColumn(
+                f"{{task.{field}}}", justify=justify, markup=False, table_column=Column(**column)
+            )
 
-    def compose(self, meter: Meter) -> Sequence[str]:
-        return self._frame(meter, *self._screen.size())
+        class PlainConsole(Console):
+            """A console that never hides the cursor, so that nothing must bring it back."""
 
-    def show(self, lines: Sequence[str]) -> None:
-        self._screen.draw(lines)
+            def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
+                return False
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        if kind in _SAID:
-            self._screen.print(printable(fields["message"]))
+        self._bars = Bars(
+            text("description", "left", max_width=40, no_wrap=True, overflow="ellipsis"),
+            BarColumn(),
+            text("fields[position]", "right", no_wrap=True),
+            text("fields[rate]", "right", no_wrap=True),
+            text("fields[eta]", "left", no_wrap=True),
+            console=PlainConsole(file=stream, force_terminal=True, highlight=False),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._total: TaskID | None = None
+        self._blobs: dict[Digest, TaskID] = {}
+
+    def update(self, meter: Meter) -> None:
+        if meter.elapsed < _MIN_AGE:
+            return
+        count = f" {meter.finished}/{meter.blobs} blobs" if meter.blobs else ""
+        self._total = self._show(
+            self._total,
+            f"{meter.task}{count}",
+            meter.shown,
+            meter.total,
+            position=position(meter.shown, meter.total, stepwise=meter.stepwise),
+            rate=speed(meter.rate, stepwise=meter.stepwise),
+            eta=f"ETA {duration(meter.eta)}",
+        )
+        for digest in self._blobs.keys() - meter.active.keys():
+            self._bars.remove_task(self._blobs.pop(digest))
+        for digest, blob in meter.active.items():
+            is_slow = meter.now - blob.begun >= _MIN_AGE
+            if digest in self._blobs or (is_slow and len(self._blobs) < _MAX_BLOBS):
+                whole = blob.content.size
+                done = max(0, min(blob.done, whole))
+                self._blobs[digest] = self._show(
+                    self._blobs.get(digest),
+                    f"  {printable(blob.label)}".replace("\n", " "),
+                    done,
+                    whole,
+                    position=position(done, whole),
+                    rate=speed(blob.speed.value),
+                    eta="",
+                )
+
+    def _show(
+        self, task: TaskID | None, title: str, done: int, total: int, **fields: Any
+    ) -> TaskID:
+        if task is None:
+            return self._bars.add_task(title, total=total, completed=done, **fields)
+        self._bars.update(task, description=title, total=total, completed=done, **fields)
+        return task
+
+    def draw(self) -> None:
+        if self._total is not None:
+            self._bars.start()
+            self._bars.refresh()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if kind in _MESSAGES:
+            self._bars.console.print(printable(fields["message"]), markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._screen.draw([])
+        self._bars.stop()
 
 
 class LineView:
     """A line now and then, for logs."""
 
-    every = 5.0
+    interval = 5.0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._line = ""
 
-    def compose(self, meter: Meter) -> Sequence[str]:
-        if not meter.total:
-            return []
-        task = f"{meter.task} {meter.subject}".strip()
-        where = " ".join(position(meter.shown, meter.total, stepwise=meter.stepwise).split())
-        return [
-            f"{task}: {100 * meter.shown // meter.total}%, {where}, "
-            f"{speed(meter.rate, stepwise=meter.stepwise)}, ETA {duration(meter.eta)}"
-        ]
+    def update(self, meter: Meter) -> None:
+        if meter.total:
+            done = " ".join(position(meter.shown, meter.total, stepwise=meter.stepwise).split())
+            self._line = (
+                f"{meter.task} {meter.subject}".strip()
+                + f": {100 * meter.shown // meter.total}%, {done}, "
+                f"{speed(meter.rate, stepwise=meter.stepwise)}, ETA {duration(meter.eta)}"
+            )
 
-    def show(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._stream.write(f"{line}\n")
+    def draw(self) -> None:
+        if self._line:
+            self._write(self._line)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if kind in _MESSAGES:
+            self._write(printable(fields["message"]))
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
         self._stream.flush()
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        if kind in _SAID:
-            self.show([printable(fields["message"])])
 
     def close(self) -> None:
         pass
@@ -110,38 +181,42 @@ class LineView:
 class JsonView:
     """Lines of JSON, for programs."""
 
-    every = 0.5
+    interval = 0.5
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lock = threading.Lock()
+        self._line = ""
 
-    def compose(self, meter: Meter) -> Sequence[str]:
+    def update(self, meter: Meter) -> None:
         eta = meter.eta
-        fields = {
-            "done": meter.shown,
-            "total": meter.total,
-            "rate": round(meter.rate, 3) if meter.stepwise else round(meter.rate),
-            "eta": None if eta is None else round(eta, 1),
-        }
-        return [output.event("progress", **fields)]
+        self._line = output.event(
+            "progress",
+            done=meter.shown,
+            total=meter.total,
+            rate=round(meter.rate, 3) if meter.stepwise else round(meter.rate),
+            eta=None if eta is None else round(eta, 1),
+        )
 
-    def show(self, lines: Sequence[str]) -> None:
+    def draw(self) -> None:
+        self._write(self._line)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        known = {key: value for key, value in fields.items() if value is not None}
+        with contextlib.suppress(OSError, ValueError):  # a reader that is gone stops nothing
+            self._write(output.event(kind, **known))
+
+    def _write(self, line: str) -> None:
         with self._lock:
-            self._stream.write("".join(f"{line}\n" for line in lines))
+            self._stream.write(f"{line}\n")
             self._stream.flush()
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody listens: no reason to stop
-            known = {key: value for key, value in fields.items() if value is not None}
-            self.show([output.event(kind, **known)])
 
     def close(self) -> None:
         pass
 
 
 def view_of(stream: TextIO, *, quiet: bool) -> ProgressView | None:
-    """How to show progress on ``stream``."""
+    """Return how to show progress on ``stream``; None for not at all."""
     if quiet:
         return None
     if wants_json():
@@ -154,8 +229,8 @@ def view_of(stream: TextIO, *, quiet: bool) -> ProgressView | None:
 class Progress:
     """Bytes (or steps) done of a total. Calls may come from any thread.
 
-    They only count. A thread of its own looks at the counts now and then and shows them, so that a
-    slow terminal holds nobody up, and a transfer that hangs is seen to hang.
+    They only count. A thread of its own shows the counts at intervals, so that a slow terminal does
+    not delay a transfer, and the rate of a transfer that hangs sinks to nothing.
     """
 
     def __init__(
@@ -193,18 +268,18 @@ class Progress:
         if thread is None or self._view is None:
             return
         try:
-            with contextlib.suppress(RuntimeError):  # an interrupt came before it had begun
-                thread.join(_PARTING)
+            with contextlib.suppress(RuntimeError):  # interrupted before it started
+                thread.join(_STOP_TIMEOUT)
         finally:
-            if not thread.is_alive():  # else the terminal takes nothing, and would hold us too
+            if not thread.is_alive():  # else the terminal blocks, and would block this thread
                 with contextlib.suppress(OSError, ValueError):
                     self._view.close()
 
     def begin(self, total: int) -> None:
-        """Say how much there is to do. A second beginning starts over."""
+        """Set how much there is to do. A second call starts over."""
         with self._lock:
             self._meter.begin(total, self._clock())
-        self._begun(**{"steps" if self._meter.stepwise else "size": total})
+        self._send_plan(**{"steps" if self._meter.stepwise else "size": total})
 
     def advance(self, count: int) -> None:
         """Count what was done; negative where it must be done again."""
@@ -212,59 +287,59 @@ class Progress:
             self._meter.advance(count)
 
     def on_event(self, event: CopyEvent) -> None:
-        """Watch a copy."""
+        """Count and show an event of a copy."""
         with self._lock:
-            news = self._meter.watch(event, self._clock())
+            is_event = self._meter.watch(event, self._clock())
         content = event.content
-        if not news or content is None or self._view is None or self._ended.is_set():
+        if not is_event or content is None or self._view is None or self._ended.is_set():
             return
         digest = str(content.digest)
         if event.kind == "plan":
-            self._begun(digest=digest, blobs=event.blobs, size=event.count)
+            self._send_plan(digest=digest, blobs=event.blobs, size=event.count)
             return
         fields = {"digest": digest, "size": content.size, "name": name_of(content)}
-        if event.kind == "progress":  # less than there was: a retry begins again
-            self._view.tell("retry", **fields, lost=-event.count)
+        if event.kind == "progress":  # less than before: a retry begins again
+            self._view.send("retry", **fields, lost=-event.count)
         else:
-            self._view.tell(event.kind, **fields)
+            self._view.send(event.kind, **fields)
 
-    def _begun(self, **fields: Any) -> None:
+    def _send_plan(self, **fields: Any) -> None:
         if self._view is None:
             return
-        self._view.tell("plan", task=self._task, reference=self._reference, **fields)
+        self._view.send("plan", task=self._task, reference=self._reference, **fields)
         with self._lock:
             if self._thread is None and not self._ended.is_set():
-                self._thread = threading.Thread(target=self._look, name="progress", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
                 self._thread.start()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         assert self._view is not None
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone: show nothing more
-            while not self._ended.wait(self._view.every):
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            while not self._ended.wait(self._view.interval):
                 self.refresh()
 
     def refresh(self) -> None:
-        """Look at the clock, and show how far it is."""
+        """Show the counts as they are now."""
         if self._view is None:
             return
         with self._lock:
             self._meter.sample(self._clock())
-            lines = self._view.compose(self._meter)
-        self._view.show(lines)
+            self._view.update(self._meter)
+        self._view.draw()
 
     def note(self, text: str) -> None:
-        """Say something without disturbing what is shown."""
+        """Print a line above the bars."""
         if self._view is None:
             output.note(text)
         else:
-            self._view.tell("note", message=text)
+            self._view.send("note", message=text)
 
     def say(self, verb: str) -> None:
-        """Say in a line how a copy ended, now that it has; nothing with ``-q``."""
+        """Print how a copy ended; nothing with ``-q``."""
         meter = self._meter
         if self._view is None:
             return
-        self._view.tell(
+        self._view.send(
             "summary",
             message=self.summary(verb),
             task=self._task,
@@ -276,7 +351,7 @@ class Progress:
         )
 
     def summary(self, verb: str) -> str:
-        """One line on how a copy ended."""
+        """Return a line on how a copy ended."""
         moved = self._meter.blobs - self._meter.skipped
         there = f", {self._meter.skipped} already there" if self._meter.skipped else ""
         return f"{verb} {plural(moved, 'blob')}{there}, {size(self._meter.total)} in all"
