@@ -178,29 +178,29 @@ def test_the_judge_of_pins_can_refuse() -> None:
 # -- images
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_hadolint_finds_nothing(path: Path) -> None:
-    assert run(tool("hadolint"), "--failure-threshold", "style", path) == ""
+def test_hadolint_finds_nothing() -> None:
+    for path in DOCKERFILES:
+        assert run(tool("hadolint"), "--failure-threshold", "style", path) == ""
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_an_image_is_one_users_who_is_not_root(path: Path) -> None:
-    assert last(path, "USER") == USER
-    words = [word for word, _ in instructions(path)]
-    after = words[len(words) - words[::-1].index("USER") :]
-    assert not {"RUN", "COPY", "ADD"} & set(after)
-    uid, _, gid = USER.partition(":")
-    made = [rest for word, rest in instructions(path) if word == "RUN" and "useradd" in rest]
-    assert f"--uid {uid} --gid {gid}" in made[-1]
-    assert "/var/lib/aimage" in made[-1]
-    assert last(path, "VOLUME") == "/var/lib/aimage"
+def test_an_image_is_one_users_who_is_not_root() -> None:
+    for path in DOCKERFILES:
+        assert last(path, "USER") == USER
+        words = [word for word, _ in instructions(path)]
+        after = words[len(words) - words[::-1].index("USER") :]
+        assert not {"RUN", "COPY", "ADD"} & set(after)
+        uid, _, gid = USER.partition(":")
+        made = [rest for word, rest in instructions(path) if word == "RUN" and "useradd" in rest]
+        assert f"--uid {uid} --gid {gid}" in made[-1]
+        assert "/var/lib/aimage" in made[-1]
+        assert last(path, "VOLUME") == "/var/lib/aimage"
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_an_image_has_one_port_and_says_so_everywhere(path: Path) -> None:
-    (port,) = re.findall(r"0\.0\.0\.0:(\d+)", last(path, "CMD"))
-    assert last(path, "EXPOSE") == port
-    assert re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", last(path, "HEALTHCHECK")) == [port]
+def test_an_image_has_one_port_and_says_so_everywhere() -> None:
+    for path in DOCKERFILES:
+        (port,) = re.findall(r"0\.0\.0\.0:(\d+)", last(path, "CMD"))
+        assert last(path, "EXPOSE") == port
+        assert re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", last(path, "HEALTHCHECK")) == [port]
 
 
 def test_both_images_run_the_same() -> None:
@@ -214,11 +214,11 @@ def copied(path: Path) -> list[str]:
     return [source for words in copies if "--from=build" not in words for source in words[:-1]]
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_the_context_holds_what_is_copied_and_nothing_else(path: Path) -> None:
-    lines = [line for line in IGNORE.read_text().splitlines() if line and line[0] != "#"]
-    assert lines[0] == "*"
-    assert {line[1:] for line in lines if line[0] == "!"} == set(copied(path))
+def test_the_context_holds_what_is_copied_and_nothing_else() -> None:
+    for path in DOCKERFILES:
+        lines = [line for line in IGNORE.read_text().splitlines() if line and line[0] != "#"]
+        assert lines[0] == "*"
+        assert {line[1:] for line in lines if line[0] == "!"} == set(copied(path))
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
@@ -339,12 +339,12 @@ def test_systemd_would_say_that_it_does_not_understand(installed: Path) -> None:
     assert "KilMode" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
-@pytest.mark.parametrize("path", UNITS, ids=name)
-def test_a_service_is_hardly_exposed(path: Path) -> None:
-    said = run(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
-    found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
-    assert found is not None, said
-    assert float(found[1]) <= LARGEST_EXPOSURE
+def test_a_service_is_hardly_exposed() -> None:
+    for path in UNITS:
+        said = run(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
+        found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
+        assert found is not None, said
+        assert float(found[1]) <= LARGEST_EXPOSURE
 
 
 def test_services_share_one_user_and_write_nowhere_else() -> None:

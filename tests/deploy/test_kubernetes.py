@@ -58,17 +58,19 @@ def validate(file: Path, version: str) -> subprocess.CompletedProcess[str]:
 # -- kustomize
 
 
-@pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=name)
-def test_what_a_kustomization_lists_is_there(path: Path) -> None:
-    found = kustomization(path)
-    for entry in (*found.get("resources", ()), *found.get("components", ())):
-        target = path.parent / entry
-        assert target.is_file() or (target / "kustomization.yaml").is_file(), entry
-    for entry in found.get("components", ()):
-        assert kustomization(path.parent / entry / "kustomization.yaml")["kind"] == "Component"
-    for file in generated_from(path):
-        assert file.is_file(), file
-    assert not {"patches", "patchesStrategicMerge"} & set(found), "teach this test about patches"
+def test_what_a_kustomization_lists_is_there() -> None:
+    for path in KUSTOMIZATIONS:
+        found = kustomization(path)
+        for entry in (*found.get("resources", ()), *found.get("components", ())):
+            target = path.parent / entry
+            assert target.is_file() or (target / "kustomization.yaml").is_file(), entry
+        for entry in found.get("components", ()):
+            assert kustomization(path.parent / entry / "kustomization.yaml")["kind"] == "Component"
+        for file in generated_from(path):
+            assert file.is_file(), file
+        assert not {"patches", "patchesStrategicMerge"} & set(found), (
+            "teach this test about patches"
+        )
 
 
 def test_no_manifest_is_forgotten() -> None:
@@ -85,16 +87,16 @@ def test_no_manifest_is_forgotten() -> None:
     assert {p.parent for p in KUSTOMIZATIONS} - set(OVERLAYS) <= listed
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
-def test_kustomize_puts_an_overlay_together(overlay: Path) -> None:
-    found = build(overlay)
-    assert {"Namespace", "DaemonSet", "ServiceAccount", "NetworkPolicy"} <= {
-        one["kind"] for one in found
-    }
-    keys = [(one["kind"], one["metadata"]["name"]) for one in found]
-    assert len(keys) == len(set(keys))
-    namespaced = [one for one in found if one["kind"] != "Namespace"]
-    assert {one["metadata"].get("namespace") for one in namespaced} == {"aimage"}
+def test_kustomize_puts_an_overlay_together() -> None:
+    for overlay in OVERLAYS:
+        found = build(overlay)
+        assert {"Namespace", "DaemonSet", "ServiceAccount", "NetworkPolicy"} <= {
+            one["kind"] for one in found
+        }
+        keys = [(one["kind"], one["metadata"]["name"]) for one in found]
+        assert len(keys) == len(set(keys))
+        namespaced = [one for one in found if one["kind"] != "Namespace"]
+        assert {one["metadata"].get("namespace") for one in namespaced} == {"aimage"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -181,19 +183,19 @@ def test_monitors_find_services_and_their_ports() -> None:
             assert endpoint["authorization"]["credentials"]["name"] in SECRETS
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
-def test_one_autoscaler_counts_the_workers(overlay: Path) -> None:
-    found = build(overlay)
-    scalers = of_kind("HorizontalPodAutoscaler", found) + of_kind("ScaledObject", found)
-    workers = of_kind("Deployment", found)
-    assert len(scalers) == len(workers)
-    for scaler, worker in zip(scalers, workers, strict=True):
-        target = scaler["spec"]["scaleTargetRef"]
-        assert (target["kind"], target["name"]) == ("Deployment", worker["metadata"]["name"])
-        assert "replicas" not in worker["spec"], "applying it again would undo the autoscaler"
-        spec = scaler["spec"]
-        least = spec.get("minReplicas", spec.get("minReplicaCount"))
-        assert 1 <= least < spec.get("maxReplicas", spec.get("maxReplicaCount"))
+def test_one_autoscaler_counts_the_workers() -> None:
+    for overlay in OVERLAYS:
+        found = build(overlay)
+        scalers = of_kind("HorizontalPodAutoscaler", found) + of_kind("ScaledObject", found)
+        workers = of_kind("Deployment", found)
+        assert len(scalers) == len(workers)
+        for scaler, worker in zip(scalers, workers, strict=True):
+            target = scaler["spec"]["scaleTargetRef"]
+            assert (target["kind"], target["name"]) == ("Deployment", worker["metadata"]["name"])
+            assert "replicas" not in worker["spec"], "applying it again would undo the autoscaler"
+            spec = scaler["spec"]
+            least = spec.get("minReplicas", spec.get("minReplicaCount"))
+            assert 1 <= least < spec.get("maxReplicas", spec.get("maxReplicaCount"))
 
 
 def test_autoscalers_look_at_the_length_of_the_queue() -> None:

@@ -22,7 +22,6 @@ from tests.deploy.cluster import (
     KUSTOMIZATIONS,
     OVERLAYS,
     SECRETS,
-    Pod,
     built,
     called,
     complaints,
@@ -51,9 +50,9 @@ def build(overlay: Path) -> list[dict[str, Any]]:
 # -- what they may do
 
 
-@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
-def test_a_pod_may_do_little(pod: Pod) -> None:
-    assert complaints(pod) == []
+def test_a_pod_may_do_little() -> None:
+    for pod in pods(manifests()):
+        assert complaints(pod) == []
 
 
 def test_there_are_pods_to_look_at() -> None:
@@ -100,11 +99,11 @@ def test_the_judge_looks_at_containers_that_run_first() -> None:
     assert any(complaint.startswith("chown: may be root") for complaint in complaints(pod))
 
 
-@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
-def test_an_image_is_of_this_release(pod: Pod) -> None:
-    for container in pod.containers:
-        assert container["image"] == IMAGE
-        assert is_pinned(container["image"])
+def test_an_image_is_of_this_release() -> None:
+    for pod in pods(manifests()):
+        for container in pod.containers:
+            assert container["image"] == IMAGE
+            assert is_pinned(container["image"])
 
 
 def test_overlays_name_this_release_too() -> None:
@@ -141,27 +140,27 @@ def test_the_one_place_of_a_node_is_the_store() -> None:
     assert {(str(c["runAsUser"]), str(c["runAsGroup"])) for c in contexts} == {owner}
 
 
-@pytest.mark.parametrize("pod", pods(manifests()), ids=called)
-def test_what_is_mounted_is_there(pod: Pod) -> None:
-    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-    mounts = [mount for container in pod.containers for mount in container["volumeMounts"]]
-    assert {mount["name"] for mount in mounts} == set(volumes)
-    assert not [mount for mount in mounts if "subPath" in mount], "it would never be updated"
-    writable = {mount["name"] for mount in mounts if not mount.get("readOnly")}
-    assert writable <= {"store", "tmp"}
-    generated = {
-        generator["name"]
-        for path in KUSTOMIZATIONS
-        for generator in kustomization(path).get("configMapGenerator", ())
-    }
-    for volume in volumes.values():
-        if "configMap" in volume:
-            assert volume["configMap"]["name"] in generated
-        if "secret" in volume:
-            assert volume["secret"]["secretName"] in SECRETS
-            assert volume["secret"]["defaultMode"] & 0o007 == 0
-        if "emptyDir" in volume:
-            assert "sizeLimit" in volume["emptyDir"], "a pod could fill its node"
+def test_what_is_mounted_is_there() -> None:
+    for pod in pods(manifests()):
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        mounts = [mount for container in pod.containers for mount in container["volumeMounts"]]
+        assert {mount["name"] for mount in mounts} == set(volumes)
+        assert not [mount for mount in mounts if "subPath" in mount], "it would never be updated"
+        writable = {mount["name"] for mount in mounts if not mount.get("readOnly")}
+        assert writable <= {"store", "tmp"}
+        generated = {
+            generator["name"]
+            for path in KUSTOMIZATIONS
+            for generator in kustomization(path).get("configMapGenerator", ())
+        }
+        for volume in volumes.values():
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in generated
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in SECRETS
+                assert volume["secret"]["defaultMode"] & 0o007 == 0
+            if "emptyDir" in volume:
+                assert "sizeLimit" in volume["emptyDir"], "a pod could fill its node"
 
 
 def test_secrets_are_asked_for_and_never_here() -> None:
@@ -174,44 +173,47 @@ def test_secrets_are_asked_for_and_never_here() -> None:
             assert "secretGenerator" not in path.read_text(), path
 
 
-@pytest.mark.parametrize("pod", [p for p in pods(manifests()) if p.kind != "Pod"], ids=called)
-def test_probes_ask_what_answers_without_a_token(pod: Pod) -> None:
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    from clowder_aimage.api import health
-    from clowder_aimage.api.service import Service
-    from clowder_aimage.http.route import OPEN
+def test_probes_ask_what_answers_without_a_token() -> None:
+    for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
+        pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+        from clowder_aimage.api import health
+        from clowder_aimage.api.service import Service
+        from clowder_aimage.http.route import OPEN
 
-    routes = health.routes(cast(Service, None))
-    is_open = {route.path for route in routes if route.scope == OPEN}
-    (container,) = pod.containers
-    probes = {
-        kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")
-    }
-    assert {kind: probe["path"] for kind, probe in probes.items()} == {
-        "startup": "/healthz",
-        "liveness": "/healthz",
-        "readiness": "/readyz",
-    }
-    assert {probe["path"] for probe in probes.values()} <= is_open
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert {ports[probe["port"]] for probe in probes.values()} == {listens_on(container)}
-    monitored = {e["path"] for one in of_kind("ServiceMonitor") for e in one["spec"]["endpoints"]}
-    assert monitored <= {route.path for route in routes}
+        routes = health.routes(cast(Service, None))
+        is_open = {route.path for route in routes if route.scope == OPEN}
+        (container,) = pod.containers
+        probes = {
+            kind: container[f"{kind}Probe"]["httpGet"]
+            for kind in ("startup", "liveness", "readiness")
+        }
+        assert {kind: probe["path"] for kind, probe in probes.items()} == {
+            "startup": "/healthz",
+            "liveness": "/healthz",
+            "readiness": "/readyz",
+        }
+        assert {probe["path"] for probe in probes.values()} <= is_open
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert {ports[probe["port"]] for probe in probes.values()} == {listens_on(container)}
+        monitored = {
+            e["path"] for one in of_kind("ServiceMonitor") for e in one["spec"]["endpoints"]
+        }
+        assert monitored <= {route.path for route in routes}
 
 
 # -- command lines
 
 
-@pytest.mark.parametrize("pod", [p for p in pods(manifests()) if p.kind != "Pod"], ids=called)
-def test_every_option_is_one_that_the_program_takes(pod: Pod) -> None:
-    (container,) = pod.containers
-    verb, *options = container["args"]
-    command = cli.get_command(click.Context(cli), verb)
-    assert command is not None, f"aimage has no verb {verb}"
-    try:
-        command.make_context(verb, list(options))
-    except click.ClickException as error:
-        pytest.fail(f"aimage {verb}: {error.format_message()}")
+def test_every_option_is_one_that_the_program_takes() -> None:
+    for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
+        (container,) = pod.containers
+        verb, *options = container["args"]
+        command = cli.get_command(click.Context(cli), verb)
+        assert command is not None, f"aimage has no verb {verb}"
+        try:
+            command.make_context(verb, list(options))
+        except click.ClickException as error:
+            pytest.fail(f"aimage {verb}: {error.format_message()}")
 
 
 def test_the_worker_takes_every_value() -> None:
@@ -275,18 +277,18 @@ def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
     assert want.pin and want.refresh == 300.0
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
-def test_a_new_list_of_models_restarts_nobody(overlay: Path) -> None:
-    """The list keeps its name, and the daemon sees the file change; the configuration, which is
-    read once, gets a name of its own for each content, and pods are replaced."""
-    found = build(overlay)
-    maps = {one["metadata"]["name"]: one["data"] for one in of_kind("ConfigMap", found)}
-    assert "aimage-desired" in maps
-    (configuration,) = [key for key in maps if re.fullmatch(r"aimage-config-\w{10}", key)]
-    (daemon,) = pods(of_kind("DaemonSet", found))
-    used = {v["configMap"]["name"] for v in daemon.spec["volumes"] if "configMap" in v}
-    assert used == {"aimage-desired", configuration}
-    schema.validate("config", json.loads(maps[configuration]["config.json"]))
+def test_a_new_list_of_models_restarts_nobody() -> None:
+    for overlay in OVERLAYS:
+        """The list keeps its name, and the daemon sees the file change; the configuration, which is
+        read once, gets a name of its own for each content, and pods are replaced."""
+        found = build(overlay)
+        maps = {one["metadata"]["name"]: one["data"] for one in of_kind("ConfigMap", found)}
+        assert "aimage-desired" in maps
+        (configuration,) = [key for key in maps if re.fullmatch(r"aimage-config-\w{10}", key)]
+        (daemon,) = pods(of_kind("DaemonSet", found))
+        used = {v["configMap"]["name"] for v in daemon.spec["volumes"] if "configMap" in v}
+        assert used == {"aimage-desired", configuration}
+        schema.validate("config", json.loads(maps[configuration]["config.json"]))
 
 
 # -- image volumes

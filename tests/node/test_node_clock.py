@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.storage import encode
-from clowder_aimage.engine.backoff import again
-from clowder_aimage.engine.limits import NEVER
-from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.node import Node, NodeOptions
@@ -24,10 +19,8 @@ from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.conftest import until
-from tests.node.nodes import noise
 from tests.node.shop import events
 from tests.node.test_node_live import asked
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 FOLLOWED = {"refresh": 1, "pullPolicy": "Always"}
 HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
@@ -122,81 +115,6 @@ def test_a_jump_of_the_wall_clock_removes_nothing_that_is_wanted(tmp_path, shop,
     asyncio.run(play())
 
 
-def test_what_fails_backs_off_on_the_monotonic_clock_whatever_the_wall_says(
-    tmp_path, shop, monkeypatch
-):
-    ref = shop.publish("a")
-    shop.refuse(lambda passed: True, 501)  # no request is repeated at once
-    real, jump = time.time, [0.0]
-    monkeypatch.setattr(time, "time", lambda: real() + jump[0])
-
-    async def play():
-        bench = Bench(tmp_path, want(ref))
-        await bench.turn()
-        for attempts in range(1, 12):
-            jump[0] = DECADE * (-1) ** attempts
-            wait = min(300.0, 2.0**attempts) * 0.999
-            before = len(shop.proxy.seen)
-            await bench.turn(wait * 0.99)
-            assert len(shop.proxy.seen) == before, f"attempt {attempts + 1} came early"
-            await bench.turn(wait * 0.02)
-            assert len(shop.proxy.seen) == before + 1, f"attempt {attempts + 1} did not come"
-        shop.mend()
-        await bench.turn(301.0)
-        assert bench.model()["state"] == "present"
-
-    asyncio.run(play())
-
-
-def test_what_may_never_be_fetched_is_looked_at_now_and_then_and_not_at_every_turn(tmp_path, shop):
-    ref = shop.publish("a")
-
-    async def play():
-        bench = Bench(tmp_path, want(ref))
-        await bench.turn()
-        bench.want(want(ref, policy=NEVER))
-        await bench.turn(1.0)
-        one = bench.node._models[ref].state
-        assert one.phase == "present" and one.due >= bench.now + 5.0
-        assert not shop.manifests(since=4)
-
-    asyncio.run(play())
-
-
-# -- patience that a registry asks for
-
-
-def test_how_long_a_registry_wants_to_be_left_alone_counts_where_that_is_longer():
-    for asked_for in (30.0, 1800.0):
-        error = RegistryError("too many", status=429, retry_after=asked_for)
-        assert again(error, 1, 0.5, 300.0).delay == asked_for
-    assert again(RegistryError("x", status=429, retry_after=2.0), 9, 0.5, 300.0).delay == 150.0
-
-
-def test_retry_after_is_obeyed_between_any_two_requests(node):
-    manifest, blobs = artifact(b"{}", noise(1000))
-    serve, times, is_busy = serving(manifest, blobs), [], [True]
-
-    def script(seen):
-        times.append(time.monotonic())
-        return Answer(429, {"Retry-After": "1"}) if is_busy[0] else serve(seen)
-
-    with ScriptedRegistry(script).running() as registry:
-        ref = f"{registry.host}/team/model:v1"
-        node.want({"ref": ref})
-        node.start()
-        waiting = node.reaches(ref, "waiting")
-        assert waiting["code"] == "registry_failed" and waiting["next"]
-        count = len(times)
-        until(lambda: len(times) > count, "another try")
-        is_busy[0] = False
-        node.reaches(ref, "present")
-        busy = times[: count + 1]
-        gaps = [later - earlier for earlier, later in itertools.pairwise(busy)]
-        assert all(gap > 0.95 for gap in gaps), gaps
-    node.aimage("verify")
-
-
 # -- what only a change can mend
 
 
@@ -206,11 +124,11 @@ def rounds(shop, tag="v1", count=3):
     until(lambda: shop.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
-@pytest.mark.parametrize("policy", ["Always", "IfNotPresent"])
-def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(node, shop, policy):
+@pytest.mark.integration
+def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(node, shop):
     shop.spoil("b")
     ref = shop.publish("a", "b")
-    node.want({"ref": ref, "refresh": 1, "pullPolicy": policy})
+    node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
     failed = node.reaches(ref, "failed")
     assert failed["code"] == "verification_failed"
@@ -233,86 +151,10 @@ def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(no
     node.aimage("verify")
 
 
-def test_a_new_version_with_wrong_bytes_leaves_the_old_one_and_is_not_fetched_twice(node, shop):
-    ref = shop.publish("a")
-    node.want({"ref": ref, **FOLLOWED})
-    node.start()
-    old = node.reaches(ref, "present")["digest"]
-    shop.spoil("b")
-    shop.publish("a", "b")
-    reason = until(lambda: node.model(ref)["reason"], "the failure to be told")
-    blobs = shop.blobs()
-    rounds(shop)
-    now = node.model(ref)
-    assert (now["state"], now["digest"], now["reason"]) == ("present", old, reason)
-    assert now["drift"] and shop.blobs() == blobs
-    assert node.readiness()[0] == 200
-    shop.publish("a", "c")
-    until(lambda: node.model(ref)["drift"] is None, "the good version to be followed")
-    assert node.model(ref)["digest"] != old
-    node.aimage("verify")
-
-
-def test_wrong_bytes_under_a_digest_are_fetched_once(node, shop):
-    shop.spoil("b")
-    shop.publish("b", tag="v2")
-    pinned = by_digest(shop, "v2")
-    node.want({"ref": pinned, "refresh": 1})
-    node.start()
-    assert node.reaches(pinned, "failed")["code"] == "verification_failed"
-    blobs = shop.blobs()
-    since = len(shop.proxy.seen)
-    until(lambda: shop.manifests(since=since) >= 3, "three looks at the manifest")
-    assert shop.blobs() == blobs
-    shop.proxy.change = None
-    asked(node, "POST", "/v1/node/retry", {"ref": pinned})
-    node.reaches(pinned, "present")
-
-
-def by_digest(shop, tag):
-    """The name of what a tag means now."""
-    head = urllib.request.Request(
-        f"http://{shop.repository.partition('/')[0]}/v2/"
-        f"{shop.repository.partition('/')[2]}/manifests/{tag}",
-        headers={"Accept": "application/vnd.oci.image.manifest.v1+json"},
-        method="HEAD",
-    )
-    with urllib.request.urlopen(head, timeout=30) as answer:
-        digest = answer.headers["Docker-Content-Digest"]
-    return f"{shop.name(tag).rpartition(':')[0]}@{digest}"
-
-
-def test_a_new_version_that_could_not_be_had_is_tried_until_it_is_here(node, shop):
-    ref = shop.publish("a")
-    node.want({"ref": ref, **FOLLOWED})
-    node.start()
-    old = node.reaches(ref, "present")["digest"]
-    shop.refuse(lambda passed: "/blobs/" in passed.path, 501)
-    shop.publish("a", "b")
-    until(lambda: node.model(ref)["reason"], "the failure to be told")
-    rounds(shop, count=2)
-    assert node.model(ref)["digest"] == old and node.model(ref)["drift"]
-    shop.mend()
-    until(lambda: node.model(ref)["drift"] is None, "the new version to come at last")
-    assert node.model(ref)["digest"] != old and node.model(ref)["reason"] is None
-
-
-def test_a_tag_that_appears_later_is_fetched_at_its_next_look(node, shop):
-    ref = shop.name("later")
-    shop.publish("a", tag="other")
-    node.want({"ref": ref, "refresh": 1})
-    node.start()
-    missing = node.reaches(ref, "failed")
-    assert missing["code"] == "not_found"
-    rounds(shop, "later", 2)
-    assert not shop.blobs()
-    shop.publish("a", tag="later")
-    node.reaches(ref, "present")
-
-
 # -- changes in the middle of a pull
 
 
+@pytest.mark.integration
 def test_a_want_that_goes_in_the_middle_of_its_pull_ends_it_and_names_nothing(node, shop):
     ref = shop.publish("a", "b", size=20_000_000)
     other = shop.publish("c", tag="other")
@@ -335,6 +177,7 @@ def test_a_want_that_goes_in_the_middle_of_its_pull_ends_it_and_names_nothing(no
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
     ref = shop.publish("a", "b", size=400_000)
     shop.proxy.hold = 500_000
@@ -350,6 +193,7 @@ def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_components_that_change_in_the_middle_are_what_is_fetched_in_the_end(
     node, author, repository, proxy
 ):
@@ -393,6 +237,7 @@ def swap(directory, number, text):
         link.symlink_to("..data/models.yaml")
 
 
+@pytest.mark.integration
 def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, shop):
     one, other = shop.publish("a", tag="one"), shop.publish("b", tag="other")
     swap(node.desired, 1, f"- ref: {one}\n")
@@ -423,6 +268,7 @@ def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, sh
 # -- who comes first
 
 
+@pytest.mark.integration
 def test_what_somebody_asks_for_passes_what_waits_and_what_waits_is_joined(node, shop):
     refs = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
     extra = shop.publish("extra", tag="extra")

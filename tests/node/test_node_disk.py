@@ -172,6 +172,7 @@ def test_above_the_upper_mark_unwanted_names_go_and_the_others_stay(tmp_path, sh
         asyncio.run(play())
 
 
+@pytest.mark.integration
 def test_a_node_whose_disk_is_full_serves_what_it_has_and_says_what_is_the_matter(
     disk, shop, tmp_path
 ):
@@ -206,6 +207,7 @@ def test_a_node_whose_disk_is_full_serves_what_it_has_and_says_what_is_the_matte
         node.end()
 
 
+@pytest.mark.integration
 def test_a_node_is_ready_while_its_disk_is_nearly_full_and_says_why_where_not_a_byte_fits(
     disk, shop, tmp_path
 ):

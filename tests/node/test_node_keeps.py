@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.node.conftest import LiveNode, until
 from tests.node.shop import Shop
 from tests.proxy import Reply
+
+pytestmark = pytest.mark.integration  # nodes in processes of their own
 
 FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is fuller than that
 

@@ -74,6 +74,7 @@ def test_what_is_wanted_comes_is_pinned_and_makes_the_node_ready(node, model, pr
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_an_idle_node_asks_for_no_blob_and_for_each_tag_once_an_interval(node, model, proxy):
     first, second = model("v1"), model("v2", "second")
     every = {"refresh": 1, "pullPolicy": "Always"}
@@ -93,6 +94,7 @@ def test_an_idle_node_asks_for_no_blob_and_for_each_tag_once_an_interval(node, m
     assert abs(paths.count("v1") - paths.count("v2")) <= 1 and "v3" not in paths
 
 
+@pytest.mark.integration
 def test_a_tag_that_moves_is_followed_where_that_is_wanted_and_told_where_not(node, model, proxy):
     followed, kept = model("follow"), model("keep")
     pinned = model("pinned")
@@ -123,6 +125,7 @@ def test_a_tag_that_moves_is_followed_where_that_is_wanted_and_told_where_not(no
     assert not asked_by_digest
 
 
+@pytest.mark.integration
 def test_what_is_invalid_empty_or_gone_deletes_nothing_and_is_said(node, model):
     ref = model()
     node.want({"ref": ref})
@@ -148,6 +151,7 @@ def test_what_is_invalid_empty_or_gone_deletes_nothing_and_is_said(node, model):
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_with_prune_what_nobody_wants_goes_but_for_pins_and_what_others_pulled(node, model):
     wanted, unwanted, pinned, other = (model(tag) for tag in ("a", "b", "c", "d"))
     node.aimage("pull", "-q", other)
@@ -168,6 +172,7 @@ def test_with_prune_what_nobody_wants_goes_but_for_pins_and_what_others_pulled(n
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model, proxy):
     ref = model()
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
@@ -188,6 +193,7 @@ def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model,
     until(lambda: node.model(ref)["reason"] is None, "the registry to be asked again")
 
 
+@pytest.mark.integration
 def test_what_is_refused_is_not_asked_for_again_until_the_credentials_change(node, model, proxy):
     ref = model()
     challenge = {"WWW-Authenticate": 'Basic realm="x"'}
@@ -211,6 +217,7 @@ def test_what_is_refused_is_not_asked_for_again_until_the_credentials_change(nod
     until(lambda: not node.metric(line), "the failure to be forgotten")
 
 
+@pytest.mark.integration
 def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):
     ref = model()
     node.want({"ref": ref, "components": ["vae"], "pin": True})
@@ -224,6 +231,7 @@ def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_a_pull_that_was_killed_goes_on_where_it_was(node, proxy, tmp_path, repository):
     whole = 60 * MIB
     pushed = push_model(tmp_path, repository, noise(whole, "killed"))
@@ -241,6 +249,7 @@ def test_a_pull_that_was_killed_goes_on_where_it_was(node, proxy, tmp_path, repo
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_two_nodes_on_one_store_fetch_everything_once(node, model, proxy, tmp_path):
     ref = model()
     node.want({"ref": ref})
@@ -258,6 +267,7 @@ def test_two_nodes_on_one_store_fetch_everything_once(node, model, proxy, tmp_pa
     node.aimage("verify")
 
 
+@pytest.mark.integration
 def test_the_node_serves_what_it_has_as_a_registry_that_is_only_read(node, model, repository):
     ref = model()
     node.want({"ref": ref})
@@ -279,6 +289,7 @@ def test_the_node_serves_what_it_has_as_a_registry_that_is_only_read(node, model
         assert caught.value.code in (404, 405)
 
 
+@pytest.mark.integration
 def test_status_is_shown_to_people(node, model):
     ref = model()
     node.want({"ref": ref})

@@ -13,6 +13,8 @@ from tests.deploy.test_deploy import tool
 from tests.node.conftest import LiveNode
 from tests.worker.conftest import begin
 
+pytestmark = pytest.mark.integration  # nodes in processes of their own
+
 
 def exposed(url):
     """The families of /metrics, with their kinds."""

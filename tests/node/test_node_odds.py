@@ -12,6 +12,8 @@ from tests.node.conftest import LiveNode, until
 from tests.node.nodes import noise
 from tests.node.test_node_live import asked
 
+pytestmark = pytest.mark.integration  # nodes in processes of their own
+
 SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # where a name server is silent
 ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" * 32
 OTHER = "sha256:" + "ab" * 32
@@ -67,7 +69,7 @@ def tokens(tmp_path):
 # -- neighbours
 
 
-@pytest.mark.parametrize("has_tokens", [False, True], ids=["open", "tokens"])
+@pytest.mark.parametrize("has_tokens", [True], ids=["tokens"])
 def test_a_node_that_knows_no_neighbour_gives_to_one_that_knows_it(
     node, other, shop, tokens, has_tokens
 ):

@@ -31,6 +31,8 @@ from tests.node.nodes import MIB, noise
 from tests.process import Aimage
 from tests.worker.conftest import begin
 
+pytestmark = pytest.mark.integration  # nodes in processes of their own
+
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 SECONDS = float(os.environ.get("AIMAGE_SOAK_SECONDS", "600"))

@@ -64,6 +64,7 @@ def refused(node, method, path, body):
         return answer.code, json.load(answer)["error"]
 
 
+@pytest.mark.integration
 def test_a_live_node_whose_store_is_closed_says_so_until_it_is_open(node, monkeypatch):
     drop_rights(monkeypatch)
     root = node.aimage.store

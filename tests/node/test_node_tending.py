@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import pytest
 
 from clowder_aimage.engine.backoff import DAY, HOUR, whole
-from clowder_aimage.engine.limits import ALWAYS, FOR_EVER
+from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
@@ -55,12 +55,11 @@ def here(bench):
 # -- what is in the store is seen there
 
 
-@pytest.mark.parametrize("refresh", [300.0, FOR_EVER])
 @played
-async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop, refresh):
+async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop):
     ref = shop.publish("a")
     shop.refuse(lambda passed: True, 404)
-    bench = Bench(tmp_path, want(ref, refresh=refresh))
+    bench = Bench(tmp_path, want(ref))
     await bench.turn()
     assert bench.model()["code"] == "not_found"
     asked = len(shop.proxy.seen)
@@ -73,47 +72,6 @@ async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop
     await bench.turn(11.0)
     assert here(bench) == ("present", None, None) and not bench.node.missing()
     assert len(shop.proxy.seen) == asked
-
-
-def patient(shop):
-    shop.refuse(lambda passed: True, 429, **{"Retry-After": "200"})
-
-
-@played
-async def test_a_model_that_comes_by_hand_shortens_nobodys_patience(tmp_path, shop):
-    ref = shop.publish("a")
-    patient(shop)
-    bench = Bench(tmp_path, want(ref, refresh=5.0))
-    await bench.turn()
-    assert bench.model()["state"] == "waiting"
-    shop.mend()
-    pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
-    asked = len(shop.proxy.seen)
-    for _ in range(3):
-        await bench.turn(11.0)
-        assert bench.model()["state"] == "present"
-    assert len(shop.proxy.seen) == asked
-    await bench.turn(170.0)
-    assert len(shop.proxy.seen) == asked + 1
-
-
-@played
-async def test_a_model_that_goes_while_its_registry_wants_patience_waits(tmp_path, shop):
-    ref = shop.publish("a")
-    bench = Bench(tmp_path, want(ref, refresh=5.0))
-    await bench.turn()
-    patient(shop)
-    await bench.turn(6.0)
-    assert here(bench)[:2] == ("present", "registry_failed")
-    shutil.rmtree(bench.store.root / "blobs")
-    shop.mend()
-    asked = len(shop.proxy.seen)
-    await bench.turn(11.0)
-    now = bench.model()
-    assert now["state"] == "waiting" and 150.0 < seconds(now) < 201.0
-    assert len(shop.proxy.seen) == asked and bench.node.missing() == [ref]
-    await bench.turn(200.0)
-    assert bench.model()["state"] == "present"
 
 
 @played
@@ -192,50 +150,6 @@ async def test_room_that_could_be_made_only_later_is_made_then(disk, shop, old_b
 # -- content that is wrong
 
 
-@played
-async def test_content_that_was_wrong_is_fetched_again_after_long_pauses(tmp_path, shop):
-    shop.spoil("b")
-    ref = shop.publish("a", "b")
-    bench = Bench(tmp_path, want(ref, refresh=300.0))
-    await bench.turn()
-    assert bench.model()["code"] == "verification_failed"
-    for pause in (whole(1, 0.999), whole(2, 0.999)):
-        assert abs(seconds(bench.model()) - pause) < 30.0
-        blobs = shop.blobs()
-        for _ in range(3):
-            await bench.turn((pause - 30.0) / 3)
-        assert shop.blobs() == blobs and bench.model()["state"] == "failed"
-        assert 0.0 < seconds(bench.model()) <= 31.0
-        await bench.turn(31.0)
-        assert shop.blobs() > blobs and bench.model()["state"] == "failed"
-    shop.mend()
-    await bench.turn(whole(3, 0.999) + 1.0)
-    assert here(bench) == ("present", None, None)
-
-
-@played
-async def test_a_new_version_that_was_wrong_is_fetched_again_too_and_says_when(tmp_path, shop):
-    ref = shop.publish("a")
-    bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=60.0))
-    await bench.turn()
-    brought = bench.model()["sources"]
-    assert brought["registry"]
-    shop.spoil("b")
-    shop.publish("a", "b")
-    await bench.turn(61.0)
-    for _ in range(3):
-        assert here(bench)[:2] == ("present", "verification_failed")
-        assert 2000.0 < seconds(bench.model()) < HOUR
-        assert bench.model()["sources"] == brought  # by what is here
-        await bench.turn(61.0)
-    shop.mend()
-    blobs = shop.blobs()
-    await bench.turn(1000.0)
-    assert shop.blobs() == blobs
-    await bench.turn(HOUR)
-    assert here(bench) == ("present", None, None) and bench.model()["drift"] is None
-
-
 def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
     assert [whole(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
         1,
@@ -247,21 +161,6 @@ def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
         24,
     ]
     assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
-
-
-@played
-async def test_the_next_question_is_what_the_status_tells_of_a_tag_that_is_gone(tmp_path, shop):
-    ref = shop.publish("a")
-    bench = Bench(tmp_path, want(ref, policy=ALWAYS, refresh=300.0))
-    await bench.turn()
-    shop.refuse(lambda passed: True, 404)
-    await bench.turn(301.0)
-    since = len(shop.proxy.seen)
-    for left in (300.0, 289.0, 278.0):
-        assert here(bench)[:2] == ("present", "not_found")
-        assert abs(seconds(bench.model()) - left) < 5.0
-        await bench.turn(11.0)
-    assert len(shop.proxy.seen) == since
 
 
 def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
