@@ -206,9 +206,6 @@ def _live(node: Node) -> int:
     status = node.status()
     if "id" not in status:
         return -1
-    for one in status["neighbours"]:
-        if one["state"] == "banned":
-            raise SystemExit(f"{node.name} bans {one['url']}: {one['reason']}")
     return sum(one["state"] == "live" for one in status["neighbours"])
 
 
@@ -241,10 +238,10 @@ def median(costs: list[Cost]) -> Cost:
     return Cost(**found, sources=sources)
 
 
-def simulated(setup: Setup, costs: dict[str, list[Cost]], named: str) -> str:
+def simulated(setup: Setup, costs: dict[str, list[Cost]]) -> str:
     """What more nodes take, by a simulation that is calibrated on what was measured."""
     blobs = tuple(sorted(sizes(setup.mib), reverse=True))
-    rules = simulate.Rules(setup.nodes, blobs, setup.registry, setup.node, named=named)
+    rules = simulate.Rules(setup.nodes, blobs, setup.registry, setup.node)
     share = 1.0
     if "alone" in costs:
         alone = median(costs["alone"])
@@ -296,7 +293,6 @@ def main() -> None:
     parser.add_argument("--node", type=float, default=24, help="MiB/s of a node, each way")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--simulate", action="store_true", help="what more nodes take")
-    parser.add_argument("--named", choices=[simulate.TREE, simulate.HOME], default=simulate.TREE)
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -318,7 +314,7 @@ def main() -> None:
         print(table(costs))
     if options.simulate and "near" in costs:
         file = sys.stderr if options.json else sys.stdout
-        print(f"\n{simulated(setup, costs, options.named)}", file=file)
+        print(f"\n{simulated(setup, costs)}", file=file)
 
 
 if __name__ == "__main__":

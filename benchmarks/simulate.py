@@ -1,15 +1,15 @@
 """What a fleet of any size takes: the rules of the nodes, without the bytes.
 
     python benchmarks/simulate.py [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
-        [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--named tree|home]
-        [--order same|own] [--json]
+        [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--order same|own] [--json]
 
 Events in simulated time, from seeds: the same figures on every machine. Each node has a wire up and
-a wire down, the registry one up; pieces queue for them as in wire.py. What is imitated: rendezvous
-homes for each range of 16 MiB, one flight a node and range, four flights for others at a time,
-upload slots and turns, busy homes that name holders, askers that pause and ask again, eight
-connections a node of which three are at large blobs, largest first, and the small ones from the
-smallest. What is not: deaths, CPU (a request costs ``--overhead`` seconds), and disks.
+a wire down, the registry one up; pieces queue for them as in wire.py. Simulated are: the owners of
+ranges of 16 MiB (by the nodes' own function), one flight a node and range, four flights for others
+at a time, what other nodes are asked before the registry, upload slots and turns, busy nodes that
+redirect to holders, pauses between requests, eight connections a node of which three are at large
+blobs, largest first, and the small ones from the smallest. Not simulated are: deaths, CPU (a
+request costs ``--overhead`` seconds), and disks. Constants are those of clowder_aimage/node.
 
 ``fleet.py --simulate`` calibrates it: the rate that the registry really gets across from the run
 without neighbours, the overhead from that with them.
@@ -18,8 +18,6 @@ without neighbours, the overhead from that with them.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import heapq
 import json
 import math
 import random
@@ -30,12 +28,21 @@ from itertools import pairwise
 
 from events import MIB, Clock, Event, Process, Transfer, Wire
 
-RANGE = 16 * MIB
-HOMES, OTHERS, ASKED, HOLDERS, NAMED = 2, 2, 2, 16, 4  # as in worker/node
-FLIGHTS, WAITING, TURN, COMING = 4, 64, 2.0, 8.0
+from clowder_aimage.node.range_cache import AT_ONCE
+from clowder_aimage.node.range_owner import MAX_HOPS, OTHERS, OwnerTimeouts
+from clowder_aimage.node.range_routes import (
+    COMING_TIMEOUT,
+    MAX_HOLDERS,
+    MAX_NAMED,
+    MAX_REQUESTS,
+    TURN_TIMEOUT,
+    UPLOADS,
+)
+from clowder_aimage.node.rendezvous import RANGE, ranked
+from clowder_aimage.oci import Digest
+
 CONNECTIONS, WIDTH = 8, 3  # as in content/
-HOPS = 12  # holders of holders that are asked, where these are named too
-HOME, TREE = "home", "tree"  # who names holders: the home alone, or whoever has sent a range
+TIMEOUTS = OwnerTimeouts()
 SEEDS = 5  # runs of a small fleet: much of what it takes is chance
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -51,8 +58,7 @@ class Rules:
     overhead: float = 0.01  # seconds a request
     begin: float = 1.25  # seconds within which the nodes see the tag
     settle: float = 0.4  # seconds from the last byte until it is said that the model is here
-    uploads: int = 3  # as in node/peer_routes.py
-    named: str = TREE
+    uploads: int = UPLOADS
     order: str = "same"
     seed: int = 1
 
@@ -157,75 +163,68 @@ class Node:
     # -- one range
 
     def get(self, part: tuple[int, int]) -> Process:
-        fleet = self.fleet
         if part in self.have:
             return
-        order = fleet.ranked(part)
-        for place, number in enumerate(order):
-            if number == self.number or place == HOMES:
-                for other in order[place + (number == self.number) :][:OTHERS]:
-                    if (yield from self.ask(fleet.nodes[other], part, is_local=True)) is True:
-                        self.have.add(part)
-                        return
-                break
-            if (yield from self.ask_home(fleet.nodes[number], part)):
-                self.have.add(part)
-                return
-        yield from self.fetch(part)
+        owner = self.fleet.ranked(part)[0]
+        if owner != self.number and (yield from self.ask_owner(self.fleet.nodes[owner], part)):
+            self.have.add(part)
+        elif part not in self.have:
+            yield self.board(part)
 
-    def ask_home(self, home: Node, part: tuple[int, int]) -> Process:
+    def ask_owner(self, owner: Node, part: tuple[int, int]) -> Process:
         pause, began = 0.05, self.fleet.clock.now
-        while self.fleet.clock.now - began < 120.0:
-            answer = yield from self.ask(home, part)
+        while self.fleet.clock.now - began < TIMEOUTS.coming:
+            answer = yield from self.ask(owner, part)
             if answer is True:
                 return True
             if answer.holders and (yield from self.ask_holders(answer.holders, part)):
                 return True
             yield self.fleet.rng.uniform(0.5, 1.0) * pause
-            pause = min(2 * pause, 1.0)
+            pause = min(2 * pause, TIMEOUTS.pause)
         return False
 
     def ask_holders(self, named: list[int], part: tuple[int, int]) -> Process:
-        """Those that a home names; and those that they name, where they do."""
-        rng, is_tree = self.fleet.rng, self.fleet.rules.named == TREE
-        hops = HOPS if is_tree else ASKED
-        queue, seen = rng.sample(named, len(named)), {self.number}
+        """Ask those to which an owner redirects, and those to which they do."""
+        queue, seen = self.fleet.rng.sample(named, len(named)), {self.number}
+        hops = MAX_HOPS
         while queue and hops:
             holder = queue.pop()
             if holder in seen:
                 continue
             seen.add(holder)
             hops -= 1
-            answer = yield from self.ask(self.fleet.nodes[holder], part, is_local=True)
+            answer = yield from self.ask(self.fleet.nodes[holder], part, is_stored=True)
             if answer is True:
                 return True
             if isinstance(answer, Busy):
                 queue += answer.holders
         return False
 
-    def ask(self, other: Node, part: tuple[int, int], *, is_local: bool = False) -> Process:
-        """A request to another node: True, a Busy, or False where it is not there."""
+    def ask(self, other: Node, part: tuple[int, int], *, is_stored: bool = False) -> Process:
+        """Send a request: True, a Busy, or False if the other node does not have the range."""
         self.requests += 1
         yield self.fleet.rules.overhead
-        answer = yield from other.answer(self, part, is_local)
+        answer = yield from other.answer(self, part, is_stored)
         return answer
 
-    # -- what others ask
+    # -- requests of others
 
-    def answer(self, asker: Node, part: tuple[int, int], is_local: bool) -> Process:
-        rules, holders = self.fleet.rules, self.named(asker, part, is_local)
-        is_full = self.sending >= rules.uploads and (holders or len(self.turns) >= WAITING // 2)
-        if is_full or self.inside >= WAITING:
+    def answer(self, asker: Node, part: tuple[int, int], is_stored: bool) -> Process:
+        rules, holders = self.fleet.rules, self.named(asker, part)
+        is_full = self.sending >= rules.uploads and (
+            holders or len(self.turns) >= MAX_REQUESTS // 2
+        )
+        if is_full or self.inside >= MAX_REQUESTS:
             return Busy(holders)
         self.inside += 1
         try:
             if part not in self.have:
-                if is_local:
+                if is_stored:
                     return False
                 if not (yield from self.fetch_for_others(part)):
                     return Busy()
             if not (yield from self.turn()):
-                return Busy(self.named(asker, part, is_local))
+                return Busy(self.named(asker, part))
             yield Transfer(self.fleet.clock, self.up, asker.down, self.fleet.length(part)).ended
             self.note(part, asker.number)
             self.next()
@@ -239,7 +238,7 @@ class Node:
             return True
         turn = Event()
         self.turns.append(turn)
-        if (yield turn, TURN):
+        if (yield turn, TURN_TIMEOUT):
             return True
         if turn in self.turns:
             self.turns.remove(turn)
@@ -252,31 +251,24 @@ class Node:
             self.sending -= 1
 
     def note(self, part: tuple[int, int], number: int) -> None:
-        found = self.holders.setdefault(part, deque(maxlen=HOLDERS))
+        found = self.holders.setdefault(part, deque(maxlen=MAX_HOLDERS))
         if number not in found:
             found.append(number)
 
-    def named(self, asker: Node, part: tuple[int, int], is_local: bool) -> list[int]:
-        if is_local and self.fleet.rules.named == HOME:
-            return []
+    def named(self, asker: Node, part: tuple[int, int]) -> list[int]:
         known = [one for one in self.holders.get(part, ()) if one != asker.number]
-        return self.fleet.rng.sample(known, min(NAMED, len(known)))
+        return self.fleet.rng.sample(known, min(MAX_NAMED, len(known)))
 
     # -- the registry
 
-    def fetch(self, part: tuple[int, int]) -> Process:
-        """For our own pull: one flight, whoever began it."""
-        if part not in self.have:
-            yield self.board(part)
-
     def fetch_for_others(self, part: tuple[int, int]) -> Process:
         if part not in self.flights:
-            if self.for_others >= FLIGHTS:
+            if self.for_others >= AT_ONCE:
                 return False
             self.for_others += 1
             landed = self.board(part)
             landed.waiting.append(lambda _: self.left())
-        return (yield self.flights[part], COMING)
+        return (yield self.flights[part], COMING_TIMEOUT)
 
     def left(self) -> None:
         self.for_others -= 1
@@ -288,6 +280,16 @@ class Node:
         landed = self.flights[part] = Event()
 
         def fly() -> Process:
+            others = [one for one in fleet.ranked(part) if one != self.number]
+            for number in others[:OTHERS]:
+                self.requests += 1
+                yield fleet.rules.overhead
+                if part not in fleet.nodes[number].have:
+                    continue
+                if (yield from self.ask(fleet.nodes[number], part, is_stored=True)) is True:
+                    self.have.add(part)
+                    fleet.clock.fire(landed)
+                    return
             yield fleet.rules.overhead
             yield Transfer(fleet.clock, fleet.registry, self.down, fleet.length(part)).ended
             self.have.add(part)
@@ -332,18 +334,12 @@ class Fleet:
         return min(RANGE, self.rules.sizes[blob] - number * RANGE)
 
     def ranked(self, part: tuple[int, int]) -> list[int]:
-        """The first in the rendezvous order; the others are never asked."""
-        found = self._ranked.get(part)
-        if found is None:
-            key = f"\0{self.rules.seed}\0{part}".encode()
-
-            def weight(number: int) -> bytes:
-                return hashlib.blake2b(str(number).encode() + key, digest_size=8).digest()
-
-            count = HOMES + OTHERS + 1
-            found = heapq.nlargest(count, range(self.rules.nodes), key=weight)
-            self._ranked[part] = found
-        return found
+        """Return the first nodes that own a range; the others are never asked."""
+        if part not in self._ranked:
+            digest = Digest.of(f"{self.rules.seed} {part[0]}".encode())
+            found = ranked(map(str, range(self.rules.nodes)), digest, part[1])
+            self._ranked[part] = list(map(int, found[: OTHERS + 1]))
+        return self._ranked[part]
 
 
 def simulate(rules: Rules) -> Found:
@@ -438,7 +434,6 @@ def main() -> None:
     parser.add_argument("--node", type=float, default=24, help="MiB/s of a node, each way")
     parser.add_argument("--overhead", type=float, default=0.01, help="seconds a request")
     parser.add_argument("--uploads", type=int, default=Rules.uploads, help="ranges sent at once")
-    parser.add_argument("--named", choices=[TREE, HOME], default=Rules.named, help="by whom")
     parser.add_argument("--order", choices=["same", "own"], default=Rules.order, help="of blobs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -449,7 +444,6 @@ def main() -> None:
         node=options.node * MIB,
         overhead=options.overhead,
         uploads=options.uploads,
-        named=options.named,
         order=options.order,
     )
     found = series(rules, [int(count) for count in options.nodes.split(",")])

@@ -12,12 +12,9 @@ from typing import BinaryIO, TypeVar
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.client_pool import ClientPool
 from clowder_aimage.distribution.repository_name import PEER
-from clowder_aimage.errors import NetworkError, RegistryError, UsageError
+from clowder_aimage.errors import NetworkError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.response_error import failure
-from clowder_aimage.registry.session import Session
 
 REST = 10.0  # seconds in which a registry that did not answer is not asked again
 USES = 256  # of one, after which it begins anew: it remembers every manifest it has fetched
@@ -92,17 +89,8 @@ class UpstreamRegistry:
 
     def size(self, repository: str, digest: Digest) -> int:
         """How many bytes a blob has there (HEAD)."""
-        reference = self.reference(repository, None, digest)
-        with Session(reference, self._connection) as session:
-            url = session.url(f"blobs/{digest}")
-            response = self._asked(lambda: session.request("HEAD", url))
-            if response.status_code != 200:
-                raise failure(response, f"blob {digest}")
-            response.finish()
-            length = response.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
-            raise RegistryError(f"{self.host} does not say how large {digest} is")
-        return int(length)
+        with self._lend(repository) as lent:
+            return self._asked(lambda: lent.size(digest))
 
     def tags(self, repository: str) -> list[str]:
         """The tags of a repository."""

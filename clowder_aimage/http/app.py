@@ -99,7 +99,7 @@ def _account(roles: Sequence[Role]) -> Middleware:
             if "model" in request:
                 facts["model"] = str(request["model"])
             # nodes ask each other for ranges by the hundred
-            level = logging.DEBUG if route.startswith("/v1/neighbour") else logging.INFO
+            level = logging.DEBUG if "Aimage-Node" in request.headers else logging.INFO
             _log.log(level, "request", extra=facts)
 
     return middleware

@@ -36,7 +36,6 @@ class Daemon(Role):
     ) -> None:
         self.node = Node(service, settings.options)
         self._service = service
-        self._reading = ReadOnlyRegistry(service.store)
         service.has_gone, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
         self._sharing = PeerSharing(  # also without neighbours of our own: others may know us
@@ -44,14 +43,14 @@ class Daemon(Role):
             service.connection,
             addresses=settings.neighbours,
             token=next((token for token, scope in tokens.items() if scope == NODE), None),
-            takes_part=self.node.takes_part,
+            has_repository=self.node.takes_part,
             node=self.node.id,
             ca_file=ca_file,
             on_bytes=lambda source, count: service.metrics.pull_bytes.labels(source).inc(count),
             on_traffic=lambda direction, count: metrics.exchanged.labels(direction).inc(count),
             on_state=self._heard,
-            on_ban=self._banned,
         )
+        self._reading = ReadOnlyRegistry(service.store, self.node.id, self._sharing.ranges)
         self.node.spare(self._sharing.clear)
         if settings.neighbours:
             service.transfers.near = self._sharing.near
@@ -59,7 +58,7 @@ class Daemon(Role):
     def routes(self) -> list[Route]:
         """What is answered beside a worker's routes."""
         own = node_routes.routes(self._service, self.node, self._sharing.states)
-        return [*own, *self._reading.routes(), *self._sharing.routes()]
+        return [*own, *self._reading.routes()]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -84,9 +83,6 @@ class Daemon(Role):
         facts = {"reason": reason} if reason else {}
         self._service.news.tell_from_thread("neighbour", url=url, state=state, **facts)
 
-    def _banned(self, url: str, reason: str) -> None:
-        self.node.metrics.bans.labels(reason).inc()
-
     async def _measure(self) -> None:
         """Look at what changes slowly, until it is cancelled; a look that fails ends nothing."""
         known: set[tuple[object, ...]] = set()
@@ -105,7 +101,7 @@ class Daemon(Role):
     async def _look(self) -> None:
         node, metrics = self.node, self.node.metrics
         states = Counter(one["state"] for one in self._sharing.states())
-        for state in ("live", "silent", "banned"):
+        for state in ("live", "silent"):
             metrics.neighbours.labels(state).set(states[state])
         against = await asyncio.to_thread(self._service.readiness.against, (), node.missing())
         is_ready = not against and not node.against() and not self._service.engine.is_draining

@@ -41,9 +41,8 @@ class NodeMetrics:
         self.exchanged = counter(
             "neighbour_bytes", "Bytes that went to neighbours, or came from them.", "direction"
         )
-        self.bans = counter("neighbour_bans", "Neighbours that were found out.", "reason")
         self._failed_codes: set[str] = set()
-        for state in ("live", "silent", "banned"):
+        for state in ("live", "silent"):
             self.neighbours.labels(state)
         for direction in ("sent", "received"):
             self.exchanged.labels(direction)

@@ -1,269 +1,197 @@
-"""Ranges from the nodes that are at home to them."""
+"""Ranges from the nodes that own them, or that have them."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
-from urllib.parse import urlencode
 
-from clowder_aimage.errors import NetworkError, VerificationError
-from clowder_aimage.node.flight import verified
-from clowder_aimage.node.peer_state import LIFE, Peer, Peers
-from clowder_aimage.node.rendezvous import BlobRange, ranked
-from clowder_aimage.oci import Reference
-from clowder_aimage.registry.peer import PeerClient
-from clowder_aimage.registry.peer_response import (
-    BYTES,
-    NO_PART,
-    NOT_HERE,
-    UNKNOWN,
-    Busy,
-    Elsewhere,
-    Got,
-    LateError,
-    LiarError,
-    SilentError,
-    Without,
+from clowder_aimage.errors import NetworkError
+from clowder_aimage.node.peers import LATE, Peer, Peers
+from clowder_aimage.node.rendezvous import RANGE, ranked
+from clowder_aimage.registry.peer import (
+    BlobSpan,
+    PeerClient,
+    PeerError,
+    PeerReader,
+    PeerRefusal,
 )
 
-HOMES = 2  # nodes that are asked for a range before the registry is
-OTHERS = 8  # nodes that are then asked whether they have it: who was at home to it before we came
-HERE, LOOK = "here", "look"  # what counts is what is there; not even that is wanted, but a word
-_ASKED = 8  # nodes that may say before that they have no part in it
-_HOLDERS = 12  # nodes that have a range from others, how many are asked for it in a row
-_LATE = 6  # strikes: a minute alone
+OWNERS = 4  # nodes that are asked for a range, one after the other if they fail
+OTHERS = 8  # nodes that are asked if they have it, before the registry is
+MAX_HOPS = 12  # nodes that a range is redirected to, one after the other
+_MAX_MISSES = 6  # redirects in a row to nodes that do not have the range
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """In seconds: how long a home may say that it is busy; that something comes, though nothing
-    does; that it is busy, and nothing comes at all; and the longest pause between two questions."""
+class OwnerTimeouts:
+    """Timeouts in seconds.
 
-    busy: float = 120.0
-    coming: float = 40.0
-    idle: float = 20.0
+    ``coming``: for an owner that receives a range, or redirects; ``busy``: for one that sends to
+    others; ``pause``: the longest pause between two requests.
+    """
+
+    coming: float = 120.0
+    busy: float = 20.0
     pause: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A range in memory, its SHA-256, and the neighbour by whose word it is that range."""
+class RangeOwners:
+    """The other nodes as owners of ranges. Threads may share it.
 
-    data: bytearray
-    digest: bytes
-    giver: Peer
-
-
-class Homes:
-    """Threads may share it. ``closed`` is set when this node is to end."""
+    ``closed`` is set when this node, whose id is ``node``, shuts down.
+    """
 
     def __init__(
         self,
         node: str,
-        neighbours: Peers,
+        peers: Peers,
         client: PeerClient,
         closed: Event,
         *,
-        patience: Patience | None = None,
+        timeouts: OwnerTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._neighbours, self._client = node, neighbours, client
+        self._node, self.peers, self._client = node, peers, client
         self._closed, self._clock = closed, clock
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or OwnerTimeouts()
 
-    def ask(self, reference: Reference, part: BlobRange) -> Given | None:
-        """A range from the nodes that are at home to it; None where the registry is to be asked:
-        because none of them gives it, or we are at home to it ourselves.
+    def open(self, span: BlobSpan) -> PeerStream | None:
+        """Open a span of a range at its owner, or at a node to which that redirects.
 
-        Even then another node may have it: because it came before, or because it was at home to
-        it as long as those before it had no part in the repository. The next ones are asked for
-        that, and ask nobody themselves.
+        Returns:
+            None if this node owns the range, or its owner does not send it.
+
+        Raises:
+            NetworkError: this node shuts down.
         """
-        homes = 0
-        usable = self._neighbours.usable(reference.name)
-        order = ranked([*usable, self._node], part)
-        for place, node in enumerate(order):
-            if node == self._node or homes == HOMES or place == _ASKED:
-                return self._of_others(set(order[:place]), reference, part)
-            found = self._of(usable[node], reference, part)
-            if isinstance(found, Given):
-                return found
-            homes += found
+        usable = self.peers.usable()
+        order = ranked([*usable, self._node], span.digest, span.start // RANGE)
+        for node in order[:OWNERS]:
+            if node == self._node:
+                return None
+            found = self._of_owner(usable[node], span)
+            if found is not None:
+                return found if isinstance(found, PeerStream) else None
         return None
 
-    def who_has(self, reference: Reference, part: BlobRange, asker: str | None) -> list[str]:
-        """The ids of nodes, other than ``asker``, that have a range which we are at home to, or
-        soon will: one of those who would be at home to it without us."""
-        usable = self._neighbours.usable()  # who had no part a moment ago may have begun since
-        asked = 0
-        for node in ranked(usable, part)[:_ASKED]:
-            if node == asker:
-                continue
-            found = self._has(usable[node], reference, part)
-            if isinstance(found, list):
-                return [one for one in found if one != asker]
-            asked += found
-            if asked == OTHERS:
-                break
-        return []
+    def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerStream | None:
+        """Open a span at a node that has it, without making any node fetch it.
 
-    def _has(self, one: Peer, reference: Reference, part: BlobRange) -> list[str] | bool:
-        """Who has the range, as it says; else whether it was worth a try."""
-        target = f"{LIFE}/blobs/{part.digest}?{_query(reference, part, None, LOOK)}"
-        try:
-            answer = self._client.has(one.place, target)
-        except LiarError as error:
-            self._neighbours.ban(one, error.reason)
-        except SilentError as error:
-            self._neighbours.failed(one, error.message)
-        else:
-            if isinstance(answer, Without):
-                return self._is_worth(one, reference, answer.code)
-            holders = () if answer is None else answer.holders
-            return [holder for holder in holders if holder != self._node] or [one.id or ""]
-        return False
-
-    def _of(
-        self,
-        home: Peer,
-        reference: Reference,
-        part: BlobRange,
-        *,
-        how: str | None = None,
-        is_last: bool = False,
-    ) -> Given | bool:
-        """A range from a node that is at home to it, or that has it; else whether that was worth
-        a try."""
-        began = moved = self._clock()
-        come, pause = 0, 0.05
-        while self._neighbours.may_ask(home):
-            answer = self._get(home, reference, part, how=how)
-            if isinstance(answer, Elsewhere):
-                return is_last or self._elsewhere(answer, home, reference, part)
-            if not isinstance(answer, Busy):
-                return answer
-            if (held := self._of_holders(home, reference, part, answer)) is not None:
-                return held
-            now = self._clock()
-            if answer.come > come:
-                come, moved = answer.come, now
-            if not come and not answer.holders and now - began > self._patience.idle:
-                return True  # it sends to others, and slowly
-            is_idle = come and now - moved > self._patience.coming
-            if is_idle or now - began > self._patience.busy:
-                self._neighbours.failed(home, "always busy", cost=_LATE)
-                return True
-            if self._closed.wait(random.uniform(0.5, 1.0) * pause):
-                raise NetworkError("this node is about to end", hint="try again")
-            pause = min(2 * pause, self._patience.pause)
-        return False  # it has gone meanwhile
-
-    def _elsewhere(
-        self, answer: Elsewhere, home: Peer, reference: Reference, part: BlobRange
-    ) -> Given | bool:
-        """A range from nodes that have it, as its home says; they answer for it themselves."""
-        usable = self._neighbours.usable()
-        for node in answer.holders[:HOMES]:
-            if node in usable and node != home.id:
-                found = self._of(usable[node], reference, part, how=HERE, is_last=True)
-                if isinstance(found, Given):
+        Asked are ``first``, and the nodes that would own the range without this one.
+        """
+        usable = self.peers.usable()
+        order = ranked(usable, span.digest, span.start // RANGE)[:OTHERS]
+        for node in dict.fromkeys([*first, *order]):
+            if node in usable and self._has(usable[node], span):
+                found = self._of_owner(usable[node], span, is_stored=True)
+                if isinstance(found, PeerStream):
                     return found
-        return True
+        return None
 
-    def _of_holders(
-        self, home: Peer, reference: Reference, part: BlobRange, busy: Busy
-    ) -> Given | None:
-        """A range from nodes that a busy home names, by their ids, or that those name which are
-        busy themselves: where they are we know ourselves. The range is what the home says, not
-        they."""
-        if busy.digest is None:
-            return None
-        usable = self._neighbours.usable(reference.name)
-        asked, named = {self._node, home.id}, random.sample(busy.holders, len(busy.holders))
-        while named and len(asked) < _HOLDERS + 2:
-            holder = named.pop()
-            if holder in asked or holder not in usable:
+    def _of_owner(
+        self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
+    ) -> PeerStream | bool | None:
+        """Open a span at an owner, as soon as that can send it.
+
+        Returns:
+            False if it does not send it, None if it fails: then the next node is the owner.
+        """
+        began, pause, misses = self._clock(), 0.05, 0
+        while self.peers.is_usable(owner):
+            found = self._open(owner, span, is_stored=is_stored)
+            if not isinstance(found, PeerRefusal):
+                return found
+            if not found.is_busy:
+                return False
+            stream = self._of_holders(owner, span, found.nodes)
+            if stream is not None:
+                return stream
+            misses = misses + 1 if found.status == 307 else 0
+            waited = self._clock() - began
+            is_coming = found.is_coming or found.status == 307
+            if waited > (self._timeouts.coming if is_coming else self._timeouts.busy):
+                if is_coming:
+                    self.peers.failed(owner, "always busy", cost=LATE)
+                return False
+            if misses > _MAX_MISSES and waited > self._timeouts.pause:
+                return False
+            if self._closed.wait(random.uniform(0.5, 1.0) * pause):  # noqa: S311 - no two in step
+                raise NetworkError("this node is shutting down", hint="try again")
+            pause = min(2 * pause, self._timeouts.pause)
+        return None
+
+    def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerStream | None:
+        """Open a span at one of the nodes to which a busy one redirects, or those redirect.
+
+        Only nodes that are known here are asked, at the addresses that are configured here.
+        """
+        usable = self.peers.usable()
+        asked, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
+        while named and len(asked) < MAX_HOPS + 2:
+            node = named.pop()
+            if node in asked or node not in usable:
                 continue
-            asked.add(holder)
-            answer = self._get(usable[holder], reference, part, busy.digest, giver=home)
-            if isinstance(answer, Given):
-                return answer
-            if isinstance(answer, Busy):  # it has sent it to others meanwhile: they come next
-                named += answer.holders
+            asked.add(node)
+            found = self._open(usable[node], span, is_stored=True)
+            if isinstance(found, PeerStream):
+                return found
+            if isinstance(found, PeerRefusal):
+                named += found.nodes
         return None
 
-    def _of_others(
-        self, asked_before: Collection[str], reference: Reference, part: BlobRange
-    ) -> Given | None:
-        usable, asked = self._neighbours.usable(), 0
-        others = [usable[one] for one in ranked(usable, part) if one not in asked_before]
-        for other in others[:_ASKED]:
-            answer = self._of(other, reference, part, how=HERE)
-            if isinstance(answer, Given):
-                return answer
-            asked += answer
-            if asked == OTHERS:
-                break
-        return None
+    def _open(
+        self, one: Peer, span: BlobSpan, *, is_stored: bool = False
+    ) -> PeerStream | PeerRefusal | None:
+        """Send one request. A node that fails is left out for a while."""
+        try:
+            found = self._client.open(one.address, span, is_stored=is_stored)
+        except PeerError as error:
+            self._failed(one, error)
+            return None
+        return (
+            PeerStream(found, one, self._failed, self.peers)
+            if isinstance(found, PeerReader)
+            else found
+        )
 
-    def _get(
+    def _has(self, one: Peer, span: BlobSpan) -> bool:
+        try:
+            return self._client.has(one.address, span)
+        except PeerError as error:
+            if not error.is_late:
+                self._failed(one, error)
+            return False
+
+    def _failed(self, one: Peer, error: PeerError) -> None:
+        if not self._closed.is_set():
+            self.peers.failed(one, error.message, cost=LATE if error.is_late else 1)
+
+
+class PeerStream:
+    """The content that a node sends. What becomes of it counts for the node, or against it."""
+
+    def __init__(
         self,
-        one: Peer,
-        reference: Reference,
-        part: BlobRange,
-        word: bytes | None = None,
-        *,
-        giver: Peer | None = None,
-        how: str | None = None,
-    ) -> Given | Busy | Elsewhere | bool:
-        """One question, and what follows for who was asked. Where it has no range to give:
-        whether it was worth a try."""
-        target = f"{LIFE}/blobs/{part.digest}?{_query(reference, part, word, how)}"
+        reader: PeerReader,
+        peer: Peer,
+        on_error: Callable[[Peer, PeerError], None],
+        peers: Peers,
+    ) -> None:
+        self._reader, self._peer, self._on_error, self._peers = reader, peer, on_error, peers
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Read some bytes. Raises PeerError."""
         try:
-            answer = self._client.range(one.place, target, part.length, word)
-        except LiarError as error:
-            self._neighbours.ban(one, error.reason)
-            return True
-        except SilentError as error:
-            late = isinstance(error, LateError)
-            self._neighbours.failed(one, error.message, cost=_LATE if late else 1)
-            return late  # who is gone is at home to nothing: the others ask the next one, too
-        if isinstance(answer, Got):
-            self._neighbours.worked(one)
-            return self._taken(giver or one, part, answer)
-        if isinstance(answer, Busy | Elsewhere):
-            return answer
-        return self._is_worth(one, reference, answer.code)
+            return self._reader.readinto(buffer)
+        except PeerError as error:
+            self._on_error(self._peer, error)
+            raise
 
-    def _is_worth(self, one: Peer, reference: Reference, code: str) -> bool:
-        """What follows for one that has no range to give; whether it was worth a try."""
-        if code not in (NOT_HERE, UNKNOWN):
-            self._neighbours.refuses(one, reference.name)
-        return code != NO_PART
-
-    def _taken(self, giver: Peer, part: BlobRange, got: Got) -> Given | bool:
-        """A range that is what ``giver`` says; of a small blob it is seen at once if it is
-        right."""
-        try:
-            verified(part, got.data)
-        except VerificationError:
-            self._neighbours.ban(giver, BYTES)
-            return True
-        return Given(got.data, got.digest, giver)
-
-
-def _query(reference: Reference, part: BlobRange, word: bytes | None, how: str | None) -> str:
-    query = {
-        "registry": reference.registry or "",
-        "repository": reference.repository,
-        "size": str(part.size),
-        "range": str(part.number),
-    }
-    if word is not None:
-        query["held"] = word.hex()
-    if how is not None:
-        query[how] = "1"
-    return urlencode(query)
+    def close(self) -> None:
+        """Release the connection."""
+        if self._reader.is_complete:
+            self._peers.succeeded(self._peer)
+        self._reader.close()

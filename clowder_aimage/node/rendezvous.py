@@ -1,9 +1,9 @@
-"""Ranges of a blob, and which nodes are at home to each.
+"""Ranges of a blob, and the nodes that own them.
 
 Rendezvous hashing (highest random weight; D. Thaler, C. Ravishankar, "Using name-based mappings
 to increase hit rates", IEEE/ACM ToN 6(1), 1998): every node weighs every other by a hash, so all
-that know the same nodes name the same home, without a word between them. Where a node goes or
-comes, only the ranges that it is at home to move.
+that know the same nodes agree on the owner without a message. If a node joins or leaves, only the
+ranges that it owns move.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MEDIA_TYPE = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Range ``number`` of the blob of ``digest`` and ``size``. Only those that a blob has exist.
+    """Range ``number`` of the blob of ``digest`` and ``size``.
 
     Raises:
-        FormatError: there is no such range.
+        FormatError: the blob has no such range.
     """
 
     digest: Digest
@@ -34,13 +34,13 @@ class BlobRange:
 
     def __post_init__(self) -> None:
         if not 0 < self.size <= MAX_SIZE:
-            raise FormatError(f"{self.size} is no size of a blob that has ranges")
+            raise FormatError(f"a blob of {self.size} bytes has no ranges")
         if not 0 <= self.number * RANGE < self.size:
             raise FormatError(f"a blob of {self.size} bytes has no range {self.number}")
 
     @classmethod
     def at(cls, content: Descriptor, offset: int) -> BlobRange:
-        """The range of ``content`` that the byte at ``offset`` is in. Raises FormatError."""
+        """Return the range of ``content`` with the byte at ``offset``. Raises FormatError."""
         return cls(content.digest, content.size, offset // RANGE)
 
     @property
@@ -57,7 +57,7 @@ class BlobRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its blob: then the blob's digest says whether it is right."""
+        """True if it is all of its blob."""
         return self.size <= RANGE
 
     @property
@@ -66,10 +66,9 @@ class BlobRange:
         return Descriptor(_MEDIA_TYPE, self.digest, self.size)
 
 
-def ranked(nodes: Iterable[str], part: BlobRange) -> list[str]:
-    """The ids of nodes, the first at home to ``part``, the second where the first is not there,
-    and so on."""
-    key = f"\0{part.digest}\0{part.number}".encode()
+def ranked(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
+    """Return the ids of nodes: the owner of a range, its owner without that node, and so on."""
+    key = f"\0{digest}\0{number}".encode()
     weighed = [
         (hashlib.blake2b(node.encode() + key, digest_size=8).digest(), node) for node in nodes
     ]

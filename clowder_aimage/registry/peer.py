@@ -1,61 +1,156 @@
-"""Requests to other nodes. Nothing that a registry is told is told to them.
+"""Requests to other nodes: the distribution API with the nodes' own token.
 
-No docker config, no netrc, no proxy, no redirect and no cookie has a part in this: a request
-carries the nodes' own token, and goes to the place it is meant for. An answer is bounded in bytes
-and in time before it is looked at; one that no honest node gives is told apart from none at all.
+No docker config, netrc, proxy, redirect or cookie takes part: a request carries the token of the
+nodes and goes to the address that it is meant for. Answers are bounded in size and in time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import io
+import re
 import socket
-import ssl
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from urllib.parse import urlencode
 
-from clowder_aimage.errors import AImageError
-from clowder_aimage.registry.peer_response import (
-    ID,
-    NONSENSE,
-    NOT_HERE,
-    Busy,
-    Elsewhere,
-    Got,
-    LateError,
-    LiarError,
-    PeerAddress,
-    SilentError,
-    Without,
-    body,
-    document,
-    refusal,
-)
+import urllib3
+from urllib3.exceptions import HTTPError, ProtocolError
+from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
-ASKER = "Aimage-Asker"
-_IDLE = 4  # connections to one place that are kept
-_CONNECT = 2.0  # seconds
-_T = TypeVar("_T")
+from clowder_aimage.errors import NetworkError
+from clowder_aimage.oci import Digest, Reference
+
+# In a request: the node that asks. In an answer: the node that answers, or, with a redirect, those
+# that have the content.
+NODE_HEADER = "Aimage-Node"
+NODE_ID = re.compile(r"[0-9a-f]{32}")
+BUSY = 429
+STORED = "only-if-cached"  # Cache-Control of a request (RFC 9111, 5.2.1.7)
+MAX_NODES = 16  # of one redirect
+_MAX_BODY = 16 * 1024  # bytes of an answer that is not a range
+_CONNECTIONS = 16  # to one node that are kept
+_POOLS = 4096  # nodes whose connections are kept
+_CONNECT_TIMEOUT = 2.0  # seconds
+
+
+class PeerError(NetworkError):
+    """A node that gave no valid answer; ``is_late`` if it took too long for one."""
+
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PeerAddress:
+    """The address on which a node listens."""
+
+    host: str
+    port: int
+    is_secure: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_secure else 'http'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """In seconds: for word that a node lives, for a range and until its first byte."""
+class BlobSpan:
+    """Bytes [start, end) of a blob in a repository of a registry."""
 
-    life: float = 3.0
+    reference: Reference
+    digest: Digest
+    start: int
+    end: int
+
+    @property
+    def path(self) -> str:
+        """The path of a request for the blob (distribution-spec, end-2; containerd's ``ns``)."""
+        query = urlencode({"ns": self.reference.registry or ""})
+        return f"/v2/{self.reference.repository}/blobs/{self.digest}?{query}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRefusal:
+    """An answer without content. ``nodes`` are the ids of nodes that have it."""
+
+    status: int
+    nodes: tuple[str, ...] = ()
+    is_coming: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the same request may succeed later."""
+        return self.status in (BUSY, 307)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTimeouts:
+    """Seconds for a ping, for all bytes of a range, and until the next byte of it."""
+
+    ping: float = 3.0
     range: float = 90.0
     stall: float = 15.0
 
 
-class PeerClient:
-    """Asks other nodes. Threads may share it.
+def addresses_of(host: str, port: int) -> list[str]:
+    """Return the IP addresses of a host name. Raises OSError or UnicodeError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(each[4][0]) for each in found})
 
-    ``node`` is our own id, ``token`` what the nodes know each other by, ``ca_file`` the
-    authorities of those that speak TLS, where the usual ones are not meant.
+
+class PeerReader(io.RawIOBase):
+    """The content of an answer: ``count`` bytes, not verified."""
+
+    def __init__(
+        self, address: PeerAddress, response: urllib3.BaseHTTPResponse, count: int, limit: float
+    ) -> None:
+        self._address, self._response = address, response
+        self._left, self._limit = count, limit
+        self._waited = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all bytes came."""
+        return not self._left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: self._left]
+        if not view:
+            return 0
+        began = time.monotonic()
+        with _errors(self._address):
+            data = self._response.read1(len(view))
+        self._waited += time.monotonic() - began
+        if not data:
+            raise PeerError(f"the answer of the peer {self._address} broke off")
+        if self._waited > self._limit:
+            raise PeerError(f"the peer {self._address} is too slow", is_late=True)
+        view[: len(data)] = data
+        self._left -= len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            if self._left:
+                self._response.close()
+            else:
+                self._response.drain_conn()
+                self._response.release_conn()
+        super().close()
+
+
+class PeerClient:
+    """A client of other nodes. Threads may share it.
+
+    ``node`` is the id of this node, ``token`` the token that the nodes share, ``ca_file`` the
+    authorities of those that speak TLS, if they are not the usual ones.
     """
 
     def __init__(
@@ -64,209 +159,126 @@ class PeerClient:
         token: str | None,
         *,
         ca_file: Path | None = None,
-        times: Times | None = None,
+        timeouts: PeerTimeouts | None = None,
     ) -> None:
-        self._headers = {"Accept-Encoding": "identity", "User-Agent": "aimage", ASKER: node}
+        self._headers = {
+            "Accept-Encoding": "identity",
+            "User-Agent": "aimage",
+            NODE_HEADER: node,
+        }
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._ca_file = ca_file
-        self._times = times or Times()
-        self._lock = threading.Lock()
-        self._idle: defaultdict[PeerAddress, list[http.client.HTTPConnection]] = defaultdict(list)
-        self._busy: set[socket.socket] = set()
+        self._timeouts = timeouts or PeerTimeouts()
+        self._pools = urllib3.PoolManager(
+            _POOLS,
+            maxsize=_CONNECTIONS,
+            cert_reqs="CERT_REQUIRED",
+            ca_certs=str(ca_file) if ca_file else None,
+        )
         self._is_closed = False
 
     def close(self) -> None:
-        """Close all connections; requests under way fail."""
-        with self._lock:
-            self._is_closed = True
-            idle = [one for each in self._idle.values() for one in each]
-            self._idle.clear()
-            busy = list(self._busy)
-        for connection in idle:
-            connection.close()
-        for sock in busy:
-            _cut(sock)
+        """Close idle connections, and send no more requests."""
+        self._is_closed = True
+        self._pools.clear()
 
-    def forget(self, place: PeerAddress) -> None:
-        """Close the idle connections with a node that is no more."""
-        with self._lock:
-            idle = self._idle.pop(place, [])
-        for connection in idle:
-            connection.close()
+    def ping(self, address: PeerAddress) -> str:
+        """Return the id of the node at ``address``. Raises PeerError."""
+        timeout = self._timeouts.ping
+        response = self._send("GET", address, "/v2/", {}, timeout)
+        _finish(response)
+        node = response.headers.get(NODE_HEADER, "")
+        if response.status in (401, 403):
+            raise PeerError(f"the peer {address} refuses the token")
+        if response.status != 200 or not NODE_ID.fullmatch(node):
+            raise PeerError(f"{address} is not a node: it answers {response.status}")
+        return node
 
-    def life(self, place: PeerAddress, target: str) -> str:
-        """The id of the node at ``place``.
-
-        Raises:
-            SilentError: there is no answer, or not that of a node that is well.
-            LiarError: it redirects, or wants other credentials.
-        """
-
-        def read(response: http.client.HTTPResponse) -> str:
-            value = document(place, response)
-            if response.status != 200:
-                raise SilentError(f"the neighbour {place} answers {response.status}")
-            if not isinstance(node := value.get("id"), str) or not ID.fullmatch(node):
-                raise LiarError(place, NONSENSE, "does not say who it is")
-            return node
-
-        return self._ask(place, target, self._times.life, read)
-
-    def range(
-        self, place: PeerAddress, target: str, length: int, word: bytes | None = None
-    ) -> Got | Busy | Elsewhere | Without:
-        """The range of ``length`` bytes at ``target``. With a ``word`` its SHA-256 must be that.
+    def open(
+        self, address: PeerAddress, span: BlobSpan, *, is_stored: bool = False
+    ) -> PeerReader | PeerRefusal:
+        """Request content; with ``is_stored`` only what the node has, or is receiving.
 
         Raises:
-            SilentError, LateError: no answer, or one that broke off; one that did not end.
-            LiarError: what came is not what it was said to be, or no answer at all.
+            PeerError: there is no answer, or none that a node gives.
         """
+        headers = {"Range": f"bytes={span.start}-{span.end - 1}"}
+        if is_stored:
+            headers["Cache-Control"] = STORED
+        response = self._send("GET", address, span.path, headers, self._timeouts.stall)
+        if response.status == 206:
+            if not _is_range(response, span):
+                response.close()
+                raise PeerError(f"the peer {address} sends another range")
+            count = span.end - span.start
+            return PeerReader(address, response, count, self._timeouts.range)
+        _finish(response)
+        if response.status not in (307, 404, BUSY, 502):
+            raise PeerError(f"the peer {address} answers {response.status}")
+        nodes = response.headers.get(NODE_HEADER, "").replace(" ", "").split(",")[:MAX_NODES]
+        return PeerRefusal(
+            response.status,
+            tuple(filter(NODE_ID.fullmatch, nodes)),
+            "Retry-After" in response.headers,
+        )
 
-        def read(response: http.client.HTTPResponse) -> Got | Busy | Elsewhere | Without:
-            if response.status != 200:
-                return refusal(response.status, document(place, response))
-            return body(place, response, length, word)
-
-        return self._ask(place, target, self._times.range, read)
-
-    def has(self, place: PeerAddress, target: str) -> Elsewhere | Without | None:
-        """Whether the node has what is at ``target``, or soon will: who has, or why not, if it has
-        not.
+    def has(self, address: PeerAddress, span: BlobSpan) -> bool:
+        """Return True if a node has content, or is receiving it from a registry.
 
         Raises:
-            SilentError, LiarError: as ``life`` does.
+            PeerError: as ``open``.
         """
+        headers = {"Range": f"bytes={span.start}-{span.end - 1}", "Cache-Control": STORED}
+        response = self._send("HEAD", address, span.path, headers, self._timeouts.ping)
+        _finish(response)
+        return response.status == 200
 
-        def read(response: http.client.HTTPResponse) -> Elsewhere | Without | None:
-            said = document(place, response)
-            if response.status == 200:
-                return None
-            answer = refusal(response.status, said)
-            return Without(NOT_HERE) if isinstance(answer, Busy) else answer
+    def _send(
+        self, method: str, address: PeerAddress, path: str, headers: dict[str, str], limit: float
+    ) -> urllib3.BaseHTTPResponse:
+        if self._is_closed:
+            raise PeerError("this node is shutting down")
+        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=limit)
 
-        return self._ask(place, target, self._times.life, read)
+        def send() -> urllib3.BaseHTTPResponse:
+            return self._pools.request(
+                method, f"{address}{path}",
+                headers=self._headers | headers, timeout=timeout,
+                preload_content=False, redirect=False, retries=False,
+            )  # fmt: skip
 
-    def _ask(self, place: PeerAddress, target: str, limit: float, read: Callable[[Any], _T]) -> _T:
-        """What ``read`` makes of the answer; all of it within ``limit`` seconds."""
-        connection = self._kept(place)
-        if connection is not None:
-            with contextlib.suppress(_StaleError):
-                return self._exchange(place, connection, target, limit, read)
-        try:
-            return self._exchange(place, self._connected(place), target, limit, read)
-        except _StaleError as error:
-            raise SilentError(f"the neighbour {place} hung up") from error
-
-    def _exchange(
-        self,
-        place: PeerAddress,
-        connection: http.client.HTTPConnection,
-        target: str,
-        limit: float,
-        read: Callable[[Any], _T],
-    ) -> _T:
-        is_over = threading.Event()
-        sock = connection.sock  # which http.client forgets when it is the last answer over it
-
-        def end() -> None:
-            is_over.set()
-            _cut(sock)
-
-        timer = threading.Timer(limit, end)  # a byte now and then would outlast any timeout
-        timer.daemon = True
-        timer.start()
-        try:
-            with self._at_work(sock), _in_our_words(place, is_over):
-                try:
-                    connection.request("GET", target, headers=self._headers)
-                    response = connection.getresponse()
-                except (BrokenPipeError, ConnectionResetError) as error:
-                    if is_over.is_set():
-                        raise
-                    raise _StaleError from error
-                value = read(response)
-            timer.cancel()  # or it might cut the connection for whoever has it next
-            if response.isclosed() and not response.will_close and not is_over.is_set():
-                self._keep(place, connection)
-            else:
-                connection.close()
-            return value
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            timer.cancel()
-
-    @contextlib.contextmanager
-    def _at_work(self, sock: socket.socket) -> Iterator[None]:
-        with self._lock:
-            if self._is_closed:
-                raise SilentError("this node is about to end")
-            self._busy.add(sock)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy.discard(sock)
-
-    def _kept(self, place: PeerAddress) -> http.client.HTTPConnection | None:
-        with self._lock:
-            idle = self._idle.get(place)
-            return idle.pop() if idle else None
-
-    def _keep(self, place: PeerAddress, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            idle = self._idle[place]
-            if not self._is_closed and len(idle) < _IDLE:
-                idle.append(connection)
-                return
-        connection.close()
-
-    def _connected(self, place: PeerAddress) -> http.client.HTTPConnection:
-        connection: http.client.HTTPConnection
-        try:
-            if place.is_secure:
-                context = ssl.create_default_context(cafile=self._ca_file)
-                connection = http.client.HTTPSConnection(
-                    place.host, place.port, timeout=_CONNECT, context=context
-                )
-            else:
-                connection = http.client.HTTPConnection(place.host, place.port, timeout=_CONNECT)
-            connection.connect()
-            connection.sock.settimeout(self._times.stall)
-            connection.auto_open = 0  # a new one is made here, or not at all
-            return connection
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise SilentError(f"cannot reach the neighbour {place}: {reason}") from None
-
-
-class _StaleError(Exception):
-    """The connection ended before there was an answer: it may have been kept for too long."""
-
-
-def _cut(sock: socket.socket) -> None:
-    """End a connection that another thread waits for."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS has no say in this
+        with _errors(address):
+            try:
+                return send()
+            except ProtocolError:  # the connection was kept for too long
+                return send()
 
 
 @contextlib.contextmanager
-def _in_our_words(place: PeerAddress, is_over: threading.Event) -> Iterator[None]:
-    """What goes wrong with an answer, as a SilentError or LiarError."""
+def _errors(address: PeerAddress) -> Iterator[None]:
+    """Raise the errors of urllib3 as PeerError."""
     try:
         yield
-    except _StaleError:
-        raise
-    except (OSError, ValueError, EOFError, http.client.HTTPException, AImageError) as error:
-        if is_over.is_set():
-            raise LateError(f"the neighbour {place} did not answer in time") from None
-        if isinstance(error, AImageError):
-            raise
-        if isinstance(error, TimeoutError):
-            raise LateError(f"the neighbour {place} stands still") from None
-        is_broken = isinstance(error, OSError | EOFError | http.client.IncompleteRead)
-        if is_broken or isinstance(error, http.client.NotConnected):
-            raise SilentError(f"the answer of the neighbour {place} broke off: {error}") from None
-        raise LiarError(place, NONSENSE, "does not speak HTTP") from None
+    except HTTPTimeoutError as error:
+        raise PeerError(f"the peer {address} does not answer in time", is_late=True) from error
+    except (HTTPError, OSError, ValueError) as error:
+        raise PeerError(f"cannot reach the peer {address}: {error}") from error
+
+
+def _is_range(response: urllib3.BaseHTTPResponse, span: BlobSpan) -> bool:
+    """Return True if a 206 announces the bytes of ``span``, and only these."""
+    headers = response.headers
+    content_range = f"bytes {span.start}-{span.end - 1}/"
+    is_coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
+    is_as_long = headers.get("Content-Length") == str(span.end - span.start)
+    is_at = headers.get("Content-Range", "").startswith(content_range)
+    return is_as_long and is_at and not is_coded
+
+
+def _finish(response: urllib3.BaseHTTPResponse) -> None:
+    """Read the small body of an answer, so that its connection can be used again."""
+    with contextlib.suppress(HTTPError, OSError):
+        response.read(_MAX_BODY)
+        if response.read(1):
+            response.close()
+        response.release_conn()

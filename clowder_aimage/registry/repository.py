@@ -11,8 +11,9 @@ from typing import BinaryIO, cast
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.store import Body, CopyOptions, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
-from clowder_aimage.errors import UsageError, VerificationError
+from clowder_aimage.errors import RegistryError, UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.manifest import parse_document
 from clowder_aimage.registry import pagination, referrer
 from clowder_aimage.registry.client_options import ClientOptions
@@ -114,6 +115,22 @@ class Repository(Target):
             raise failure(response, f"a look for {content.digest}")
         length = response.headers.get("Content-Length")
         return length is None or length == str(content.size)
+
+    def size(self, digest: Digest) -> int:
+        """Return the size of a blob (HEAD, end-2).
+
+        Raises:
+            NotFoundError, UnauthorizedError, NetworkError, RegistryError: the registry does not
+                tell.
+        """
+        response = self._session.request("HEAD", self._session.url(f"blobs/{digest}"))
+        if response.status_code != 200:
+            raise failure(response, f"blob {digest}")
+        response.finish()
+        length = response.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
+            raise RegistryError(f"{self._name} does not say how large {digest} is")
+        return int(length)
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         if content.media_type in _MANIFESTS:

@@ -83,7 +83,6 @@ METRICS = (
     # neighbours
     Metric("aimage_neighbours", "gauge", ("state",)),
     Metric("aimage_neighbour_bytes_total", "counter", ("direction",)),
-    Metric("aimage_neighbour_bans_total", "counter", ("reason",)),
     # pictures
     Metric("aimage_generation_queue_depth", "gauge", on_node=False),
     Metric("aimage_generation_refused_total", "counter", on_node=False),

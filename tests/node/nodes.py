@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +20,17 @@ from clowder_aimage.content import copy
 from clowder_aimage.http.access import check_scope
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peer_sharing import PeerSharing
-from clowder_aimage.node.peer_state import LIVE, Pace
+from clowder_aimage.node.peers import LIVE, PeerIntervals
+from clowder_aimage.node.read_only_registry import ReadOnlyRegistry
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.peer import Times
+from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import put_artifact
 
 TOKEN = "a token that only the nodes know"
 MIB = 1024 * 1024
-PACE = Pace(word=0.1)
+INTERVALS = PeerIntervals(ping=0.1)
 
 
 def noise(size: int, seed: str = "seed") -> bytes:
@@ -58,24 +60,24 @@ class Node:
         self.statuses: Counter[int] = Counter()
         self.before: Callable[[web.Request], Any] | None = None
         self.bytes: Counter[str] = Counter()  # that came for others, and traffic
-        self.bans: list[tuple[str, str]] = []
-        self.takes_part = True
+        self.has_repository = True
         self._changed = threading.Condition()
         connection = options.pop("connection", None) or ClientOptions(docker_config=root)
         self.connection = connection
-        defaults = {"pace": PACE, "spared": 0, "times": Times(stall=10, range=30)}
+        timeouts = PeerTimeouts(stall=10, range=30)
+        defaults = {"intervals": INTERVALS, "spared": 0, "timeouts": timeouts}
         self.sharing = PeerSharing(
             self.layout,
             connection,
             addresses=lambda: self.addresses,
             token=token,
-            takes_part=lambda _: self.takes_part,
+            has_repository=lambda _: self.has_repository,
             on_bytes=self._count,
             on_traffic=self._count,
             on_state=self._told,
-            on_ban=lambda url, reason: self.bans.append((url, reason)),
             **(defaults | options),
         )
+        self.registry = ReadOnlyRegistry(self.layout, self.sharing.node, self.sharing.ranges)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
@@ -110,6 +112,7 @@ class Node:
     def stop(self) -> None:
         self.sharing.close()
         self.hang_up()
+        self.registry.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -132,7 +135,7 @@ class Node:
         tokens = {self.token: "node"} if self.token else {}
         app = web.Application(middlewares=[_errors, note, check_scope(tokens, scopes)])
         warnings.simplefilter("ignore", web.NotAppKeyWarning)  # as the worker's application does
-        for route in self.sharing.routes():
+        for route in self.registry.routes():
             for method in (route.method, "HEAD"):
                 added = app.router.add_route(method, route.path, route.handler)
                 scopes[added] = route.scope
@@ -153,6 +156,13 @@ class Node:
         """Wait for the neighbours to make it true."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), self.sharing.states()
+
+    def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+        """Wait for something that nothing announces."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.sharing.states()
+            time.sleep(0.02)
 
     def knows(self, *others: str) -> None:
         """Wait until these addresses are known to live."""
@@ -186,7 +196,8 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
-        return web.json_response({"error": str(error)}, status=getattr(error, "status", 500))
+        status, headers = getattr(error, "status", 500), getattr(error, "headers", None)
+        return web.json_response({"error": str(error)}, status=status, headers=headers)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ from tests.process import spawn
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER, free_port, wait_for
 
+pytestmark = pytest.mark.integration
+
 NODES, LAYERS = 4, 5
 LAYER = 16 * MIB
 PACE = 1_500_000  # bytes a second that a connection with the registry carries
@@ -270,7 +272,6 @@ def check_told(fleet: Fleet, ref: str, host: str, failed: list[float]) -> None:
     assert [node.metric(done) for node in fleet.nodes] == [1.0] * NODES
     received = 'aimage_neighbour_bytes_total{direction="received"}'
     assert sum(node.metric(received) for node in fleet.nodes) >= LAYER  # how many is chance here
-    assert not any(neighbours(node, "banned") for node in fleet.nodes)
 
 
 def check_nothing_leaks(fleet: Fleet) -> None:

@@ -6,8 +6,12 @@ import contextlib
 import socket
 from dataclasses import replace
 
+import pytest
+
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise, push_model
+
+pytestmark = pytest.mark.integration
 
 NODES = 4
 

@@ -112,13 +112,9 @@ def test_who_may_ask_a_node_without_neighbours_is_said_by_its_tokens(node, shop,
 
     until(is_here, "the model")
     registry, _, rest = ref.partition("/")
-    blob = (
-        f"/v1/neighbour/blobs/{shop.digest('a')}?registry={registry}"
-        f"&repository={rest.rpartition(':')[0]}&size={shop.size}&range=0"
-    )
-    for path in ("/v1/neighbour", blob):
+    blob = f"/v2/{rest.rpartition(':')[0]}/blobs/{shop.digest('a')}?ns={registry}"
+    for path in ("/v2/", blob):
         assert [got(node, path, token)[0] for token in ("", INFER)] == [401, 403]
-    assert json.loads(got(node, "/v1/neighbour", NODES)[1])["id"]
     assert got(node, blob, NODES) == (200, noise(shop.size, "a"))
 
 
@@ -146,7 +142,7 @@ def test_a_neighbour_whose_name_nobody_knows_is_silent_and_costs_nothing_else(no
     more = shop.publish("b", tag="v2")
     node.want({"ref": ref}, {"ref": more})
     node.reaches(more, "present")
-    assert not any("cannot look after the neighbours" in each for each in node.worker.lines)
+    assert not any("cannot ping the neighbours" in each for each in node.worker.lines)
 
 
 # -- spellings

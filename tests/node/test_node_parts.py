@@ -229,7 +229,7 @@ def test_no_file_is_touched_on_the_event_loop(tmp_path, shop, monkeypatch):
         ("GET", "/v1/node", None, 200),
         ("GET", "/readyz", None, 200),
         ("POST", "/v1/node/retry", {"ref": ref}, 202),
-        ("GET", "/v1/neighbour", None, 200),
+        ("GET", "/v2/", None, 200),
         ("GET", "/healthz", None, 200),
     ]
 

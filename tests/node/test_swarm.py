@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import threading
 from functools import partial
 
 import pytest
@@ -16,6 +17,10 @@ from tests.node.nodes import MIB, TOKEN, acquaint, all_at_once, fleet, noise, pu
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER
 from tests.scripted import Answer, ScriptedRegistry
+
+STAGGERED = 5
+
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -54,6 +59,33 @@ def test_nodes_that_come_one_after_the_other_have_it_sent_once(tmp_path, reposit
     assert size <= proxy.sent() <= 1.05 * size
 
 
+def test_nodes_that_want_a_model_one_after_the_other_have_it_sent_once(tmp_path, repository, proxy):
+    proxy.pace = 20 * MIB
+    sizes = [40 * MIB] * 3 + [3 * MIB] * 4
+    layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
+    pushed = push_model(tmp_path, repository, *layers)
+    reference = Reference(proxy.host, pushed.repository, pushed.tag)
+    size = sum(sizes)
+    with fleet(tmp_path, STAGGERED) as nodes:
+        for node in nodes:
+            node.has_repository = False  # it wants the model later
+        hears = [threading.Event() for _ in nodes]
+
+        def play(number):
+            assert hears[number].wait(60)
+            nodes[number].has_repository = True
+            return nodes[number].pull(reference)
+
+        def tell():
+            for number, each in enumerate(hears):
+                proxy.wait_until(lambda number=number: proxy.sent() >= size * number / STAGGERED)
+                each.set()
+
+        done = all_at_once([tell, *(partial(play, number) for number in range(STAGGERED))])
+    assert len({root for root, _ in done[1:]}) == 1
+    assert size <= proxy.sent() <= 1.05 * size
+
+
 def test_a_node_that_joins_later_has_nothing_from_the_registry(tmp_path, repository, proxy):
     reference, size = model(tmp_path, repository, proxy, 70 * MIB, 20 * MIB, 100)
     with fleet(tmp_path / "old", 1) as old, fleet(tmp_path / "new", 1) as new:
@@ -65,7 +97,7 @@ def test_a_node_that_joins_later_has_nothing_from_the_registry(tmp_path, reposit
         assert came["neighbour"] >= size
 
 
-def test_a_home_that_dies_in_the_middle_costs_only_time(tmp_path, repository, proxy):
+def test_an_owner_that_dies_in_the_middle_costs_only_time(tmp_path, repository, proxy):
     reference, _ = model(tmp_path, repository, proxy, 90 * MIB, 40 * MIB)
     with fleet(tmp_path, 3) as nodes:
         proxy.hold = 30 * MIB
@@ -86,7 +118,7 @@ def test_a_home_that_dies_in_the_middle_costs_only_time(tmp_path, repository, pr
 
 
 def test_a_mirror_that_is_wrong_spoils_no_pull(tmp_path, repository, proxy):
-    """Homes have its bytes in good faith, and hand them on: each node finds out for itself."""
+    """Owners send on what it sent: each node finds out for itself."""
     reference, size = model(tmp_path, repository, proxy, 70 * MIB)
     wrong = bytearray(noise(size, f"{tmp_path} 0"))
     for start in range(0, size, 16 * MIB):

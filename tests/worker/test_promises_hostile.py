@@ -97,7 +97,6 @@ def naming(host: str, digest: str) -> list[Asked]:
     """Every request that may name a digest, with one that is none."""
     name, model = f"{host}/a/b@{digest}", {"prompt": "a dog", "stream": False}
     part = quote(digest.encode("utf-8", "surrogatepass"), safe="")
-    own = f"registry={host}&repository=a/b&size=10&range=0"
     return [
         ("POST", "/v1/images/generations", {**model, "model": name, "pull": "always"}),
         ("POST", "/api/generate", {**model, "model": name}),
@@ -112,7 +111,6 @@ def naming(host: str, digest: str) -> list[Asked]:
         ("GET", f"/content/{in_base64(f'oci://{name}')}", None),
         ("DELETE", f"/content/{in_base64(f'oci://{name}')}", None),
         ("GET", f"/v1/models/{host}/a/b@{part}", None),
-        ("GET", f"/v1/neighbour/blobs/{part}?{own}", None),
         ("GET", f"/v2/a/b/blobs/{part}?ns={host}", None),
         ("GET", f"/v2/a/b/manifests/{part}?ns={host}", None),
     ]

@@ -1,0 +1,344 @@
+"""The ranges that this node has for its peers, and the ones that it fetches for them.
+
+A range is in one of three places: in a blob of the layout, in a temporary file, if it was fetched
+for a peer, or in the ingest of a pull. Nothing here is verified: the node that takes a blob in
+verifies all of it, and fetches it again from the registry alone if it is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
+from clowder_aimage.node.range_owner import RangeOwners
+from clowder_aimage.node.range_upstream import OnBytes, RangeUpstream
+from clowder_aimage.node.rendezvous import RANGE, BlobRange
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry.peer import BlobSpan, PeerError
+
+LIMIT = 2 * 1024**3  # bytes of temporary files
+SPARED = 1024**3  # bytes that are left free on the disk: a pull needs them more
+MAX_FILES = 512
+AT_ONCE = 4  # ranges that are fetched for peers at a time
+_MAX_WRITTEN = 32768  # ranges in ingests that are remembered
+_MAX_STALL = 40.0  # seconds in which no byte of a range comes
+_TICK = 0.2  # seconds between looks at whether this node shuts down
+
+_log = logging.getLogger("aimage.node")
+
+
+@dataclass(eq=False, slots=True)
+class RangeFile:
+    """A range in a file, from ``offset`` on. Whoever gets one closes it."""
+
+    file: BinaryIO
+    offset: int
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class RangeFlight:
+    """One range that is being fetched, however many wait for it."""
+
+    def __init__(self, part: BlobRange) -> None:
+        self.part = part
+        self.landed = threading.Event()
+        self.error: AImageError | None = None
+        self.is_of_registry = False
+        self.moved = time.monotonic()  # when the last byte came
+
+    def touch(self) -> None:
+        """Note that a byte came."""
+        self.moved = time.monotonic()
+
+
+class RangeCache:
+    """The ranges of this node. Threads may share it. If the disk is full, nothing is kept.
+
+    ``on_received("received", count)`` is called with the bytes that came from peers for peers.
+    """
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        upstream: RangeUpstream,
+        owners: RangeOwners,
+        on_received: OnBytes,
+        *,
+        limit: int = LIMIT,
+        spared: int = SPARED,
+    ) -> None:
+        self._layout, self.upstream, self.owners = layout, upstream, owners
+        self.on_received, self._limit, self._spared = on_received, limit, spared
+        self._lock = threading.Lock()
+        self._flights: dict[BlobRange, RangeFlight] = {}
+        self._files: OrderedDict[BlobRange, BinaryIO] = OrderedDict()
+        self._written: OrderedDict[BlobRange, None] = OrderedDict()
+        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Stop; those who wait for a range are told."""
+        self._is_closed = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what is kept for peers: the disk is needed for something better."""
+        self._drop(lambda _: True)
+
+    @property
+    def kept(self) -> int:
+        """The bytes that are kept for peers."""
+        with self._lock:
+            return sum(part.length for part in self._files)
+
+    def forget(self, digest: Digest) -> None:
+        """Remove what came for a blob: it is wrong."""
+        with self._lock:
+            for part in [part for part in self._written if part.digest == digest]:
+                del self._written[part]
+        self._drop(lambda part: part.digest == digest)
+
+    def size(self, digest: Digest) -> int | None:
+        """Return the size of a blob if it is known without a request."""
+        known = self.upstream.known_size(digest)
+        if known is not None:
+            return known
+        try:
+            return Path(self._layout.place(Descriptor("", digest, 0))).stat().st_size
+        except OSError:
+            return None
+
+    # -- for peers
+
+    def find(self, part: BlobRange) -> RangeFile | None:
+        """Return a range that is here."""
+        return self._in_blob(part) or self.kept_file(part) or self._in_ingest(part)
+
+    def wait(self, part: BlobRange, seconds: float) -> RangeFile | bool:
+        """Return a range that is here or comes in time; True if it is still coming.
+
+        Raises:
+            AImageError: it was coming, and cannot be fetched.
+        """
+        found, flight = self.find(part), self._flights.get(part)
+        if found is not None or flight is None:
+            return found or False
+        return self._landed(flight, seconds)
+
+    def _landed(self, flight: RangeFlight, seconds: float) -> RangeFile | bool:
+        if not flight.landed.wait(seconds):
+            if time.monotonic() - flight.moved > _MAX_STALL:
+                raise NetworkError(f"{flight.part.digest} does not come")
+            return True
+        if flight.error is not None:
+            raise flight.error
+        return self.find(flight.part) or False
+
+    def has(self, part: BlobRange) -> bool:
+        """Return True if a range is here, or comes from a registry."""
+        found, flight = self.find(part), self._flights.get(part)
+        if found is not None:
+            found.close()
+        return found is not None or (flight is not None and flight.is_of_registry)
+
+    def fetch(
+        self, reference: Reference, digest: Digest, number: int, seconds: float,
+        first: tuple[str, ...] = (),
+    ) -> RangeFile | bool:  # fmt: skip
+        """Return a range for a peer, fetched once however many ask; True if it is still coming.
+
+        It comes from another peer, of which ``first`` may have it, or from the registry.
+
+        Raises:
+            AImageError: it cannot be fetched.
+        """
+        part = BlobRange(digest, self.upstream.size(reference, digest), number)
+        if not self._places.acquire(blocking=False):
+            return self.wait(part, seconds) or True
+        flight, is_new = self.board(part)
+        if is_new:
+            work = (reference, flight, first)
+            threading.Thread(
+                target=self._bring, args=work, name="aimage-range", daemon=True
+            ).start()
+        else:
+            self._places.release()
+        return self._landed(flight, seconds)
+
+    def _bring(self, reference: Reference, flight: RangeFlight, first: tuple[str, ...]) -> None:
+        part, error = flight.part, None
+        try:
+            if (found := self.find(part)) is not None:  # it came since the caller looked
+                found.close()
+                return
+            self._keep(part, self._fetched(reference, flight, first))
+        except AImageError as failure:
+            error = failure
+            _log.warning("cannot fetch for a neighbour", extra={"reason": failure.message})
+        except OSError as failure:
+            error = StoreError(str(failure))
+            _log.warning("cannot keep a range for a neighbour", extra={"reason": str(failure)})
+        finally:
+            self.land(flight, error)
+            self._places.release()
+
+    def _fetched(
+        self, reference: Reference, flight: RangeFlight, first: tuple[str, ...]
+    ) -> BinaryIO:
+        """Write a range into a temporary file."""
+        part = flight.part
+        if self._layout.free() < self._spared + part.length:
+            raise StoreError("the disk has no room for ranges of neighbours")
+        directory = make_directory(self._layout.root, PRIVATE, "range")
+        with contextlib.ExitStack() as stack:
+            file = cast(BinaryIO, tempfile.TemporaryFile(dir=directory, buffering=0))  # noqa: SIM115
+            stack.callback(file.close)
+            span = BlobSpan(reference, part.digest, part.start, part.end)
+            stream = self.owners.open_stored(span, first)
+            if stream is not None:
+                with contextlib.suppress(PeerError), contextlib.closing(stream):
+                    self._copy(stream, file, flight)
+                    self.on_received("received", part.length)
+                    stack.pop_all()
+                    return file
+            flight.is_of_registry = True
+            with self.upstream.open(reference, part) as reader:
+                self._copy(reader, file, flight, self.upstream.rate(reference.registry or ""))
+            stack.pop_all()
+            return file
+
+    def _copy(self, reader: Any, file: BinaryIO, flight: RangeFlight, rate: Any = None) -> None:
+        buffer, at, length = new_buffer(), 0, flight.part.length
+        while at < length:
+            view = buffer[: min(length - at, rate.burst if rate else length)]
+            count = readinto(reader, view)
+            if not count:
+                raise NetworkError(f"{flight.part.digest} broke off")
+            if self._is_closed:
+                raise NetworkError("this node is shutting down")
+            os.pwrite(file.fileno(), view[:count], at)
+            at += count
+            flight.touch()
+            if rate is not None:
+                rate.passed(count)
+
+    def _keep(self, part: BlobRange, file: BinaryIO) -> None:
+        with self._lock:
+            old = self._files.pop(part, None)
+            self._files[part] = file
+            size, gone = sum(each.length for each in self._files), [old] if old else []
+            while size > self._limit or len(self._files) > MAX_FILES:
+                removed, old = self._files.popitem(last=False)
+                gone.append(old)
+                size -= removed.length
+        for each in gone:
+            each.close()
+        if self._is_closed:
+            self.clear()
+
+    # -- for a pull of this node
+
+    def board(self, part: BlobRange) -> tuple[RangeFlight, bool]:
+        """Return the flight of a range, and True if it is new: then the caller has it ``land``."""
+        with self._lock:
+            found = self._flights.get(part)
+            if found is not None:
+                return found, False
+            made = self._flights[part] = RangeFlight(part)
+            return made, True
+
+    def land(self, flight: RangeFlight, error: AImageError | None = None) -> None:
+        """End a flight: the range is here, or will not come."""
+        with self._lock:
+            if self._flights.get(flight.part) is flight:
+                del self._flights[flight.part]
+        if error is not None and not isinstance(error, NotFoundError):
+            error = NetworkError(error.message)
+        flight.error = error
+        flight.landed.set()
+
+    def is_coming(self, part: BlobRange) -> bool:
+        """Return True if a range is being fetched."""
+        return part in self._flights
+
+    def join(self, flight: RangeFlight) -> None:
+        """Wait until a flight has landed. Raises NetworkError if this node shuts down."""
+        while not flight.landed.wait(_TICK):
+            if self._is_closed:
+                raise NetworkError("this node is shutting down", hint="try again")
+
+    def wrote(self, part: BlobRange) -> None:
+        """Note that a pull has written a range to its ingest."""
+        with self._lock:
+            self._written[part] = None
+            self._written.move_to_end(part)
+            while len(self._written) > _MAX_WRITTEN:
+                self._written.popitem(last=False)
+        self._drop(lambda each: each == part)
+
+    def kept_file(self, part: BlobRange) -> RangeFile | None:
+        """Return the temporary file of a range that was fetched for a peer."""
+        with self._lock:
+            file = self._files.get(part)
+            return RangeFile(_opened(os.dup(file.fileno())), 0) if file is not None else None
+
+    # -- the places
+
+    def _drop(self, is_gone: Callable[[BlobRange], bool]) -> None:
+        with self._lock:
+            gone = [self._files.pop(part) for part in list(self._files) if is_gone(part)]
+        for each in gone:
+            each.close()
+
+    def _in_blob(self, part: BlobRange) -> RangeFile | None:
+        found = self._open(self._layout.place(part.content), part)
+        if found is not None and os.fstat(found.file.fileno()).st_size != part.size:
+            found.close()
+            return None
+        return found
+
+    def _in_ingest(self, part: BlobRange) -> RangeFile | None:
+        with self._lock:
+            if part not in self._written:
+                return None
+        with contextlib.suppress(StoreError):
+            directory = Path(check_own(self._layout.root, "ingest"))
+            found = self._open(directory / part.digest.encoded, part)
+            if found is None:
+                return self._in_blob(part)  # it was published meanwhile
+            if os.fstat(found.file.fileno()).st_size >= part.end:
+                return found
+            found.close()
+        return None
+
+    def _open(self, path: str | Path, part: BlobRange) -> RangeFile | None:
+        try:
+            return RangeFile(_opened(open_regular(path)), part.start)
+        except OSError:
+            return None
+
+
+def _opened(fd: int) -> BinaryIO:
+    return cast(BinaryIO, io.FileIO(fd))
+
+
+def range_number(start: int, end: int) -> int | None:
+    """Return the number of the range that bytes [start, end) are in, if they are in one."""
+    return start // RANGE if 0 <= start < end and start // RANGE == (end - 1) // RANGE else None

@@ -1,0 +1,258 @@
+"""Ranges of blobs for other nodes: the part of ``GET /v2/<name>/blobs/<digest>`` that is theirs.
+
+A node names itself (``Aimage-Node``), the registry (``ns``), and asks for bytes of one range of
+16 MiB (``Range``). A node that lacks them fetches them, if it wants something of that repository
+itself; with ``Cache-Control: only-if-cached`` (RFC 9111) it does not. A busy node redirects (307)
+to a node that got the range from it, or answers 429; ``Retry-After`` says that the range is coming.
+A node that fetches nothing from that repository leaves the range to the first that asks, and
+redirects the others to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+
+from clowder_aimage.distribution.blob_routes import content_headers
+from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError
+from clowder_aimage.http.background import aside
+from clowder_aimage.http.body_stream import send_file
+from clowder_aimage.node.peers import Peers
+from clowder_aimage.node.range_cache import RangeCache, RangeFile, range_number
+from clowder_aimage.node.range_upstream import OnBytes
+from clowder_aimage.node.rendezvous import BlobRange
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
+
+UPLOADS = 3  # ranges that are sent at once: each is sent soon, and others can redirect to it
+MAX_REQUESTS = 64  # that are looked after at once
+TURN_TIMEOUT = 2.0  # seconds that a request waits for its turn to be sent
+COMING_TIMEOUT = 8.0  # seconds that one waits for a range that is being fetched
+_SEND_TIMEOUT = 120.0  # seconds for one range
+_STALL_TIMEOUT = 10.0  # seconds for one block: a client that takes none keeps others waiting
+MAX_HOLDERS, MAX_NAMED = 16, 4  # nodes that are remembered for a range, and named at a time
+_MAX_RANGES = 8192  # ranges whose holders are remembered
+_BLOCK = 1024 * 1024
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRequest:
+    """A request of the node ``asker``; with ``is_stored`` nothing is to be fetched for it."""
+
+    span: BlobSpan
+    number: int
+    asker: str
+    is_stored: bool
+
+    @classmethod
+    def parse(
+        cls, request: web.Request, reference: Reference, digest: Digest
+    ) -> RangeRequest | None:
+        """Parse a request; None if it is not one of a node for bytes of one range."""
+        asker = request.headers.get(NODE_HEADER, "")
+        found = _RANGE.fullmatch(request.headers.get("Range", ""))
+        if found is None or reference.registry is None or not NODE_ID.fullmatch(asker):
+            return None
+        start, end = int(found[1]), int(found[2]) + 1
+        number = range_number(start, end)
+        if number is None:
+            return None
+        is_stored = STORED in request.headers.get("Cache-Control", "")
+        return cls(BlobSpan(reference, digest, start, end), number, asker, is_stored)
+
+    @property
+    def key(self) -> tuple[Digest, int]:
+        return self.span.digest, self.number
+
+
+class RangeRoutes:
+    """The ranges of ``cache`` for other nodes.
+
+    ``has_repository(reference)`` is True if this node fetches from a repository with its own
+    credentials. ``on_sent("sent", count)`` is called with the bytes that were sent.
+    """
+
+    def __init__(
+        self,
+        cache: RangeCache,
+        has_repository: Callable[[Reference], bool],
+        peers: Peers,
+        on_sent: OnBytes,
+        *,
+        uploads: int = UPLOADS,
+    ) -> None:
+        self._cache, self._has_repository = cache, has_repository
+        self._peers, self._on_sent = peers, on_sent
+        self._slots, self._waiting = asyncio.Semaphore(uploads), 0
+        self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # also of clients that left
+        self._holders: OrderedDict[tuple[Digest, int], deque[str]] = OrderedDict()
+
+    async def answer(
+        self, request: web.Request, reference: Reference, digest: Digest
+    ) -> web.StreamResponse | None:
+        """Answer a request of a node for a range; None if it is another request.
+
+        Raises:
+            DistributionError: BLOB_UNKNOWN, TOOMANYREQUESTS, UNKNOWN.
+        """
+        wanted = RangeRequest.parse(request, reference, digest)
+        if wanted is None:
+            return None
+        if request.method == "HEAD":
+            if not await self._aside(lambda: self._has(wanted)):
+                raise _unknown(wanted)
+            return web.Response()
+        has_others = bool(self._known(wanted)) or self._waiting >= MAX_REQUESTS // 2
+        if self._slots.locked() and has_others:
+            return self._busy(wanted)
+        found = await self._aside(lambda: self._here(wanted))
+        if found is None:
+            if wanted.is_stored:
+                raise _unknown(wanted)
+            if not await asyncio.to_thread(self._has_repository, reference):
+                return self._left_to_first(wanted)
+            found = await self._aside(lambda: self._fetched(wanted, tuple(self._known(wanted))))
+        if isinstance(found, bool):
+            return self._busy(wanted, is_coming=found)
+        with contextlib.closing(found):
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(TURN_TIMEOUT):
+                    await self._slots.acquire()
+            except TimeoutError:
+                return self._busy(wanted)
+            finally:
+                self._waiting -= 1
+            try:
+                return await self._send(request, wanted, found)
+            finally:
+                self._slots.release()
+
+    def _part(self, wanted: RangeRequest) -> BlobRange | None:
+        """Return the range of a blob whose size is known."""
+        size = self._cache.size(wanted.span.digest)
+        if size is None or wanted.span.end > size:
+            return None
+        return BlobRange(wanted.span.digest, size, wanted.number)
+
+    def _has(self, wanted: RangeRequest) -> bool:
+        part = self._part(wanted)
+        return part is not None and self._cache.has(part)
+
+    def _here(self, wanted: RangeRequest) -> RangeFile | bool | None:
+        """Return a range that is here, or True if it is coming."""
+        part = self._part(wanted)
+        with contextlib.suppress(AImageError):  # what failed for a pull may succeed for a peer
+            if part is not None:
+                return self._cache.wait(part, COMING_TIMEOUT) or None
+        return None
+
+    def _fetched(self, wanted: RangeRequest, holders: tuple[str, ...]) -> RangeFile | bool:
+        span = wanted.span
+        try:
+            return self._cache.fetch(
+                span.reference, span.digest, wanted.number, COMING_TIMEOUT, holders
+            )
+        except (NotFoundError, FormatError):  # no such blob, or no such range of it
+            raise _unknown(wanted) from None
+        except AImageError as error:
+            message = "the registry does not send it"
+            raise DistributionError("UNKNOWN", message=message, status=502) from error
+
+    async def _aside(self, call: Callable[[], _T]) -> _T:
+        """Call ``call()`` in a thread. Raises DistributionError: too many are at work."""
+        if not self._threads.acquire(blocking=False):
+            raise DistributionError("TOOMANYREQUESTS", status=BUSY)
+
+        def work() -> _T:
+            try:
+                return call()
+            finally:
+                self._threads.release()
+
+        return await aside(work)
+
+    async def _send(
+        self, request: web.Request, wanted: RangeRequest, found: RangeFile
+    ) -> web.StreamResponse:
+        span, size = wanted.span, self._cache.size(wanted.span.digest)
+        if size is None or span.end > size:
+            raise _unknown(wanted)
+        headers = content_headers(span.digest) | {
+            "Accept-Ranges": "bytes",
+            "Content-Range": f"bytes {span.start}-{span.end - 1}/{size}",
+            "Content-Type": "application/octet-stream",
+        }
+        answer = web.StreamResponse(status=206, headers=headers)
+        answer.content_length = span.end - span.start
+        await answer.prepare(request)
+        start = found.offset + span.start - BlobRange(span.digest, size, wanted.number).start
+        try:
+            async with asyncio.timeout(_SEND_TIMEOUT):
+                await send_file(
+                    request, found.file, start, span.end - span.start,
+                    piece=_BLOCK, timeout=_STALL_TIMEOUT,
+                )  # fmt: skip
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            return answer
+        except ConnectionError:
+            return answer  # the client has left
+        self._on_sent("sent", span.end - span.start)
+        self._note(wanted)
+        return answer
+
+    # -- the nodes that have a range
+
+    def _note(self, wanted: RangeRequest) -> None:
+        """Remember that a node has a range, or fetches it."""
+        found = self._holders.setdefault(wanted.key, deque(maxlen=MAX_HOLDERS))
+        if wanted.asker not in found:
+            found.append(wanted.asker)
+        self._holders.move_to_end(wanted.key)
+        while len(self._holders) > _MAX_RANGES:
+            self._holders.popitem(last=False)
+
+    def _known(self, wanted: RangeRequest) -> list[str]:
+        """Return nodes that have a range, and answer."""
+        found = self._holders.get(wanted.key)
+        if not found:
+            return []
+        usable = self._peers.usable()
+        known = [one for one in found if one in usable and one != wanted.asker]
+        return random.sample(known, min(MAX_NAMED, len(known)))
+
+    def _left_to_first(self, wanted: RangeRequest) -> web.StreamResponse:
+        """Redirect to the node that fetches a range; to the first that asks: BLOB_UNKNOWN."""
+        if self._known(wanted):
+            return self._busy(wanted)
+        self._note(wanted)
+        raise _unknown(wanted)
+
+    def _busy(self, wanted: RangeRequest, *, is_coming: bool = False) -> web.StreamResponse:
+        """Redirect to nodes that have a range; if there are none: TOOMANYREQUESTS."""
+        nodes, usable = self._known(wanted), self._peers.usable()
+        if nodes and nodes[0] in usable:
+            location = f"{usable[nodes[0]].address}{wanted.span.path}"
+            return web.Response(
+                status=307, headers={"Location": location, NODE_HEADER: ",".join(nodes)}
+            )
+        headers = {"Retry-After": "1"} if is_coming else {}
+        raise DistributionError("TOOMANYREQUESTS", status=BUSY, headers=headers)
+
+
+def _unknown(wanted: RangeRequest) -> DistributionError:
+    return DistributionError("BLOB_UNKNOWN", {"digest": str(wanted.span.digest)})

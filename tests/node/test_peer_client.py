@@ -1,0 +1,189 @@
+"""Requests to other nodes: what is sent, and which answers are accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+
+import pytest
+
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry.peer import (
+    BlobSpan,
+    PeerAddress,
+    PeerClient,
+    PeerError,
+    PeerReader,
+    PeerTimeouts,
+)
+from tests.node.nodes import fleet
+from tests.scripted import Answer, ScriptedRegistry
+
+ME, OTHER = "0" * 32, "1" * 32
+DIGEST = Digest.of(b"a blob")
+SPAN = BlobSpan(Reference.parse("registry.example.com:5000/a/b:1"), DIGEST, 3, 10)
+PARTIAL = {"Content-Range": "bytes 3-9/100"}
+SHORT = PeerTimeouts(ping=2, range=1, stall=1)
+
+
+@contextlib.contextmanager
+def answering(*answers):
+    """A server that sends these bytes, one per connection, and hangs up; None: it is silent."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def run():
+            for said in answers:
+                with contextlib.suppress(OSError):
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.recv(65536)
+                        if said is None:
+                            ended.wait(20)
+                        else:
+                            connection.sendall(said)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield PeerAddress("127.0.0.1", listening.getsockname()[1])
+        ended.set()
+    thread.join(10)
+
+
+def address_of(server, *, is_secure=False):
+    host, _, port = server.host.partition(":")
+    return PeerAddress(host, int(port), is_secure)
+
+
+@contextlib.contextmanager
+def answered(answer, **options):
+    """A client, and the address of a server that gives one answer to everything."""
+    with (
+        ScriptedRegistry(lambda _: answer).running() as server,
+        contextlib.closing(PeerClient(ME, "token", timeouts=SHORT, **options)) as client,
+    ):
+        yield client, address_of(server), server
+
+
+def head(status, headers=""):
+    return f"HTTP/1.1 {status}\r\n{headers}Content-Length: 0\r\n\r\n".encode()
+
+
+PONG = head("200 OK", f"Aimage-Node: {OTHER}\r\n")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        None,
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        head("200 OK"),
+        head("200 OK", "Aimage-Node: ../../etc\r\n"),
+        head("302 Found", f"Location: http://169.254.169.254/\r\nAimage-Node: {OTHER}\r\n"),
+        head("401 no", 'WWW-Authenticate: Basic realm="http://169.254.169.254/"\r\n'),
+        head("500 x"),
+        b"HTTP/1.1 200 OK\r\n" + b"X-Y: z\r\n" * 1000 + b"\r\n",
+    ],
+)
+def test_a_ping_without_a_valid_answer_fails(said):
+    with answering(said, said) as address:
+        client = PeerClient(ME, "token", timeouts=SHORT)
+        with contextlib.closing(client), pytest.raises(PeerError):
+            client.ping(address)
+
+
+def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
+    with answered(Answer(206, PARTIAL, b"a range")) as (client, address, server):
+        for is_stored in (False, True, False):
+            reader = client.open(address, SPAN, is_stored=is_stored)
+            assert isinstance(reader, PeerReader)
+            with reader:
+                assert reader.read() == b"a range" and reader.is_complete
+        (first, second, _), ports = server.seen, {each.client for each in server.seen}
+    assert first.path == f"/v2/a/b/blobs/{DIGEST}?ns=registry.example.com%3A5000"
+    assert first.headers["Range"] == "bytes=3-9"
+    assert first.headers["Authorization"] == "Bearer token"
+    assert first.headers["Aimage-Node"] == ME
+    assert "Cache-Control" not in first.headers
+    assert second.headers["Cache-Control"] == "only-if-cached"
+    assert len(ports) == 1, "a connection is used again"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(200, {}, b"a range"),
+        Answer(206, {}, b"a range"),
+        Answer(206, {"Content-Range": "bytes 4-10/100"}, b"a range"),
+        Answer(206, PARTIAL, b"a ran"),
+        Answer(206, PARTIAL, b"a range and more"),
+        Answer(206, PARTIAL | {"Content-Encoding": "gzip"}, b"a range"),
+        Answer(401, {"WWW-Authenticate": "Basic"}),
+        Answer(403),
+        Answer(500, {}, b"x" * 100_000),
+    ],
+)
+def test_another_answer_than_the_span_fails(answer):
+    with answered(answer) as (client, address, _), pytest.raises(PeerError):
+        client.open(address, SPAN)
+
+
+def test_content_that_breaks_off_fails():
+    said = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-9/100\r\nContent-Length: 7\r\n\r\na ran"
+    with answering(said) as address, contextlib.closing(PeerClient(ME, None)) as client:
+        reader = client.open(address, SPAN)
+        with pytest.raises(PeerError):
+            while reader.read(2):
+                pass
+
+
+def test_a_redirect_is_not_followed_and_only_ids_are_read_of_it():
+    headers = {"Location": "http://169.254.169.254/", "Aimage-Node": f"{OTHER}, 127.0.0.1, x"}
+    with answered(Answer(307, headers)) as (client, address, server):
+        refusal = client.open(address, SPAN)
+        assert (refusal.status, refusal.nodes, refusal.is_busy) == (307, (OTHER,), True)
+        assert len(server.seen) == 1
+
+
+def test_a_connection_that_was_kept_for_too_long_is_made_anew():
+    with answering(PONG, PONG) as address:  # it hangs up after each
+        with contextlib.closing(PeerClient(ME, None, timeouts=SHORT)) as client:
+            assert client.ping(address) == client.ping(address) == OTHER
+
+
+def test_a_closed_client_sends_nothing():
+    with answered(Answer(200, {"Aimage-Node": OTHER})) as (client, address, server):
+        client.close()
+        with pytest.raises(PeerError):
+            client.ping(address)
+        assert not server.seen
+
+
+def test_proxies_and_netrc_of_the_environment_are_not_used(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with fleet(tmp_path, 2) as nodes:
+        assert all("secret" not in str(headers) for node in nodes for _, headers in node.seen)
+
+
+def test_tls_is_verified_before_a_token_is_sent(tmp_path):
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    server = ScriptedRegistry(lambda _: Answer(200, {"Aimage-Node": OTHER}))
+    server.wrap(context)
+    with server.running():
+        address = address_of(server, is_secure=True)
+        with contextlib.closing(PeerClient(ME, "token")) as client, pytest.raises(PeerError):
+            client.ping(address)
+        assert not server.seen
+        with contextlib.closing(PeerClient(ME, "token", ca_file=tmp_path / "ca.pem")) as client:
+            assert client.ping(address) == OTHER
+        assert server.seen[0].headers["Authorization"] == "Bearer token"

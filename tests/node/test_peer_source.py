@@ -1,0 +1,302 @@
+"""A pull through other nodes gets the bytes that the registry has, whatever the others send."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+
+import pytest
+from aiohttp import web
+
+from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.errors import NetworkError, NotFoundError
+from clowder_aimage.node.range_owner import OwnerTimeouts
+from clowder_aimage.node.rendezvous import RANGE
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry.peer import PeerTimeouts
+from tests.content.artifact import blob
+from tests.node.nodes import MIB, TOKEN, Node, fleet, noise, push_model
+from tests.proxy import Proxy
+from tests.scripted import Answer, ScriptedRegistry
+
+BLOB = noise(2 * RANGE + 12345, "near")
+CONTENT = blob(BLOB)
+REFERENCE = Reference.parse("registry.example.com/a/b:1")
+IDS = ["a" * 32, "b" * 32, "c" * 32, "d" * 32]
+LAYERS = [noise(3 * RANGE + 77, "large"), *(noise(5000 + n, f"small {n}") for n in range(6))]
+SHORT = OwnerTimeouts(coming=0.3, busy=0.3, pause=0.1)
+
+
+@pytest.fixture
+def store():
+    found = MemoryStore()
+    found.push(CONTENT, bytes_body(BLOB))
+    return found
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node whose only peer does not answer."""
+    found = Node(tmp_path / "node").start()
+    found.addresses.append("127.0.0.1:9")
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def pushed(registry, tmp_path_factory):
+    """A model in the registry."""
+    return push_model(tmp_path_factory.mktemp("pushed"), f"{registry.host}/tests/poison", *LAYERS)
+
+
+# -- what is read
+
+
+def test_any_span_read_in_any_pieces_is_right(node, store):
+    source = node.sharing.near(REFERENCE)(store)
+    draw = random.Random(7)
+    spans = [(0, None), (RANGE, RANGE), (RANGE - 1, 2), (len(BLOB) - 1, 1), (len(BLOB), 5), (5, 0)]
+    spans += [(draw.randrange(len(BLOB)), draw.randrange(len(BLOB))) for _ in range(4)]
+    for offset, length in spans:
+        data = bytearray()
+        with source.open(CONTENT, offset, length) as reader:
+            while chunk := reader.read(draw.randrange(1, 9 << 20)):
+                data += chunk
+        end = len(BLOB) if length is None else offset + length
+        assert data == BLOB[offset:end]
+
+
+def test_errors_of_the_registry_are_raised(node):
+    source = node.sharing.near(REFERENCE)(MemoryStore())
+    with pytest.raises(NotFoundError), source.open(CONTENT) as reader:
+        reader.read(1)
+    with pytest.raises(NotFoundError):
+        source.resolve(REFERENCE)
+    assert not source.exists(CONTENT)
+
+
+def test_readers_that_are_given_up_keep_nobody_waiting(node, store):
+    source = node.sharing.near(REFERENCE)(store)
+    for _ in range(40):
+        with source.open(CONTENT) as reader:
+            reader.read(10)
+
+
+def test_a_node_that_shuts_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
+    with fleet(tmp_path, 2) as (one, other):
+
+        async def busy(request):
+            if "/blobs/" not in request.path:
+                return None
+            one.sharing._closed.set()
+            return web.Response(status=429)
+
+        other.before = busy
+        source = one.sharing.near(REFERENCE)(store)
+        with pytest.raises(NetworkError, match="shutting down"), source.open(CONTENT) as reader:
+            while reader.read(1 << 20):
+                pass
+
+
+# -- what other nodes send
+
+
+def instead(answer):
+    """Answer requests for ranges with ``answer(request, start, end)``."""
+
+    async def before(request):
+        if "/blobs/" not in request.path or request.method == "HEAD":
+            return None
+        first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+        return await answer(request, int(first), int(last) + 1)
+
+    return before
+
+
+def check_right(node: Node) -> None:
+    """The model is whole, and everything in the store is what its name says."""
+    manifest = node.layout.read(node.layout.resolve(node.reference))
+    sizes = [layer["size"] for layer in json.loads(manifest)["layers"]]
+    assert sizes == [len(layer) for layer in LAYERS]
+    for path in node.layout.root.glob("blobs/sha256/*"):
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
+    assert not list(node.layout.root.glob(".aimage/ingest/*"))
+
+
+def pull_from(answer, tmp_path, reference, **options):
+    """Pull with a node beside us that answers so. Both nodes, and what came from where."""
+    with fleet(tmp_path, 2, ids=IDS[:2], **options) as (one, other):
+        other.before = instead(answer)
+        one.reference = reference
+        _, came = one.pull(reference)
+        check_right(one)
+        assert other.blob_requests(), "the other node was never asked"
+        return one, other, came
+
+
+def partial(data, start, end, total=None):
+    headers = {"Content-Range": f"bytes {start}-{end - 1}/{total or end}"}
+    return web.Response(status=206, body=data, headers=headers)
+
+
+async def wrong_bytes(_, start, end):
+    return partial(bytes(end - start), start, end)
+
+
+async def another_range(_, start, end):
+    return partial(bytes(end - start), start + 1, end + 1)
+
+
+async def too_short(_, start, end):
+    return partial(bytes(end - start - 1), start, end)
+
+
+async def too_long(_, start, end):
+    return partial(bytes(end - start + 1), start, end)
+
+
+async def everything(_, start, end):
+    return web.Response(body=bytes(end))
+
+
+async def endless(request, start, end):
+    answer = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {start}-{end - 1}/9"})
+    answer.enable_chunked_encoding()
+    await answer.prepare(request)
+    for _ in range(1000):
+        await answer.write(bytes(MIB))
+    return answer
+
+
+async def breaks_off(request, start, end):
+    answer = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {start}-{end - 1}/9"})
+    answer.content_length = end - start
+    await answer.prepare(request)
+    await answer.write(bytes((end - start) // 2))
+    request.transport.abort()
+    return answer
+
+
+async def refuses(_, start, end):
+    return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="http://10.0.0.1"'})
+
+
+async def is_missing(_, start, end):
+    return web.Response(status=404)
+
+
+async def fails(_, start, end):
+    return web.Response(status=500, body=bytes(4 * MIB))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        wrong_bytes, another_range, too_short, too_long, everything, endless, breaks_off,
+        refuses, is_missing, fails,
+    ],
+)  # fmt: skip
+def test_the_model_is_right_whatever_another_node_sends(tmp_path, pushed, answer):
+    one, _, came = pull_from(answer, tmp_path, pushed)
+    if answer not in (wrong_bytes, breaks_off):
+        assert not came["neighbour"]
+    (peer,) = [each for each in one.sharing._peers._known.values() if each.id == IDS[1]]
+    assert bool(peer.failures) == (answer not in (wrong_bytes, is_missing))
+
+
+def test_a_wrong_blob_is_read_again_from_the_registry_alone(tmp_path, registry, pushed):
+    async def wrong_large(_, start, end):
+        return partial(bytes(end - start), start, end) if end - start > MIB else None
+
+    with Proxy(registry.host).running() as proxy:
+        reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        _, other, _ = pull_from(wrong_large, tmp_path, reference)
+        large = [url for url, _ in other.blob_requests() if hashed(LAYERS[0]) in url]
+        assert 0 < len(large) <= 2 * 4, "not after it was wrong"
+        assert proxy.sent() < 2 * len(LAYERS[0]) + MIB
+
+
+def hashed(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_a_redirect_to_an_address_is_not_followed(tmp_path, pushed):
+    with ScriptedRegistry(lambda _: Answer(200)).running() as elsewhere:
+
+        async def redirects(request, *_):
+            host = request.headers["Aimage-Node"]  # a node does not redirect to the one that asks
+            headers = {"Location": f"http://{elsewhere.host}/", "Aimage-Node": f"{host},127.0.0.1"}
+            return web.Response(status=307, headers=headers)
+
+        pull_from(redirects, tmp_path, pushed, owner_timeouts=SHORT)
+        assert not elsewhere.seen
+
+
+def test_a_redirect_leads_to_a_node_that_has_the_range(tmp_path, registry, pushed):
+    with Proxy(registry.host).running() as proxy, fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
+        one, owner, holder = nodes
+        holder.reference = one.reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        holder.pull(holder.reference)
+        before = proxy.sent()
+
+        async def redirects(*_):
+            return web.Response(status=307, headers={"Location": "/", "Aimage-Node": IDS[2]})
+
+        owner.before = instead(redirects)
+        _, came = one.pull(one.reference)
+        check_right(one)
+        assert proxy.sent() == before
+        assert came["neighbour"] + came["cache"] >= sum(map(len, LAYERS)) and came["neighbour"]
+        asked = [headers for _, headers in holder.blob_requests() if "Cache-Control" in headers]
+        assert asked, "a node to which another one redirects is to fetch nothing"
+
+
+def test_redirects_in_a_circle_end(tmp_path, pushed):
+    with fleet(tmp_path, 3, ids=IDS[:3], owner_timeouts=SHORT) as nodes:
+        for node, other in ((nodes[1], IDS[2]), (nodes[2], IDS[1])):
+
+            async def redirects(*_, other=other):
+                return web.Response(status=307, headers={"Location": "/", "Aimage-Node": other})
+
+            node.before = instead(redirects)
+        nodes[0].reference = pushed
+        nodes[0].pull(pushed)
+        check_right(nodes[0])
+
+
+def test_an_owner_that_is_always_busy_is_left_out(tmp_path, pushed):
+    async def busy(*_):
+        return web.Response(status=429, headers={"Retry-After": "1"})
+
+    one, _, _ = pull_from(busy, tmp_path, pushed, owner_timeouts=SHORT)
+    (peer,) = [each for each in one.sharing._peers._known.values() if each.id == IDS[1]]
+    assert peer.failures == 6
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_node_that_sends_a_byte_now_and_then_is_given_up(tmp_path, pushed, is_head):
+    async def drips(request, start, end):
+        if is_head:
+            await asyncio.sleep(60)
+        headers = {"Content-Range": f"bytes {start}-{end - 1}/9"}
+        answer = web.StreamResponse(status=206, headers=headers)
+        answer.content_length = end - start
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x")
+            await asyncio.sleep(0.1)
+
+    began = time.monotonic()
+    pull_from(drips, tmp_path, pushed, timeouts=PeerTimeouts(stall=0.5, range=1))
+    assert time.monotonic() - began < 30
+
+
+def test_only_the_token_of_the_nodes_is_sent_and_only_to_nodes(tmp_path, pushed):
+    with fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
+        nodes[0].pull(pushed)
+        for url, headers in [each for node in nodes for each in node.seen]:
+            assert headers["Authorization"] == f"Bearer {TOKEN}"
+            assert TOKEN not in url

@@ -1,0 +1,268 @@
+"""The other nodes: their addresses, which of them answer, and the owners of ranges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.node import peers
+from clowder_aimage.node.peers import LATE, ConfiguredPeer, Peers
+from clowder_aimage.node.rendezvous import RANGE, BlobRange, ranked
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci.descriptor import MAX_SIZE
+from clowder_aimage.registry.peer import PeerAddress, PeerError
+from tests.node.nodes import Node, fleet
+
+ME, OTHER, THIRD = "0" * 32, "1" * 32, "2" * 32
+SILENT = PeerError("no answer")
+DIGEST = Digest.of(b"a blob")
+IDS = [f"{number:032x}" for number in range(16)]
+
+
+class Clients:
+    """A client whose pings are answered by ``answers``: an id, or an error to raise."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    def ping(self, address):
+        self.asked.append(str(address))
+        answer = self.answers[address.host]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class World:
+    """Peers with a clock that the test moves, and pinged in the test's own thread."""
+
+    def __init__(self, *hosts, **answers):
+        self.now, self.news = 1000.0, []
+        self.client = Clients(**answers)
+        self.peers = Peers(
+            lambda: [f"{host}:80" for host in hosts],
+            self.client,
+            ME,
+            on_state=lambda *news: self.news.append(news),
+            clock=lambda: self.now,
+        )
+
+    def ping(self, later=0.0):
+        self.now += later
+        self.peers._look_up()
+        for one in self.peers._due():
+            self.peers._ping(one)
+
+    @property
+    def states(self):
+        return {each["url"].split("/")[2]: each["state"] for each in self.peers.states()}
+
+    @property
+    def usable(self):
+        return set(self.peers.usable())
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "is_name"),
+    [
+        ("node-1:8050", "http://node-1:8050", False),
+        ("http://10.0.0.7:80/", "http://10.0.0.7:80", False),
+        ("https://node.example.com:443", "https://node.example.com:443", False),
+        ("[fd00::1]:8050", "http://[fd00::1]:8050", False),
+        ("dns:nodes.svc:8050", "http://nodes.svc:8050", True),
+    ],
+)
+def test_an_address_is_parsed(text, address, is_name):
+    found = ConfiguredPeer.parse(text)
+    assert (str(found.address), found.is_name) == (address, is_name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "node", "node:0", ":80", "http://user:pw@node:80", "ftp://node:80", "dns:node", "nöde:80"],
+)
+def test_an_invalid_address_is_refused_with_the_valid_forms(text):
+    with pytest.raises(UsageError) as caught:
+        ConfiguredPeer.parse(text)
+    assert "HOST:PORT" in (caught.value.hint or "")
+
+
+def test_a_name_stands_for_its_routable_addresses(monkeypatch):
+    hosts = ["10.0.0.1", "169.254.169.254", "::ffff:169.254.169.254", "fe80::1", "fd00::2", "::"]
+    monkeypatch.setattr(peers, "addresses_of", lambda *_: [*hosts, "224.0.0.1"])
+    found = ConfiguredPeer.parse("dns:nodes:8050").addresses()
+    assert found == [PeerAddress("10.0.0.1", 8050), PeerAddress("fd00::2", 8050)]
+
+
+# -- liveness
+
+
+def test_a_node_that_answers_is_live_and_this_node_is_left_out():
+    world = World("me", "other", "third", me=ME, other=OTHER, third=SILENT)
+    world.ping()
+    assert world.states == {"other:80": "live", "third:80": "silent"}
+    assert world.usable == {OTHER}
+    assert ("http://other:80", "live", None) in world.news
+
+
+def test_a_node_that_stops_and_comes_back_is_noticed():
+    world = World("other", other=OTHER)
+    world.ping()
+    world.client.answers["other"] = SILENT
+    world.ping(10)
+    assert not world.usable
+    world.client.answers["other"] = THIRD  # another process
+    world.ping(10)
+    assert world.usable == {THIRD}
+    assert [news[1] for news in world.news] == ["live", "silent", "live"]
+
+
+def test_an_address_that_is_not_configured_any_more_is_forgotten():
+    world = World("other", other=OTHER)
+    world.ping()
+    world.peers._addresses = list
+    world.ping()
+    assert not world.usable and not world.states
+
+
+def test_a_name_that_cannot_be_looked_up_keeps_its_last_addresses(monkeypatch):
+    world = World(**{"10.0.0.1": OTHER})
+    world.peers._addresses = lambda: ["dns:nodes:80"]
+    found = [["10.0.0.1"]]
+
+    def look_up(*_):
+        if not found:
+            raise OSError("no answer")
+        return found.pop()
+
+    monkeypatch.setattr(peers, "addresses_of", look_up)
+    world.ping()
+    world.ping(100)
+    assert world.usable == {OTHER}
+
+
+def test_a_node_that_fails_is_left_out_for_twice_as_long_each_time():
+    world = World("other", other=OTHER)
+    world.ping()
+    one, pauses = world.peers.usable()[OTHER], []
+    for _ in range(12):
+        world.peers.failed(one, "broke off")
+        world.peers.failed(one, "broke off")  # the same failure on another connection
+        assert world.states == {"other:80": "live"} and not world.usable
+        began = world.now
+        while not world.peers.is_usable(one):
+            world.now += 1.0
+        pauses.append(world.now - began)
+    assert pauses[:4] == [2, 4, 8, 16] and max(pauses) == 600
+    world.peers.succeeded(one)
+    world.peers.failed(one, "broke off")
+    world.now += 2.5
+    assert world.usable
+
+
+def test_a_late_answer_costs_a_minute_unless_the_node_is_started_anew():
+    world = World("other", other=OTHER)
+    world.ping()
+    world.peers.failed(world.peers.usable()[OTHER], "late", cost=LATE)
+    world.now += 60
+    assert not world.usable
+    world.client.answers["other"] = THIRD
+    world.ping(1)
+    assert world.usable == {THIRD}
+
+
+def test_with_many_nodes_each_is_pinged_less_often():
+    hosts = [f"h{number}" for number in range(200)]
+    world = World(*hosts, **{host: f"{n:032x}" for n, host in enumerate(hosts, 5)})
+    for _ in range(60):
+        world.ping(1.0)
+    assert len(world.client.asked) < 200 + 60 * 13
+
+
+def test_live_nodes_find_each_other_and_notice_one_that_stops(tmp_path):
+    with fleet(tmp_path, 3) as nodes:
+        port = int(nodes[2].address.rpartition(":")[2])
+        nodes[2].hang_up()
+        gone = f"http://{nodes[2].address}"
+
+        def is_silent():
+            return {"url": gone, "state": "silent"} in [
+                {"url": each["url"], "state": each["state"]} for each in nodes[0].sharing.states()
+            ]
+
+        nodes[0].wait_until(is_silent)
+        nodes[2].listen(port)
+        nodes[0].knows(nodes[1].address, nodes[2].address)
+
+
+def test_a_name_leads_to_a_live_node(tmp_path):
+    with contextlib.ExitStack() as stack:
+        one, other = (Node(tmp_path / name).start() for name in ("one", "other"))
+        stack.callback(one.stop)
+        stack.callback(other.stop)
+        one.addresses.append(f"dns:localhost:{other.address.rpartition(':')[2]}")
+        one.knows(other.address)
+
+
+def test_nodes_with_different_tokens_are_silent_to_each_other(tmp_path):
+    with contextlib.ExitStack() as stack:
+        one = Node(tmp_path / "one").start()
+        other = Node(tmp_path / "other", token="another token").start()
+        stack.callback(one.stop)
+        stack.callback(other.stop)
+        one.addresses.append(other.address)
+
+        def is_refused():
+            return any("refuses the token" in each["reason"] for each in one.sharing.states())
+
+        one.until(is_refused)
+        assert not other.statuses[200]
+
+
+# -- ranges and their owners
+
+
+@given(st.integers(1, MAX_SIZE), st.data())
+def test_ranges_cover_a_blob_without_gap_or_overlap(size, data):
+    number = data.draw(st.integers(0, (size - 1) // RANGE))
+    part = BlobRange(DIGEST, size, number)
+    assert 0 < part.length <= RANGE
+    assert part.start == number * RANGE
+    if part.end < size:
+        assert BlobRange(DIGEST, size, number + 1).start == part.end
+    for at in (part.start, part.end - 1):
+        assert BlobRange.at(Descriptor("", DIGEST, size), at) == part
+
+
+@pytest.mark.parametrize(("size", "number"), [(0, 0), (MAX_SIZE + 1, 0), (5, -1), (RANGE, 1)])
+def test_a_range_that_no_blob_has_is_refused(size, number):
+    with pytest.raises(FormatError):
+        BlobRange(DIGEST, size, number)
+
+
+def test_all_nodes_agree_on_the_owner():
+    assert ranked(IDS, DIGEST, 3) == ranked(reversed(IDS), DIGEST, 3)
+    assert sorted(ranked(IDS, DIGEST, 3)) == IDS
+
+
+def test_ranges_are_spread_over_the_nodes():
+    owners = Counter(ranked(IDS, DIGEST, number)[0] for number in range(4096))
+    assert len(owners) == len(IDS)
+    assert max(owners.values()) < 1.4 * 4096 / len(IDS)
+    firsts = {ranked(IDS, Digest.of(bytes([number])), 0)[0] for number in range(64)}
+    assert len(firsts) > 8
+
+
+def test_a_node_that_leaves_moves_only_the_ranges_that_it_owns():
+    left = [node for node in IDS if node != IDS[5]]
+    for number in range(200):
+        before = [node for node in ranked(IDS, DIGEST, number) if node != IDS[5]]
+        assert ranked(left, DIGEST, number) == before

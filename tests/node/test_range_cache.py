@@ -1,0 +1,244 @@
+"""The ranges that a node has: where they are, and how long those for peers are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.node import range_cache
+from clowder_aimage.node.range_cache import RangeCache
+from clowder_aimage.node.range_upstream import RangeUpstream
+from clowder_aimage.node.rendezvous import RANGE, BlobRange
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import ClientOptions
+from tests.node.nodes import all_at_once, noise, push_model
+from tests.proxy import Proxy
+
+BLOB = noise(2 * RANGE + 1000, "ranges")
+CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
+REFERENCE = Reference.parse("registry.example.com/a/b:1")
+PARTS = [BlobRange.at(CONTENT, at) for at in range(0, len(BLOB), RANGE)]
+
+
+def bytes_of(part):
+    return BLOB[part.start : part.end]
+
+
+class Upstream:
+    """Ranges of BLOB, counted; no byte comes while ``gate`` is closed."""
+
+    def __init__(self):
+        self.opened, self.fails, self.cut = [], None, None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def known_size(self, digest):
+        return CONTENT.size if digest == CONTENT.digest else 1000
+
+    def size(self, _, digest):
+        return self.known_size(digest)
+
+    def rate(self, _):
+        return None
+
+    @contextlib.contextmanager
+    def open(self, _, part):
+        self.opened.append(part)
+        assert self.gate.wait(20)
+        if self.fails:
+            raise self.fails
+        data = bytes_of(part) if part.digest == CONTENT.digest else bytes(part.length)
+        yield io.BytesIO(data[: self.cut])
+
+
+class NoPeers:
+    def open_stored(self, *_):
+        return None
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return ImageLayout(tmp_path / "store")
+
+
+@pytest.fixture
+def upstream():
+    return Upstream()
+
+
+def cached(layout, upstream, **options):
+    return RangeCache(layout, upstream, NoPeers(), lambda *_: None, **({"spared": 0} | options))
+
+
+@pytest.fixture
+def cache(layout, upstream):
+    found = cached(layout, upstream)
+    yield found
+    found.close()
+
+
+def read(found, part):
+    assert not isinstance(found, bool)
+    with contextlib.closing(found):
+        return os.pread(found.file.fileno(), part.length, found.offset)
+
+
+def fetch(cache, number, seconds=20):
+    return cache.fetch(REFERENCE, CONTENT.digest, number, seconds)
+
+
+# -- the places
+
+
+def test_a_range_of_a_blob_of_the_store_is_found(layout, cache):
+    assert cache.find(PARTS[0]) is None
+    layout.push(CONTENT, bytes_body(BLOB))
+    for part in PARTS:
+        assert read(cache.find(part), part) == bytes_of(part)
+    assert cache.find(BlobRange(CONTENT.digest, len(BLOB) + 1, 0)) is None, "another size"
+
+
+def test_a_range_that_a_pull_has_written_is_found_in_its_ingest(layout, cache):
+    ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    ingest.write_at(PARTS[1].start, bytes_of(PARTS[1]))
+    assert cache.find(PARTS[1]) is None, "not all of it may be written"
+    cache.wrote(PARTS[1])
+    assert read(cache.find(PARTS[1]), PARTS[1]) == bytes_of(PARTS[1])
+    cache.wrote(PARTS[2])
+    assert cache.find(PARTS[2]) is None, "the file is shorter"
+    cache.forget(CONTENT.digest)
+    assert cache.find(PARTS[1]) is None
+    ingest.abort()
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(layout, cache, tmp_path):
+    (tmp_path / "secret").write_bytes(BLOB)
+    for place in (layout.place(CONTENT), layout.root / ".aimage/ingest" / CONTENT.digest.encoded):
+        os.makedirs(os.path.dirname(place))
+        os.symlink(tmp_path / "secret", place)
+    cache.wrote(PARTS[0])
+    assert cache.find(PARTS[0]) is None
+
+
+# -- what is fetched for peers
+
+
+def test_a_range_is_fetched_once_however_many_ask(cache, upstream):
+    found = all_at_once([lambda: fetch(cache, 1)] * 8)
+    assert all(read(each, PARTS[1]) == bytes_of(PARTS[1]) for each in found)
+    assert read(fetch(cache, 1), PARTS[1]) == bytes_of(PARTS[1])
+    assert upstream.opened == [PARTS[1]]
+
+
+def test_a_range_that_takes_longer_comes_later(cache, upstream):
+    upstream.gate.clear()
+    assert fetch(cache, 0, 0.05) is True
+    assert cache.has(PARTS[0]), "it comes from the registry"
+    upstream.gate.set()
+    assert read(cache.wait(PARTS[0], 20), PARTS[0]) == bytes_of(PARTS[0])
+    assert cache.wait(PARTS[1], 0.01) is False
+
+
+def test_a_range_of_which_no_byte_comes_fails(cache, upstream, monkeypatch):
+    monkeypatch.setattr(range_cache, "_MAX_STALL", 0.05)
+    upstream.gate.clear()
+    with pytest.raises(NetworkError):
+        fetch(cache, 0, 0.1)
+    upstream.gate.set()
+
+
+def test_only_some_ranges_are_fetched_at_a_time(cache, upstream):
+    upstream.gate.clear()
+    digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
+    assert all(cache.fetch(REFERENCE, digest, 0, 0.05) is True for digest in digests)
+    assert len(upstream.opened) == range_cache.AT_ONCE
+    upstream.gate.set()
+
+
+@pytest.mark.parametrize("error", [NotFoundError("no"), AImageError("no")])
+def test_a_range_that_cannot_be_fetched_is_tried_anew(cache, upstream, error):
+    upstream.fails = error
+    with pytest.raises(NotFoundError if isinstance(error, NotFoundError) else AImageError):
+        fetch(cache, 0)
+    upstream.fails = None
+    assert read(fetch(cache, 0), PARTS[0]) == bytes_of(PARTS[0])
+
+
+def test_a_range_that_ends_early_is_not_kept(cache, upstream):
+    upstream.cut = 1000
+    with pytest.raises(NetworkError):
+        fetch(cache, 0)
+    assert cache.find(PARTS[0]) is None and cache.kept == 0
+
+
+def test_the_oldest_ranges_go_first(layout, upstream):
+    cache = cached(layout, upstream, limit=2 * RANGE)
+    for number in (0, 1, 2):
+        read(fetch(cache, number), PARTS[number])
+    assert cache.find(PARTS[0]) is None
+    assert cache.kept == PARTS[1].length + PARTS[2].length <= 2 * RANGE
+    held = cache.find(PARTS[1])
+    cache.clear()
+    assert cache.kept == 0 and read(held, PARTS[1]) == bytes_of(PARTS[1]), "it is being sent"
+
+
+def test_a_range_that_a_pull_has_written_is_not_kept_any_more(cache):
+    fetch(cache, 0).close()
+    cache.wrote(PARTS[0])
+    assert cache.kept == 0
+
+
+def test_nothing_is_kept_on_a_full_disk(layout, upstream):
+    cache = cached(layout, upstream, spared=1 << 60)
+    layout.root.mkdir()
+    with pytest.raises(AImageError):
+        fetch(cache, 0)
+    assert not upstream.opened
+
+
+def test_nothing_is_kept_where_a_link_leads_elsewhere(layout, cache, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (layout.root / ".aimage").mkdir(parents=True)
+    (layout.root / ".aimage/range").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AImageError):
+        fetch(cache, 0)
+
+
+def test_files_for_peers_have_no_names(layout, cache):
+    fetch(cache, 0).close()
+    assert cache.kept and not list((layout.root / ".aimage/range").iterdir())
+
+
+# -- registries
+
+
+def test_a_registry_that_ignores_ranges_is_noticed(tmp_path, registry, repository):
+    pushed = push_model(tmp_path, repository, BLOB)
+    with Proxy(registry.host, ranges="ignored").running() as proxy:
+        upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
+        reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        assert upstream.has_ranges(proxy.host)
+        with upstream.open(reference, PARTS[1]) as reader:
+            assert reader.read(1000) == bytes_of(PARTS[1])[:1000]
+        assert not upstream.has_ranges(proxy.host)
+        upstream.close()
+
+
+def test_the_size_of_a_blob_is_asked_once(tmp_path, registry, repository):
+    pushed = push_model(tmp_path, repository, BLOB)
+    with Proxy(registry.host).running() as proxy:
+        upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
+        reference = Reference(proxy.host, pushed.repository, pushed.tag)
+        for _ in range(2):
+            assert upstream.size(reference, CONTENT.digest) == len(BLOB)
+        assert [passed.method for passed in proxy.seen].count("HEAD") == 1
+        with pytest.raises(NotFoundError):
+            upstream.size(reference, Digest.of(b"missing"))
+        upstream.close()

@@ -1,0 +1,300 @@
+"""Ranges for other nodes over ``GET /v2/<name>/blobs/<digest>``."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from clowder_aimage.content import bytes_body
+from clowder_aimage.node import range_routes
+from clowder_aimage.node.rendezvous import RANGE
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import ClientOptions
+from tests.node.nodes import TOKEN, Node, acquaint, all_at_once, noise, push_model
+from tests.proxy import Proxy
+
+BLOB = noise(2 * RANGE + 1000, "shared")
+CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
+ASKER = "9" * 32
+STORED = {"Cache-Control": "only-if-cached"}
+
+
+@pytest.fixture
+def proxy(registry):
+    with Proxy(registry.host).running() as found:
+        yield found
+
+
+@pytest.fixture
+def pushed(tmp_path, repository, proxy):
+    """BLOB in a repository, by way of the proxy."""
+    found = push_model(tmp_path, repository, BLOB)
+    return Reference(proxy.host, found.repository, found.tag)
+
+
+@contextlib.contextmanager
+def running(tmp_path, count=1, **options):
+    """Nodes that know each other; the first of them has BLOB."""
+    with contextlib.ExitStack() as stack:
+        nodes = [Node(tmp_path / f"node{number}", **options).start() for number in range(count)]
+        for node in nodes:
+            stack.callback(node.stop)
+        acquaint(nodes)
+        nodes[0].layout.push(CONTENT, bytes_body(BLOB))
+        yield nodes
+
+
+@pytest.fixture
+def node(tmp_path):
+    found = Node(tmp_path / "node").start()
+    yield found
+    found.stop()
+
+
+def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=None, **headers):
+    """Send a request for a range of BLOB, and return the answer unread."""
+    start = number * RANGE
+    host = reference.registry if reference else "registry.example.com"
+    name = reference.repository if reference else "a/b"
+    sent = {
+        "Range": f"bytes={start}-{min(start + RANGE, len(BLOB)) - 1}",
+        "Authorization": f"Bearer {TOKEN}",
+    }
+    sent |= {"Aimage-Node": asker} if asker else {}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection = http.client.HTTPConnection(node.address, timeout=30)
+    connection.request(method, path or f"/v2/{name}/blobs/{CONTENT.digest}?ns={host}", headers=sent)
+    response = connection.getresponse()
+    response.connection = connection
+    return response
+
+
+def ask(*args, **options):
+    """The status, the headers and the body of the answer."""
+    response = request(*args, **options)
+    with contextlib.closing(response.connection):
+        return response.status, response.headers, response.read()
+
+
+def check(answer, number=0):
+    """The answer is that range of BLOB."""
+    status, headers, body = answer
+    data = BLOB[number * RANGE :][:RANGE]
+    start = number * RANGE
+    assert status == 206 and body == data
+    assert headers["Content-Range"] == f"bytes {start}-{start + len(data) - 1}/{len(BLOB)}"
+
+
+def test_a_node_names_itself_in_the_answer_to_a_ping(node):
+    assert ask(node, path="/v2/")[1]["Aimage-Node"] == node.sharing.node
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer another", "Basic OnRva2Vu"])
+def test_a_client_without_the_token_gets_nothing(tmp_path, authorization):
+    with running(tmp_path) as (node,):
+        assert ask(node, Authorization=authorization)[0] == 401
+
+
+def test_a_blob_of_the_store_is_sent_range_by_range(tmp_path):
+    with running(tmp_path) as (node,):
+        for number in range(3):
+            check(ask(node, number), number)
+        node.until(lambda: node.bytes == {"sent": len(BLOB)})
+
+
+def test_a_part_of_a_range_is_sent(tmp_path):
+    with running(tmp_path) as (node,):
+        status, headers, body = ask(node, Range=f"bytes={RANGE + 5}-{RANGE + 9}")
+        assert (status, body) == (206, BLOB[RANGE + 5 : RANGE + 10])
+        assert headers["Content-Range"] == f"bytes {RANGE + 5}-{RANGE + 9}/{len(BLOB)}"
+
+
+def test_head_is_answered_from_the_store_alone(node, pushed, proxy):
+    assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 404
+    node.layout.push(CONTENT, bytes_body(BLOB))
+    assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 200
+    assert not proxy.seen and not node.bytes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ({"path": "/v2/a/b/blobs/sha256:..%2F..%2Fetc%2Fpasswd?ns=registry.example.com"}, 400),
+        ({"path": f"/v2/A/b/blobs/{CONTENT.digest}?ns=registry.example.com"}, 400),
+        ({"path": f"/v2/a/b/blobs/{CONTENT.digest}?ns=http://169.254.169.254"}, 400),
+        ({"path": f"/v2/a/b/blobs/{CONTENT.digest}"}, 404),  # no registry to fetch from
+        ({"Range": f"bytes=0-{2 * RANGE}"}, 404),  # not of one range
+        ({"Range": "bytes=5-3"}, 404),
+        ({"Range": "bytes=-5"}, 404),
+        ({"asker": ""}, 404),  # not of a node
+        ({"asker": "../../etc"}, 404),
+    ],
+)
+def test_only_a_node_makes_this_one_fetch_a_range(node, wrong, status):
+    assert ask(node, **wrong)[0] == status
+    assert not (node.layout.root / "blobs").exists()
+
+
+def test_a_missing_range_comes_from_the_registry_once(node, pushed, proxy):
+    for answer in all_at_once([partial(ask, node, 1, pushed) for _ in range(5)]):
+        check(answer, 1)
+    check(ask(node, 1, pushed), 1)
+    assert proxy.sent() == RANGE
+    assert node.bytes["registry"] == RANGE and node.sharing.kept == RANGE
+
+
+def test_a_missing_range_comes_from_another_node_rather_than_from_the_registry(
+    tmp_path, pushed, proxy
+):
+    with running(tmp_path, 2) as (_, other):
+        check(ask(other, 1, pushed), 1)
+        assert proxy.sent() == 0 and other.bytes["received"] == RANGE
+
+
+def test_a_range_past_the_end_is_unknown(node, pushed):
+    assert ask(node, 0, pushed, Range=f"bytes={2 * RANGE}-{len(BLOB)}")[0] == 404
+    assert ask(node, 0, pushed, Range=f"bytes={5 * RANGE}-{5 * RANGE}")[0] == 404
+
+
+def test_only_if_cached_fetches_nothing(node, pushed, proxy):
+    assert ask(node, 0, pushed, **STORED)[0] == 404
+    assert not proxy.seen
+
+
+def test_only_if_cached_waits_for_a_range_that_is_coming(node, pushed, proxy):
+    proxy.hold = 1000
+    with ThreadPoolExecutor(2) as pool:
+        cause = pool.submit(ask, node, 0, pushed)
+        proxy.wait_until(lambda: proxy.held > 0)
+        waits = pool.submit(ask, node, 0, pushed, **STORED)
+        proxy.release()
+        check(cause.result(60))
+        check(waits.result(60))
+    assert proxy.sent() == RANGE
+
+
+def test_a_node_fetches_nothing_from_a_repository_of_which_it_wants_nothing(
+    tmp_path, pushed, proxy
+):
+    with running(tmp_path, 3) as (one, other, third):
+        third.has_repository = False
+        asker = one.sharing.node
+        assert ask(third, 0, pushed, asker=asker)[0] == 404
+        status, headers, _ = ask(third, 0, pushed, asker=other.sharing.node)
+        assert (status, headers["Aimage-Node"]) == (307, asker), "the first one fetches it"
+        assert headers["Location"].startswith(f"http://{one.address}/v2/")
+        assert ask(third, 0, pushed, asker=asker)[0] == 404
+    assert not proxy.seen
+
+
+def test_a_blob_that_the_registry_lacks_is_unknown(node, pushed):
+    path = f"/v2/{pushed.repository}/blobs/{Digest.of(b'missing')}?ns={pushed.registry}"
+    assert ask(node, path=path, Range="bytes=0-6")[0] == 404
+
+
+def test_a_registry_that_does_not_answer_is_a_bad_gateway(node):
+    assert ask(node, 0, Reference.parse("127.0.0.1:9/a/b:1"))[0] == 502
+
+
+# -- a busy node
+
+
+def hold(node):
+    """Read the head of an answer only: its slot stays taken."""
+    return request(node, 1)
+
+
+def test_a_busy_node_redirects_to_one_that_got_the_range_from_it(tmp_path):
+    with running(tmp_path, 3, uploads=1) as (one, other, third):
+        check(ask(one, asker=other.sharing.node))
+        check(ask(one))  # of an asker that is not known
+        slow = hold(one)
+        status, headers, _ = ask(one, asker=third.sharing.node)
+        assert (status, headers["Aimage-Node"]) == (307, other.sharing.node)
+        slow.connection.close()
+
+
+def test_a_request_waits_for_a_slot(tmp_path):
+    with running(tmp_path, uploads=1) as (node,):
+        slow = hold(node)
+        timer = threading.Timer(0.3, slow.read)
+        timer.start()
+        check(ask(node))
+        timer.join()
+        slow.connection.close()
+
+
+def test_a_request_that_waits_in_vain_is_answered_429(tmp_path, monkeypatch):
+    monkeypatch.setattr(range_routes, "TURN_TIMEOUT", 0.1)
+    with running(tmp_path, uploads=1) as (node,):
+        slow = hold(node)
+        status, headers, _ = ask(node)
+        assert status == 429 and "Retry-After" not in headers
+        slow.read()
+        slow.connection.close()
+        check(ask(node))
+
+
+def test_a_range_that_is_still_coming_is_answered_429_with_retry_after(
+    node, pushed, proxy, monkeypatch
+):
+    monkeypatch.setattr(range_routes, "COMING_TIMEOUT", 0.1)
+    proxy.hold = 1000
+    status, headers, _ = ask(node, 0, pushed)
+    assert status == 429 and headers["Retry-After"] == "1"
+    proxy.release()
+
+
+def test_a_client_that_takes_nothing_loses_its_slot(tmp_path, monkeypatch):
+    monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.3)
+    with running(tmp_path, uploads=2) as (node,):
+        slow = [hold(node), hold(node)]
+        node.until(lambda: ask(node)[0] == 206)
+        for each in slow:
+            each.connection.close()
+
+
+def test_a_client_that_leaves_costs_no_slot(tmp_path):
+    with running(tmp_path, uploads=1) as (node,):
+        for _ in range(3):
+            slow = hold(node)
+            slow.connection.close()
+            slow.close()
+        check(ask(node))
+
+
+def test_work_for_clients_that_left_counts_until_it_ends(tmp_path, monkeypatch):
+    """The server cancels the request of a client that leaves; its thread goes on."""
+    with running(tmp_path) as (node,):
+        routes, ended = node.sharing.ranges, threading.Event()
+        work = [routes._aside(ended.wait) for _ in range(range_routes.MAX_REQUESTS)]
+        tasks = [node._loop.create_task(each) for each in work]
+        node.until(lambda: ask(node)[0] == 429)
+        ended.set()
+        node.until(lambda: ask(node)[0] == 206)
+        assert all(task.done() for task in tasks)
+
+
+def test_a_range_of_a_running_pull_is_sent_while_it_runs(tmp_path, pushed, proxy):
+    connection = ClientOptions(docker_config=tmp_path, told_jobs=1)  # one range after the other
+    node = Node(tmp_path / "node", connection=connection).start()
+    try:
+        node.addresses.append("127.0.0.1:9")  # there may be neighbours
+        proxy.hold = RANGE + 1
+        with ThreadPoolExecutor(1) as pool:
+            pulling = pool.submit(node.pull, pushed)
+            proxy.wait_until(lambda: proxy.held > 0)
+            first = ask(node, 0, pushed, **STORED)
+            found = [ask(node, n, pushed, method="HEAD", **STORED)[0] for n in range(3)]
+            proxy.release()
+            pulling.result(60)
+        check(first)
+        assert found == [200, 200, 404]  # the second is coming
+        assert proxy.sent() <= 1.05 * len(BLOB)
+    finally:
+        node.stop()
