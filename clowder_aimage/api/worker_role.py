@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from clowder_aimage.api import health, ollama_routes, openapi, storage
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.engine.preload import want
+from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.route import Role, Route
 
@@ -52,7 +52,7 @@ class WorkerRole(Role):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Fetch the models that are wanted, and unload idle ones, meanwhile."""
-        async with beside(self._expire(), want(self._service.transfers, self._service.wanted)):
+        async with beside(self._expire(), preload(self._service.transfers, self._service.wanted)):
             yield
 
     async def ready(self) -> None:

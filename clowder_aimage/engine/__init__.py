@@ -1,6 +1,5 @@
-"""The worker: a process that keeps models loaded and makes pictures for whoever may ask.
+"""The engine: models in memory, requests that wait for them, and transfers.
 
-Each model lives in a process of its own (``process``), which a ``Runner`` speaks with; the
-``Engine`` decides which are loaded, in what order requests are served, and when one goes. The
-HTTP interfaces stand on it: OpenAI's, ollama's, Clowder's.
+Each model runs in a process of its own (``process``), controlled by a ``Runner``. The ``Engine``
+admits requests; the ``ModelScheduler`` decides which models are loaded and which request is next.
 """

@@ -1,7 +1,6 @@
-"""What becomes of a model that could not be had: when it is tried again, or after what.
+"""Backoff of pulls: when a failed pull is tried again.
 
-The one table for it. A request inside of a pull has been repeated already (registry/retry.py); here
-it is about whole pulls.
+Requests inside a pull are repeated by registry/retry.py; this is the one table for whole pulls.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from clowder_aimage.errors import (
 )
 
 FIRST, LONGEST = 1.0, 300.0  # seconds of backing off
-HOUR, DAY = 3600.0, 86400.0  # of what was fetched and is wrong: all of it would come again
+HOUR, DAY = 3600.0, 86400.0  # after content that failed verification: all of it is fetched again
 TIME, SPACE, CHANGE = "time", "space", "change"
 WRONG, STORE = "verification_failed", "store_failed"
-NEVER_FETCHED = "never_fetched"  # it is not here, and is not to be fetched
+NEVER_FETCHED = "never_fetched"  # it is missing, and its policy is never
 
-# What it is called, and what is waited for: time alone (backing off, or the next look at the tag),
-# more space, or that something changes
+# The code of an error, and the condition of the next attempt: time alone (backoff, or the next
+# check of the tag), more space, or a change
 _TABLE: tuple[tuple[type[AImageError], str, str, bool], ...] = (
-    # error, code, waits for, backs off
+    # error, code, condition, backs off
     (NoSpaceError, "no_space", SPACE, False),
     (UnauthorizedError, "unauthorized", CHANGE, False),
     (NotFoundError, "not_found", CHANGE, False),
@@ -46,8 +45,11 @@ _TABLE: tuple[tuple[type[AImageError], str, str, bool], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """``code`` for machines; ``after`` is TIME, SPACE or CHANGE; ``delay`` in seconds, infinite
-    where time alone changes nothing."""
+    """The next attempt.
+
+    ``code`` is for machines; ``after`` is TIME, SPACE or CHANGE; ``delay`` is in seconds, infinite
+    if time alone changes nothing.
+    """
 
     code: str
     after: str
@@ -55,12 +57,11 @@ class Backoff:
 
 
 def again(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
-    """When to try again after the ``attempts``-th failure in a row.
+    """Return the attempt after the ``attempts``-th failure in a row.
 
-    Backing off is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015):
-    ``chance``, in [0, 1), says where in the interval; what a registry asked for (Retry-After)
-    counts where it is longer. What only a change can mend is looked at again when the tag is
-    (``refresh``), by its manifest alone.
+    Backoff is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015);
+    ``chance``, in [0, 1), is the place in the interval. A longer Retry-After counts. After an error
+    that only a change can remove, the delay is ``refresh`` seconds.
     """
     found = next((row for row in _TABLE if isinstance(error, row[0])), None)
     code, after, backs_off = found[1:] if found else ("failed", TIME, True)
@@ -72,7 +73,8 @@ def again(error: AImageError, attempts: int, chance: float, refresh: float) -> B
 
 
 def whole(times: int, chance: float) -> float:
-    """For how many seconds content that was wrong ``times`` times is left alone, though its tag
-    means the same as before: whoever keeps it may have mended it. A part of that is left to
-    chance: nodes that failed together are not to come back together."""
+    """Return the seconds before content that failed verification ``times`` times is fetched again.
+
+    ``chance``, in [0, 1), shortens them: nodes that failed together shall not return together.
+    """
     return min(DAY, HOUR * 2.0 ** min(times - 1, 10)) * (1.0 - chance / 4.0)

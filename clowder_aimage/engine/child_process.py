@@ -1,4 +1,4 @@
-"""A child process that speaks in frames: what a runner knows of its model's process."""
+"""A child process that communicates in frames."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _log = logging.getLogger("aimage.worker")
 
 
 class ChildProcess:
-    """A process of a model. Whoever waits for a frame may stop waiting at any time: nothing is
-    lost, the frame is there for the next who asks. What the process writes to standard error is
-    written to our log, line by line."""
+    """The process of a model.
+
+    A cancelled ``receive`` loses nothing: the next one returns the frame. Lines that the process
+    writes to standard error go to the log.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._coming: asyncio.Task[tuple[frame.Message, bytes] | None] | None = None
-        self._saying = asyncio.create_task(_repeat(process))
+        self._receiving: asyncio.Task[tuple[frame.Message, bytes] | None] | None = None
+        self._logging = asyncio.create_task(_log_lines(process))
         self.ended = asyncio.create_task(process.wait())
 
     @classmethod
     async def spawn(cls) -> ChildProcess:
-        """Start one. Raises ModelError."""
+        """Start a process. Raises ModelError."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _MODULE),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # an interrupt at the terminal is the worker's to hear
+                start_new_session=True,  # an interrupt at the terminal is for the worker alone
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
         except OSError as error:
@@ -55,44 +57,45 @@ class ChildProcess:
 
     @property
     def signal(self) -> int:
-        """The signal that killed it; 0 for none."""
+        """The signal that killed the process; 0 for none."""
         return max(0, -(self._process.returncode or 0))
 
     def send(self, message: frame.Message) -> None:
-        """Send a frame. A process that has ended is not told: whoever asks it for a frame hears
-        that it has, and how."""
-        assert self._process.stdin is not None
+        """Send a frame; if the process has ended, ``receive`` raises."""
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame.encode(message))
 
     async def receive(self) -> tuple[frame.Message, bytes]:
-        """The next frame. Raises ModelError: the process has ended, or speaks in no frames."""
-        assert self._process.stdout is not None
-        if self._coming is None:
-            self._coming = asyncio.create_task(frame.receive(self._process.stdout))
-        await asyncio.wait({self._coming})
-        coming, self._coming = self._coming, None
+        """Return the next frame. Raises ModelError: the process has ended, or sent none."""
+        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        if self._receiving is None:
+            self._receiving = asyncio.create_task(frame.receive(self._process.stdout))
+        await asyncio.wait({self._receiving})
+        receiving, self._receiving = self._receiving, None
         try:
-            found = coming.result()
+            found = receiving.result()
         except ValueError as error:
             await self.end(0.0)
-            raise ModelError(f"the model's process said what cannot be read: {error}") from None
+            raise ModelError(f"the model's process sent what is not a frame: {error}") from None
         if found is None:
             await asyncio.wait({self.ended})
             raise self.died()
         return found
 
     def died(self) -> ModelError:
-        """That it has ended, and how."""
+        """Return the error of a process that has ended."""
         how = "ended"
-        if self.signal:  # what to do is in the message: a 5xx tells no hint
+        if self.signal:  # the advice is in the message: a 5xx has no hint
             how = f"was killed by signal {self.signal}: it may have lacked memory; "
             how += "ask for a smaller picture"
         return ModelError(f"the model's process {how}", hint="the next request starts it again")
 
     async def end(self, grace: float) -> None:
-        """Have it end within ``grace`` seconds, or be killed; all of its memory is free then. It is
-        killed at once where this is cancelled."""
+        """End the process within ``grace`` seconds, or kill it; its memory is free then.
+
+        If this is cancelled, the process is killed at once.
+        """
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -102,17 +105,17 @@ class ChildProcess:
             if self.is_alive:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
-        await asyncio.wait({self.ended, self._saying})
+        await asyncio.wait({self.ended, self._logging})
 
 
-async def _repeat(process: asyncio.subprocess.Process) -> None:
-    assert process.stderr is not None
+async def _log_lines(process: asyncio.subprocess.Process) -> None:
+    assert process.stderr is not None  # noqa: S101 - it is a pipe
     while True:
         try:
             line = await process.stderr.readline()
-        except ValueError:  # a line beyond all measure, which is dropped
+        except ValueError:  # a line above the limit, which is dropped
             continue
         if not line:
             return
-        if said := line.decode("utf-8", "replace").strip():
-            _log.warning("a model's process (%d): %s", process.pid, said)
+        if text := line.decode("utf-8", "replace").strip():
+            _log.warning("a model's process (%d): %s", process.pid, text)

@@ -14,14 +14,16 @@ from clowder_aimage.registry import Repository
 
 
 class CountedSource(WrappedSource):
-    """``came`` hears how many bytes of blobs came from a "registry", and how many from a
-    "mirror" of it; no more of them pass in a second than ``rate`` lets."""
+    """A registry whose blobs are counted, and limited to ``rate``.
+
+    ``count`` is called with "registry" or "mirror" and the bytes of each reader.
+    """
 
     def __init__(
-        self, source: Source, came: Callable[[str, int], None], rate: Rate | None = None
+        self, source: Source, count: Callable[[str, int], None], rate: Rate | None = None
     ) -> None:
         super().__init__(source)
-        self._came, self._rate = came, rate
+        self._report, self._rate = count, rate
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         reader = self._source.open(content, offset, length)
@@ -31,7 +33,7 @@ class CountedSource(WrappedSource):
         def ended(count: int) -> None:
             source = self._source
             is_mirrored = isinstance(source, Repository) and source.was_mirrored(content)
-            self._came("mirror" if is_mirrored else "registry", count)
+            self._report("mirror" if is_mirrored else "registry", count)
 
         return cast(BinaryIO, _Reader(reader, ended, self._rate))
 

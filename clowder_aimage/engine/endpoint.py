@@ -60,7 +60,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it; False for a name that must be resolved."""
+        """True if only this machine reaches it; False for a name that must be resolved."""
         try:
             return self.scheme == "unix" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:

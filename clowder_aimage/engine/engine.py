@@ -21,8 +21,8 @@ from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER, EngineLimits
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
+from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.model_slot import ModelSlot
-from clowder_aimage.engine.presence import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -258,8 +258,7 @@ class Engine:
         await self._scheduler.expire()
 
     async def close(self, grace: float) -> None:
-        """Refuse new requests, interrupt waiting ones, let running ones end within ``grace``
-        seconds, then end everything."""
+        """End running requests within ``grace`` seconds, and others at once."""
         self.is_draining = True
         self._interrupt(lambda request: not request.is_begun)
         self._transfers.close()

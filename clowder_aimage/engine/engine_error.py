@@ -1,4 +1,4 @@
-"""Why a worker does not do what it was asked, though nothing is broken."""
+"""Errors of requests that a worker refuses or ends."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class StoppedError(AImageError):
 
 
 def ending() -> StoppedError:
-    """That nothing new is begun."""
+    """Return the error of requests to a worker that ends."""
     return StoppedError("the worker is about to end", hint="ask another one")

@@ -1,4 +1,4 @@
-"""What happens in a worker, told to whoever listens; the last of it is kept for a while."""
+"""The events of a worker, for its clients; the last ones are kept for a while."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-KEPT = 1000
-# What is worth a line of the log, too: it happens without a request that would have one
+MAX_EVENTS = 1000
+# Logged too: these have no request with a line in the log
 LOGGED = frozenset({"pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
 _log = logging.getLogger("aimage.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """Number ``id`` of what happened: ``kind`` (pull, load, generate, evict, ...), and facts."""
+    """Event number ``id``: its ``kind`` (pull, load, generate, evict, ...) and facts."""
 
     id: int
     kind: str
@@ -28,16 +28,16 @@ class LoggedEvent:
 
 
 class EventLog:
-    """A log in memory. Prompts are never in it."""
+    """A log in memory, without prompts."""
 
     def __init__(self) -> None:
-        self._items: deque[LoggedEvent] = deque(maxlen=KEPT)
+        self._items: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
         self._next = 1
         self._changed = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def tell(self, kind: str, **facts: Any) -> None:
-        """Add an item."""
+        """Add an event."""
         self.attach()
         if kind in LOGGED:
             _log.info(kind, extra=facts)
@@ -47,18 +47,18 @@ class EventLog:
             self._changed.notify_all()
 
     def attach(self) -> None:
-        """Be of the event loop that runs: what other threads tell goes there."""
+        """Add the events of other threads in the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def tell_from_thread(self, kind: str, **facts: Any) -> None:
-        """Add an item from another thread than the event loop's, once it is attached to that."""
+        """Add an event from another thread, if an event loop is attached."""
         if self._loop is None:
             return
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             asyncio.run_coroutine_threadsafe(self.tell(kind, **facts), self._loop)
 
     async def listen(self, after: int = 0) -> AsyncGenerator[LoggedEvent, None]:
-        """The items after number ``after`` that are still known, then new ones as they come."""
+        """Yield the events after number ``after`` that are kept, then new ones."""
         while True:
             async with self._changed:
                 found = [item for item in self._items if item.id > after]

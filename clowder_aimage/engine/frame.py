@@ -1,7 +1,7 @@
-"""What a worker and the processes of its models say to each other: JSON, and bytes behind it.
+"""Frames between a worker and the processes of its models: JSON, followed by bytes.
 
 A frame is the length of the JSON and of the bytes (two unsigned 32-bit numbers, little-endian),
-the JSON object, the bytes. Nothing is pickled, so neither end can be made to run anything.
+the JSON object, the bytes. Nothing is pickled: a frame cannot run code.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from asyncio import IncompleteReadError, StreamReader
 from typing import Any, BinaryIO
 
 _LENGTHS = struct.Struct("<II")
-_LARGEST = 512 * 1024 * 1024  # bytes of a frame: no picture comes near
+_MAX_FRAME = 512 * 1024 * 1024  # bytes
 
 Message = dict[str, Any]
 
 
 def encode(message: Message, data: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Return a frame."""
     text = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "surrogatepass"
     )
@@ -26,7 +26,7 @@ def encode(message: Message, data: bytes = b"") -> bytes:
 
 
 def read(file: BinaryIO) -> tuple[Message, bytes] | None:
-    """The next frame of a file; None where it has ended."""
+    """Read the next frame of a file; None at its end."""
     head = file.read(_LENGTHS.size)
     if len(head) < _LENGTHS.size:
         return None
@@ -38,7 +38,7 @@ def read(file: BinaryIO) -> tuple[Message, bytes] | None:
 
 
 async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
-    """The next frame of a stream; None where it has ended."""
+    """Read the next frame of a stream; None at its end."""
     try:
         length, size = _lengths(await stream.readexactly(_LENGTHS.size))
         text = await stream.readexactly(length)
@@ -49,7 +49,7 @@ async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
 
 def _lengths(head: bytes) -> tuple[int, int]:
     length, size = _LENGTHS.unpack(head)
-    if length + size > _LARGEST:
+    if length + size > _MAX_FRAME:
         raise ValueError(f"a frame of {length + size} bytes")
     return length, size
 

@@ -1,6 +1,6 @@
-"""What the worker counts, by the names that dashboards know (Prometheus, "Metric naming").
+"""The metrics of a worker (Prometheus, "Metric naming").
 
-No label holds a prompt, a user or a digest: their number would grow without end.
+No label is a prompt, a user or a digest: their number would grow without end.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from clowder_aimage import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# What came of asking what a tag means; refused: the registry answered, but not with what it means;
-# failed: it did not, or not now
+# Outcomes of resolving a tag. refused: the registry answered with an error; failed: no answer
 TAG_CHECKS = ("unchanged", "moved", "refused", "failed")
 SOURCES = ("registry", "mirror", "neighbour", "cache")
-_HOSTS = 20  # registries that are told apart
+_HOSTS = 20  # registries with a label of their own
 _MODELS = 50  # and models
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
-    """The counters of one worker, in a registry of their own."""
+    """The metrics of one worker, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -109,32 +108,34 @@ class Metrics:
         self._shown: set[str] = set()
 
     def host(self, name: str) -> str:
-        """A registry as a label: there are not many, whatever people ask for."""
+        """Return the label of a registry; "other" after the first ones."""
         if len(self._hosts) < _HOSTS:
             self._hosts.add(name)
         return name if name in self._hosts else "other"
 
     def tag_checked(self, registry: str, outcome: str) -> None:
-        """Count a question what a tag means; ``outcome`` is one of TAG_CHECKS. All of them are
-        there from the first one on: a counter that begins at one has not grown."""
+        """Count a tag that was resolved; ``outcome`` is one of TAG_CHECKS.
+
+        All outcomes exist from the first one on: a counter that starts at 1 has no increase.
+        """
         host = self.host(registry)
         for each in TAG_CHECKS:
             self.tag_checks.labels(each, host)
         self.tag_checks.labels(outcome, host).inc()
 
     def model(self, name: str) -> str:
-        """A model as a label: there are not many, whatever people ask for."""
+        """Return the label of a model; "other" after the first ones."""
         if len(self._names) < _MODELS:
             self._names.add(name)
         return name if name in self._names else "other"
 
     def show_models(self, loaded: Iterable[str]) -> None:
-        """Which models are in memory, and that others are not any more."""
+        """Show which models are in memory."""
         there = {self.model(name) for name in loaded}
         for name in self._shown | there:
             self.models.labels(name).set(name in there)
         self._shown |= there
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

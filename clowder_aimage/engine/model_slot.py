@@ -47,12 +47,12 @@ class ModelSlot:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is in memory."""
+        """True while it is in memory."""
         return self.runner is not None and self.runner.is_alive
 
     @property
     def is_free(self) -> bool:
-        """Whether it is in memory and would serve a request at once."""
+        """True if it is in memory and would serve a request at once."""
         runner = self.runner
         return self.current is None and runner is not None and runner.is_free
 

@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _PinnedStore(LayeredStore):
-    """Stores in which every name resolves to one manifest: the tag may have moved since the request
-    was resolved."""
+    """Stores in which every name resolves to one manifest: a tag may have moved meanwhile."""
 
     def __init__(self, roots: Sequence[Path], manifest: Descriptor) -> None:
         super().__init__(roots)

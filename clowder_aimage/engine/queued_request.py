@@ -35,7 +35,7 @@ class QueuedRequest:
 
     reference: Reference
     make: MakeRequest | None = None
-    encoding: PictureEncoding = PictureEncoding()
+    encoding: PictureEncoding = field(default_factory=PictureEncoding)
     keep_alive: float | None = None
     pull: str = IF_MISSING
 
@@ -51,12 +51,12 @@ class QueuedRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its turn has come."""
+        """True once its turn has come."""
         return self.turn.is_set()
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the deadline or an interruption ends it."""
+        """True if the deadline or an interruption ends it."""
         return self.error is not None or (self.limit is not None and self.limit.expired())
 
     def timeout(self) -> asyncio.Timeout:

@@ -118,7 +118,7 @@ class Runner:
 
     @property
     def is_free(self) -> bool:
-        """Whether it would accept a request now."""
+        """True if it would accept a request now."""
         return self.is_alive and (self.ending is None or self.ending.done())
 
     @property
@@ -172,8 +172,7 @@ class Runner:
                 self.ending = asyncio.create_task(self._cancel(number))
 
     async def _cancel(self, number: int) -> None:
-        """Cancel a request and read the rest of its frames; kill a process that does not end it in
-        time."""
+        """Cancel a request and read the rest of its frames; kill the process after a timeout."""
         with contextlib.suppress(ModelError):
             try:
                 async with asyncio.timeout(self._cancel_timeout):

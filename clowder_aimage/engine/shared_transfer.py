@@ -1,7 +1,7 @@
-"""One pull or push, watched by all who asked for it.
+"""One pull or push, shared by all requests for it.
 
-A transfer runs in a thread of its own. What it tells is noted there, and looked at from the event
-loop every now and then: a copy has thousands of events a second, and nobody reads that many lines.
+A transfer runs in a thread of its own, which records its events; the event loop polls the record: a
+copy has thousands of events a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clowder_aimage.content.copy_event import CopyEvent, OnEvent
 from clowder_aimage.engine.engine_error import StoppedError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-EVERY = 0.1  # seconds between two looks at a transfer
+INTERVAL = 0.1  # seconds between two polls of a transfer
 PULL, PUSH = "pull", "push"
 _WINDOW = 5.0  # seconds that a speed is measured over
 Work = Callable[["SharedTransfer", OnEvent], Descriptor]
@@ -29,7 +29,7 @@ Work = Callable[["SharedTransfer", OnEvent], Descriptor]
 
 @dataclass(slots=True)
 class TransferBlob:
-    """How far a blob is. One that was there (``is_here``) did not move at all."""
+    """The progress of a blob. With ``is_here`` it was in the store before the transfer."""
 
     digest: Digest
     total: int
@@ -38,8 +38,11 @@ class TransferBlob:
 
 
 class SharedTransfer:
-    """A pull or a push that waits, is under way, or has ended. Whoever waits for it counts as a
-    user; one that has no user and is not ``is_kept`` gives up, and what it has fetched stays."""
+    """A pull or a push that waits, runs or has ended.
+
+    ``users`` is the number of requests that wait for it. A transfer without users ends unless
+    ``is_kept`` is set; partial content is kept.
+    """
 
     def __init__(
         self, kind: str, reference: Reference, work: Work, is_over: Callable[[], bool]
@@ -49,11 +52,11 @@ class SharedTransfer:
         self.urgency = self.priority = self.number = 0
         self.users = 0
         self.total = 0
-        self.sources: Counter[str] = Counter()  # bytes, by where they came from
+        self.sources: Counter[str] = Counter()  # bytes by source
         self.begun = self.moved = time.monotonic()
         self.is_stalled = False
         self.result: asyncio.Future[Descriptor] = asyncio.get_running_loop().create_future()
-        self.result.add_done_callback(_look)
+        self.result.add_done_callback(asyncio.Future.exception)  # retrieved, also without users
         self._work, self._is_over = work, is_over
         self._blobs: dict[Digest, TransferBlob] = {}
         self._passed: deque[tuple[float, int]] = deque(maxlen=64)
@@ -62,31 +65,31 @@ class SharedTransfer:
 
     @property
     def is_queued(self) -> bool:
-        """Whether others keep it waiting: not only a moment, as they all begin with."""
+        """True if it waits for others, longer than every transfer does at first."""
         return not self.is_begun and time.monotonic() - self.begun > 1.0
 
     @property
     def completed(self) -> int:
-        """The bytes that are here."""
+        """The bytes in the store."""
         return sum(blob.completed for blob in self.blobs())
 
     @property
     def rate(self) -> float:
-        """Bytes per second of late."""
+        """Bytes per second, over the last seconds."""
         now = time.monotonic()
         with self._lock:
-            late = [(at, count) for at, count in self._passed if now - at <= _WINDOW]
-            if not late:
+            recent = [(at, count) for at, count in self._passed if now - at <= _WINDOW]
+            if not recent:
                 return 0.0
-            return (self._count - late[0][1]) / max(now - late[0][0], EVERY)
+            return (self._count - recent[0][1]) / max(now - recent[0][0], INTERVAL)
 
     def blobs(self) -> list[TransferBlob]:
-        """All blobs that were spoken of, as they are now."""
+        """Return all known blobs, as they are now."""
         with self._lock:
             return [replace(blob) for blob in self._blobs.values()]
 
     def start(self) -> None:
-        """Work in a thread that does not keep the process alive."""
+        """Run in a daemon thread."""
         self.is_begun = True
         self.begun = self.moved = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -101,7 +104,7 @@ class SharedTransfer:
 
         def run() -> None:
             try:
-                root = self._work(self, self._hear)
+                root = self._work(self, self._on_event)
             except BaseException as error:
                 settle(self.result.set_exception, error)
             else:
@@ -110,39 +113,39 @@ class SharedTransfer:
         threading.Thread(target=run, daemon=True, name=f"aimage-{self.kind}").start()
 
     def stop(self) -> None:
-        """Give up; one that is at work does so between two pieces of a blob."""
+        """End the transfer; a running one ends between two pieces of a blob."""
         self.is_stopped = True
         if not self.is_begun and not self.result.done():
-            self.result.set_exception(self._given_up())
+            self.result.set_exception(self._stopped())
 
     def end_now(self) -> None:
-        """Give up without waiting for the thread, which may hang on a registry that is silent."""
+        """End without waiting for the thread, which may hang on a silent registry."""
         self.stop()
         if not self.result.done():
-            self.result.set_exception(self._given_up())
+            self.result.set_exception(self._stopped())
 
-    def go_on(self) -> None:
-        """Raise StoppedError where this is to be given up; asked in whatever thread is at it."""
+    def check(self) -> None:
+        """Raise StoppedError if the transfer is to end; called in its thread."""
         if self.is_stopped or self._is_over() or not (self.users or self.is_kept):
             self.is_stopped = True
-            raise self._given_up()
+            raise self._stopped()
 
-    def _given_up(self) -> StoppedError:
+    def _stopped(self) -> StoppedError:
         return StoppedError(f"the {self.kind} of {self.reference} was given up")
 
-    def came(self, source: str, count: int) -> None:
-        """Bytes came from somewhere: "registry", "mirror", "neighbour"."""
+    def count(self, source: str, count: int) -> None:
+        """Count bytes from a source: "registry", "mirror", "neighbour"."""
         with self._lock:
             self.sources[source] += count
 
-    def _hear(self, event: CopyEvent) -> None:
-        """Note an event, in whatever thread it comes."""
-        if self.kind == PUSH:  # a pull may stop only between bytes of a blob: see Gate
-            self.go_on()
+    def _on_event(self, event: CopyEvent) -> None:
+        """Record an event, in any thread."""
+        if self.kind == PUSH:  # a pull may end only between bytes of a blob: see TransferGate
+            self.check()
         with self._lock:
-            self._note(event)
+            self._record(event)
 
-    def _note(self, event: CopyEvent) -> None:
+    def _record(self, event: CopyEvent) -> None:
         if event.kind == "plan":
             self.total = event.count
         if event.kind == "plan" or event.content is None:
@@ -151,47 +154,49 @@ class SharedTransfer:
         blob = self._blobs.setdefault(content.digest, TransferBlob(content.digest, content.size))
         if event.kind == "progress":
             blob.completed = max(0, min(blob.total, blob.completed + event.count))
-            self._moved(event.count)
+            self._advance(event.count)
         elif event.kind == "skip":
             blob.completed, blob.is_here = blob.total, True
             self.sources["cache"] += blob.total
         elif event.kind == "done":
             blob.completed = blob.total
 
-    def _moved(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         now = time.monotonic()
-        if not self._passed or now - self._passed[-1][0] >= EVERY:
+        if not self._passed or now - self._passed[-1][0] >= INTERVAL:
             self._passed.append((now, self._count))
         self._count += max(0, count)
         self.moved, self.is_stalled = now, False
 
     async def watch(self) -> AsyncGenerator[TransferBlob, None]:
-        """Blobs whose state is another than was told, until the transfer ends.
+        """Yield each blob whose state has changed, until the transfer ends.
 
         Raises:
-            whatever ``pull`` or ``push`` raises; StoppedError: it was given up.
+            StoppedError: it was stopped; and as ``pull`` or ``push``.
         """
-        told: dict[Digest, int] = {}
+        seen: dict[Digest, int] = {}
         while True:
-            is_done = self.result.done()  # before looking: what comes later is seen next time
+            is_done = (
+                self.result.done()
+            )  # before the blobs are read: later changes are seen next time
             for blob in self.blobs():
-                if told.get(blob.digest) != blob.completed:
-                    told[blob.digest] = blob.completed
+                if seen.get(blob.digest) != blob.completed:
+                    seen[blob.digest] = blob.completed
                     yield blob
             if is_done:
                 break
-            await asyncio.wait([self.result], timeout=EVERY)
+            await asyncio.wait([self.result], timeout=INTERVAL)
         self.result.result()
 
     async def end(self) -> Descriptor:
-        """What was moved. Raises as ``watch``."""
+        """Wait for the end and return the root. Raises as ``watch``."""
         return await asyncio.shield(self.result)
 
 
 class TransferGate(Rate):
-    """Bytes of a pull pass here, as fast as they come; none does once the pull is given up.
+    """An unlimited rate that ends a stopped pull.
 
-    Where bytes pass, what came is kept for the next pull, and nothing is left locked.
+    Between two pieces of a blob, partial content is kept for the next pull, and no lock is held.
     """
 
     def __init__(self, transfer: SharedTransfer) -> None:
@@ -203,9 +208,4 @@ class TransferGate(Rate):
         return CHUNK_SIZE
 
     def passed(self, _: int) -> None:
-        self._transfer.go_on()
-
-
-def _look(result: asyncio.Future[Descriptor]) -> None:
-    """Have an error count as seen, although nobody may be left who waits for it."""
-    result.exception()
+        self._transfer.check()

@@ -1,4 +1,4 @@
-"""The transfers of a worker: each begun once, the urgent ones first."""
+"""The queue of transfers of a worker: each runs once, urgent ones first."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 
-MOST = 32  # transfers with one registry that people ask for at once: each has threads of its own
-_ALL = 2 * MOST  # and with all of them: one that is silent leaves places for the others
-INTERACTIVE, DESIRED, PREFETCH = range(3)  # how urgent
+MAX_TRANSFERS = 32  # interactive ones of one registry: each has threads of its own
+_MAX_ALL = 2 * MAX_TRANSFERS  # of all registries: a silent one leaves places for the others
+INTERACTIVE, DESIRED, PREFETCH = range(3)  # urgencies
 URGENCIES = ("interactive", "desired", "prefetch")
-_ROOM = (8, 4, 2)  # of each urgency one begins while fewer than this are at work
-_BEYOND = 4  # and so many more, each of a registry that has none at work
-STALL = 15.0  # seconds without a byte that are worth a word
+_PLACES = (8, 4, 2)  # by urgency: a transfer begins while fewer than this run
+_EXTRA = 4  # more places, each for a registry without a running transfer
+STALL = 15.0  # seconds without a byte that count as a stall
 OnBytes = Callable[[str, int], object]
 Near = Callable[[Reference, OnBytes], Callable[[Source], Source]]
 _Key = tuple[str, str, object]
@@ -45,19 +45,20 @@ _Key = tuple[str, str, object]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a caller gave for one pull: an entry of docker's config file ("Configuration files",
-    ``auth`` or ``registrytoken``). It is in memory as long as the pull, and in no log."""
+    """The credentials of one pull: an entry of docker's config file.
+
+    It has ``auth`` or ``registrytoken``, is in memory as long as the pull, and in no log.
+    """
 
     entry: tuple[str, str] = field(repr=False)
 
 
 class TransferQueue:
-    """The transfers of one worker, which all of its interfaces share.
+    """The transfers of one worker, shared by all of its interfaces.
 
-    ``near`` makes, for what is to be pulled, a wrapper around its registry that knows nearer
-    places, and tells how many bytes came from which kind of them. What nobody is in a hurry for
-    waits ``settle`` seconds, so that the first of many that come together is not the one that
-    happened to come first.
+    ``near`` returns, for a reference, a wrapper of its registry with nearer sources, which reports
+    the bytes by source. Transfers that are not interactive wait ``settle`` seconds, so that of
+    many that arrive together the first to run is chosen by priority.
     """
 
     def __init__(
@@ -77,25 +78,25 @@ class TransferQueue:
         self._known: dict[_Key, SharedTransfer] = {}
         self._numbers = itertools.count()
         self._settle = settle
-        self._telling: set[asyncio.Task[None]] = set()
+        self._records: set[asyncio.Task[None]] = set()
 
     def of(self, reference: Reference) -> SharedTransfer | None:
-        """The pull of ``reference`` that waits or is under way."""
+        """Return the pull of ``reference`` that waits or runs."""
         return next((one for one in self.pulls() if one.reference == reference), None)
 
     def pulls(self) -> list[SharedTransfer]:
-        """All pulls that wait or are under way."""
-        known = list(self._known.values())  # also asked from other threads
+        """Return all pulls that wait or run."""
+        known = list(self._known.values())  # other threads call this too
         return [one for one in known if one.kind == PULL and not one.is_stopped]
 
     def close(self) -> None:
-        """Begin nothing more; what is under way gives up, and what came is kept."""
+        """Refuse new transfers and end the others; partial content is kept."""
         self.is_over = True
         for each in list(self._known.values()):
             each.end_now()
 
     def look(self) -> None:
-        """Count the pulls that stand still; to be called every now and then."""
+        """Count stalled pulls; to be called periodically."""
         now = time.monotonic()
         for each in self.pulls():
             if each.is_begun and not each.is_stalled and now - each.moved > STALL:
@@ -112,18 +113,17 @@ class TransferQueue:
         urgency: int = INTERACTIVE,
         priority: int = 0,
     ) -> Iterator[SharedTransfer]:
-        """Take part in the pull of ``reference``; begin it where nobody has. Who joins may make
-        it more urgent.
+        """Join the pull of ``reference``, or begin it; a user may raise its urgency.
 
-        Only those who show the same credentials share one: nobody fails with another's.
+        Only users with the same credentials share a pull.
 
         Raises:
-            StoppedError, BusyError: the worker is about to end; too many are under way.
-            UsageError: the reference names no registry.
+            StoppedError, BusyError: the worker ends; too many transfers run.
+            UsageError: the reference has no registry.
         """
         if reference.registry is None:
             raise UsageError(
-                f"{reference} names no registry to pull from",
+                f"{reference} has no registry to pull from",
                 hint=f"name one, such as registry.example.com/team/{reference}",
             )
         connection = self._connection
@@ -131,18 +131,18 @@ class TransferQueue:
             entry = dict([credentials.entry])
             connection = replace(connection, auths={reference.name: entry})
 
-        def work(transfer: SharedTransfer, hear: OnEvent) -> Descriptor:
+        def work(transfer: SharedTransfer, on_event: OnEvent) -> Descriptor:
             gate, limit = TransferGate(transfer), connection.limit(reference.registry)
             rate = Rate(limit) if limit else None
 
             def near(source: Source) -> Source:
-                counted = CountedSource(source, transfer.came, rate)
+                counted = CountedSource(source, transfer.count, rate)
                 if self.near is None or credentials is not None:
                     return counted
-                return self.near(reference, transfer.came)(counted)
+                return self.near(reference, transfer.count)(counted)
 
             layers = LayerSelection(components=components) if components else None
-            options = PullOptions(layers=layers, on_event=hear, rate=gate, wrap=near)
+            options = PullOptions(layers=layers, on_event=on_event, rate=gate, wrap=near)
             return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))
@@ -151,10 +151,10 @@ class TransferQueue:
 
     @contextlib.contextmanager
     def push(self, reference: Reference) -> Iterator[SharedTransfer]:
-        """Take part in the push of ``reference``. Raises as ``pull``."""
+        """Join the push of ``reference``, or begin it. Raises as ``pull``."""
 
-        def work(_: SharedTransfer, hear: OnEvent) -> Descriptor:
-            return push(self._store, reference, self._connection, on_event=hear)
+        def work(_: SharedTransfer, on_event: OnEvent) -> Descriptor:
+            return push(self._store, reference, self._connection, on_event=on_event)
 
         with self._joined((PUSH, str(reference), None), reference, work) as found:
             yield found
@@ -173,7 +173,7 @@ class TransferQueue:
             raise ending()
         if found is None or found.is_stopped:
             if urgency == INTERACTIVE:
-                self._check_room(reference)
+                self._check_places(reference)
             found = SharedTransfer(key[0], reference, work, lambda: self.is_over)
             found.urgency, found.priority = urgency, priority
             found.number = next(self._numbers)
@@ -193,15 +193,15 @@ class TransferQueue:
             if not found.users and not found.is_kept and not found.is_begun:
                 found.stop()
 
-    def _check_room(self, reference: Reference) -> None:
-        """Raise BusyError where too many ask already, of this registry or at all."""
+    def _check_places(self, reference: Reference) -> None:
+        """Raise BusyError if there are too many interactive transfers."""
         asked = [one for one in self._known.values() if one.urgency == INTERACTIVE]
         of_one = sum(one.reference.registry == reference.registry for one in asked)
-        if of_one >= MOST or len(asked) >= _ALL:
+        if of_one >= MAX_TRANSFERS or len(asked) >= _MAX_ALL:
             raise BusyError(len(asked), 5)
 
     def _turn(self) -> None:
-        """Begin those that wait, as far as there is room."""
+        """Start waiting transfers in the places that are free."""
         known = [one for one in self._known.values() if not one.result.done()]
         for one in _next(known):
             one.start()
@@ -223,13 +223,13 @@ class TransferQueue:
                 self._count_failure(transfer, error)
             if isinstance(error, VerificationError):
                 self._metrics.mismatches.inc()
-            moved = {name: count for name, count in transfer.sources.items() if name != "cache"}
-            facts |= {"seconds": round(time.monotonic() - transfer.begun, 3), "bytes": moved}
+            fetched = {name: count for name, count in transfer.sources.items() if name != "cache"}
+            facts |= {"seconds": round(time.monotonic() - transfer.begun, 3), "bytes": fetched}
         if isinstance(error, AImageError) and outcome == "failed":
             facts["reason"] = error.message
         task = asyncio.ensure_future(self._news.tell(transfer.kind, **facts))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._records.add(task)
+        task.add_done_callback(self._records.discard)
         self._turn()
 
     def _count(self, transfer: SharedTransfer, outcome: str) -> None:
@@ -241,37 +241,36 @@ class TransferQueue:
         metrics.dedup.inc(transfer.sources["cache"])
 
     def _count_failure(self, transfer: SharedTransfer, error: BaseException | None) -> None:
-        metrics, code = self._metrics, "failed"  # a mistake of ours
+        metrics, code = self._metrics, "failed"  # an error of this program
         if isinstance(error, AImageError):
             code = again(error, 1, 0.0, 0.0).code
         metrics.pull_failures.labels(code, metrics.host(transfer.reference.registry or "")).inc()
 
 
 def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
-    """Those that begin now: the urgent first, of these the larger priority.
+    """Return the transfers that start now: by urgency, then by priority.
 
-    One registry leaves the last place of a room to another that can use it. That is for those who
-    come together; who comes when all places are taken begins beyond the room, one of each registry.
-    There the longest wait counts, not the priority. So no number of silent registries keeps out
-    another one for ever: whatever is at work ends, if only by its time-outs; the places beyond the
-    room then go to those who came first, and these do not grow more.
+    A registry leaves the last place to another one that can use it. If all places are taken, there
+    are extra places, one for each registry without a running transfer, by waiting time and not by
+    priority. So silent registries never keep out another one for ever: their transfers end, at the
+    latest by timeouts, and the extra places go to those that have waited longest.
     """
-    at_work = [one for one in known if one.is_begun]
+    running = [one for one in known if one.is_begun]
     waiting = [one for one in known if not one.is_begun]
     waiting.sort(key=lambda one: (one.urgency, -one.priority, one.number))
-    for left in (1, 0):  # what is free the second time, no other registry can use
+    for left in (1, 0):  # the second time no other registry can use the place
         for one in waiting:
-            most = _ROOM[one.urgency]
-            if one not in at_work and len(at_work) < most and _beside(one, at_work) < most - left:
-                at_work.append(one)
+            most = _PLACES[one.urgency]
+            if one not in running and len(running) < most and _running(one, running) < most - left:
+                running.append(one)
     for one in sorted(waiting, key=lambda one: (one.urgency, one.number)):
-        most = _ROOM[one.urgency]
-        is_due = sum(other.urgency < one.urgency for other in at_work) < most
-        if is_due and len(at_work) < most + _BEYOND and not _beside(one, at_work):
-            at_work.append(one)
-    return [one for one in at_work if not one.is_begun]
+        most = _PLACES[one.urgency]
+        is_due = sum(other.urgency < one.urgency for other in running) < most
+        if is_due and len(running) < most + _EXTRA and not _running(one, running):
+            running.append(one)
+    return [one for one in running if not one.is_begun]
 
 
-def _beside(one: SharedTransfer, at_work: list[SharedTransfer]) -> int:
-    """How many of its registry are at work."""
-    return sum(other.reference.registry == one.reference.registry for other in at_work)
+def _running(one: SharedTransfer, running: list[SharedTransfer]) -> int:
+    """Return the number of running transfers of its registry."""
+    return sum(other.reference.registry == one.reference.registry for other in running)

@@ -25,14 +25,14 @@ _POLYNOMIAL = (  # (e^r - 1 - r) / r^2, the highest power first
 
 
 def silu(x: mx.array) -> mx.array:
-    """x * sigmoid(x), of any shape, in the type of x."""
+    """Return x * sigmoid(x), of any shape, in the type of x."""
     if x.dtype == mx.float32 and not on_gpu():
         return x / (1 + exp(-x))
     return x * mx.sigmoid(x)
 
 
 def exp(x: mx.array) -> mx.array:
-    """e^x in float32, to a relative error of 2e-7; beyond e^87 and e^-87 it stays there."""
+    """Return e^x in float32, to a relative error of 2e-7; x is clipped to -87 ... 87."""
     x = mx.clip(x, -87, 87)
     rounded = mx.array(_ROUND)
     whole = (x * _LOG2_E + rounded) - rounded

@@ -1,4 +1,4 @@
-"""Weights into a module: all names, shapes and kinds are checked, then all is loaded.
+"""Load weights into a module, after all names, shapes and kinds are checked.
 
 Convolutions turn from torch's layout (out, in, height, width) to MLX's (out, height, width, in).
 """
@@ -22,7 +22,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameter:
-    """The module's side: the shape of every parameter, by name."""
+    """The parameters of a module: the shape of each, by name."""
 
     component: str
     module: Any
@@ -34,7 +34,7 @@ class ModuleParameter:
         return cls(component, module, {name: value.shape for name, value in parameters.items()})
 
     def match(self, names: Iterable[str]) -> dict[str, str]:
-        """Names of tensors to those of parameters, all of them, one to one.
+        """Map the names of all tensors to those of parameters, one to one.
 
         Raises:
             ModelError: a tensor is missing, unexpected, or there twice.
@@ -53,10 +53,10 @@ class ModuleParameter:
         return wanted
 
     def check(self, tensor: StoredTensor, own: str) -> None:
-        """Hold a tensor next to its parameter.
+        """Check a tensor against its parameter.
 
         Raises:
-            FormatError: it is quantized, and what takes it is neither linear nor an embedding.
+            FormatError: it is quantized, and its layer is neither linear nor an embedding.
             ModelError: its dtype or its shape cannot be used.
         """
         name = f"{self.component}/{tensor.name}"
@@ -76,14 +76,14 @@ class ModuleParameter:
             )
 
     def owner(self, parameter: str) -> Any:
-        """The layer that a parameter belongs to."""
+        """Return the layer of a parameter."""
         found = self.module
         for step in parameter.split(".")[:-1]:
             found = found[int(step)] if isinstance(found, (list, tuple)) else found[step]
         return found
 
     def replace(self, parameter: str, layer: Any) -> None:
-        """Put ``layer`` where the parameter's layer is."""
+        """Replace the layer of a parameter by ``layer``."""
         path = parameter.rpartition(".")[0]
         parent, step = self.owner(path), path.rpartition(".")[2]
         parent[int(step) if isinstance(parent, list) else step] = layer
@@ -119,7 +119,7 @@ def load_into(
 
 
 def _parts(value: QuantizedArray) -> dict[str, mx.array]:
-    """What a quantized layer calls its arrays, but for a linear layer's own bias."""
+    """Return the arrays of a quantized layer by name, without a linear layer's own bias."""
     parts = {
         "weight": value.weight,
         "scales": value.scales,
@@ -134,7 +134,7 @@ def _channels_last(value: mx.array) -> mx.array:
 
 
 def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an MLX parameter as a checkpoint has it."""
+    """Return the shape that an MLX parameter has in a checkpoint."""
     if len(shape) != 4:
         return tuple(shape)
     out_channels, height, width, in_channels = shape

@@ -29,7 +29,7 @@ _TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "
 def read_arrays(
     tensors: Iterable[StoredTensor], dtype: mx.Dtype | None, *, keep_quantized: bool
 ) -> Iterator[tuple[StoredTensor, Value]]:
-    """The tensors with their values, evaluated.
+    """Yield the tensors with their values, evaluated.
 
     Floats become ``dtype``; None keeps what is stored. Quantized ones stay codes with
     ``keep_quantized``, with affine scales in ``dtype``, and are dequantized to it without.
@@ -56,7 +56,7 @@ _Pending = tuple[int, list[tuple[StoredTensor, Value]]]  # bytes as stored, and 
 
 
 def _evaluated(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
-    """The oldest chunk, when it is there. Memory that its casts gave back goes to the system."""
+    """Yield the oldest chunk, evaluated; memory that its casts freed is returned to the system."""
     _, chunk = pending.popleft()
     try:
         mx.eval(_arrays(chunk))
@@ -75,7 +75,7 @@ def _arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
 
 
 def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    """As many tensors as fit in a chunk, at least one."""
+    """Yield as many tensors as fit in a chunk, at least one."""
     chunk: list[StoredTensor] = []
     paths: set[str] = set()
     size = 0
@@ -96,7 +96,7 @@ Files = dict[str, dict[str, mx.array]]
 
 
 def _open(chunk: list[StoredTensor]) -> Files:
-    """The arrays of every file in the chunk, by path and key; each is opened once."""
+    """Return the arrays of every file in the chunk, by path and key; each is opened once."""
     files: Files = {}
     for tensor in chunk:
         for span in tensor.spans:

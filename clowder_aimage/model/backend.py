@@ -1,7 +1,7 @@
-"""The one place that imports MLX, after a fast BLAS has been looked for.
+"""The only module that imports MLX, after a search for a fast BLAS.
 
 ``BLAS`` names the library that was found ("mkl", "openblas") or is None. All MLX work belongs on
-one thread: a lazy array cannot be evaluated on another one than the thread that made it.
+one thread: a lazy array can be evaluated only on the thread that made it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class Conv2d(convolution.Conv2d):
 
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a GPU (Metal or CUDA) rather than on the CPU."""
+    """Return True if MLX computes on a GPU (Metal or CUDA)."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def dtype_name(name: str | None) -> str:
-    """The whole name of the type to compute in, from that or the short one (f32, bf16); None picks
-    bfloat16 on a GPU and float32 on a CPU.
+    """Return the full name of the type to compute in, such as bfloat16 for bf16.
+
+    None selects bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         UsageError: for float16, in which Z-Image overflows, and for an unknown name.
@@ -83,10 +84,10 @@ def dtype_name(name: str | None) -> str:
 
 
 def compute_dtype(name: str | None) -> mx.Dtype:
-    """MLX's type for a name. Raises as ``dtype_name`` does."""
+    """Return MLX's type for a name. Raises as ``dtype_name`` does."""
     return DTYPES[dtype_name(name)]
 
 
 def describe() -> str:
-    """The device and, on a CPU, the BLAS: ``gpu``, ``cpu (mkl)``, ``cpu (no fast BLAS)``."""
+    """Return the device and, on a CPU, the BLAS: ``gpu``, ``cpu (mkl)``, ``cpu (no fast BLAS)``."""
     return "gpu" if on_gpu() else f"cpu ({BLAS or 'no fast BLAS'})"

@@ -1,4 +1,4 @@
-"""The tensors of one component, by name. A blob's header is read when it is first asked for.
+"""The tensors of one component, by name. A blob's header is read when it is first needed.
 
 Reads both generations: a quantized tensor in one blob, and codes, scales and biases in layers of
 their own (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``; MLX: ``x.scales``, ``x.biases``). A
@@ -33,7 +33,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # values for sure, whatever stands besi
 
 
 class Catalogue:
-    """What ``component`` consists of: ``layers`` by their names without the component."""
+    """The tensors of ``component``; ``layers`` are by their names without the component."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Catalogue:
 
     @cached_property
     def _parts(self) -> dict[str, dict[str, str]]:
-        """The layers of codes whose scales and biases are layers of their own, with those."""
+        """Return the layers of codes whose scales and biases are separate layers, with those."""
         return {
             name: parts
             for name in self._all
@@ -57,13 +57,15 @@ class Catalogue:
 
     @cached_property
     def _layers(self) -> dict[str, Layer]:
-        """The layers, but for those that are parts of others."""
+        """Return the layers that are not parts of others."""
         taken = {name for parts in self._parts.values() for name in parts.values()}
         return {name: layer for name, layer in self._all.items() if name not in taken}
 
     def _is_codes(self, name: str) -> bool:
-        """Whether the blob of a layer that has others called as its scales holds nothing but codes:
-        floats may have such neighbours, too, and codes scales of their own."""
+        """Return True if the blob of a layer holds only codes, whose scales are other layers.
+
+        A layer of floats may have siblings with such names too, and codes may have own scales.
+        """
         layer = self._all[name]
         if layer.dtype in _FLOATS:
             return False
@@ -74,8 +76,9 @@ class Catalogue:
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
 
     def names(self) -> tuple[str, ...]:
-        """All names. Only blobs that may be packed groups, or codes with scales in layers of their
-        own, are opened.
+        """Return all names.
+
+        Only blobs that may be packed groups, or codes with separate scales, are opened.
 
         Raises:
             FormatError: two tensors have one name, or one of those blobs is broken.
@@ -90,10 +93,10 @@ class Catalogue:
         return tuple(names)
 
     def find(self, name: str) -> StoredTensor:
-        """The tensor called ``name``.
+        """Return the tensor ``name``.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: it does not exist.
             FormatError: its blob is not what it claims to be.
         """
         for layer_name in self._candidates(name):
@@ -104,7 +107,7 @@ class Catalogue:
         raise NotFoundError(f"the model has no tensor {whole[:200]}")
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """The layer of that name, and the layers that may be groups with it."""
+        """Yield the layer of that name, and the layers that may be groups with it."""
         if name in self._layers:
             yield name
         for prefix in _prefixes(name):
@@ -114,7 +117,7 @@ class Catalogue:
         yield from (shard for shard, layer in self._layers.items() if layer.is_shard)
 
     def _tensors(self, layer_name: str) -> dict[str, StoredTensor]:
-        """What a layer's blob holds, from the header or from memory."""
+        """Return the tensors of a layer's blob; headers are cached."""
         if layer_name not in self._read:
             layer = self._layers[layer_name]
             blob = WeightBlob.read(self._store, layer)
@@ -145,7 +148,7 @@ class Catalogue:
         yield layer_name, blob.tensor(layer_name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
-        """The header with what the configuration says of its codes."""
+        """Return the header, completed with the quantization in the configuration."""
 
         def stated(key: str) -> Said:
             name = layer_name if key == LEGACY_KEY else key
@@ -154,7 +157,7 @@ class Catalogue:
         return complete(header, stated)
 
     def _joined(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
-        """A quantized tensor whose codes, scales and biases are layers of their own."""
+        """Return a quantized tensor whose codes, scales and biases are separate layers."""
         codes = blob.span(self._single(name, blob).key)
         spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
         if codes.dtype != CODES:
@@ -168,7 +171,7 @@ class Catalogue:
         return StoredTensor(name, found.dtype, found.shape, codes, found.quantization, spans)
 
     def _part(self, layer_name: str) -> TensorSpan:
-        """The scales or biases that are a layer of their own."""
+        """Return the span of scales or biases in a separate layer."""
         layer = self._all[layer_name]
         blob = WeightBlob.read(self._store, layer)
         found = self._single(layer_name, blob)
@@ -176,19 +179,19 @@ class Catalogue:
         return blob.span(found.key)
 
     def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
-        """The one array in the blob of a layer."""
+        """Return the only array in the blob of a layer."""
         return find_tensor(read_tensors(blob.header), name, self._component)
 
 
 def _check(layer: Layer, tensor: BlobTensor) -> None:
-    """Hold a tensor next to what its layer promises. Raises FormatError."""
+    """Check a tensor against the annotations of its layer. Raises FormatError."""
     check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
 
 def _group(found: Mapping[str, BlobTensor], prefix: str, component: str) -> dict[str, BlobTensor]:
-    """The tensors of a packed group, by their names without the component.
+    """Return the tensors of a packed group, by their names without the component.
 
-    Stacked experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
+    Stacked experts may have a sibling name: ``mlp.switch_mlp`` in the group ``mlp.experts``.
 
     Raises:
         FormatError: they are of another group.
@@ -201,7 +204,7 @@ def _group(found: Mapping[str, BlobTensor], prefix: str, component: str) -> dict
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The names of groups that a tensor may be in, the longest first."""
+    """Yield the names of groups that a tensor may be in, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

@@ -13,10 +13,10 @@ MAX_FILE = 256 * 1024 * 1024  # bytes; the largest vocabularies are about a tent
 
 
 def find(store: ContentStore, aimage: AImage, name: str) -> bytes | None:
-    """The bytes of the file ``name`` (such as ``vae/config.json``), or None without one.
+    """Return the bytes of the file ``name`` (such as ``vae/config.json``), or None.
 
     Raises:
-        ModelError: when it is out of all proportion.
+        ModelError: if it is too large.
         AccessError: when the AImage has it and the store does not.
     """
     try:
@@ -30,16 +30,16 @@ def find(store: ContentStore, aimage: AImage, name: str) -> bytes | None:
 
 
 def find_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any] | None:
-    """The JSON object in the file ``name``, or None without one. Raises as ``find`` does."""
+    """Return the JSON object in the file ``name``, or None. Raises as ``find`` does."""
     data = find(store, aimage, name)
     return None if data is None else parse_object(name, data)
 
 
 def read_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
-    """The JSON object in the file ``name``.
+    """Return the JSON object in the file ``name``.
 
     Raises:
-        ModelError: when there is none, or it is not a JSON object.
+        ModelError: if it does not exist, or is not a JSON object.
     """
     value = find_object(store, aimage, name)
     if value is None:

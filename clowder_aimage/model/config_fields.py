@@ -1,4 +1,4 @@
-"""Reading a model's JSON configuration: typed, bounded, and with errors that name the field."""
+"""Typed and bounded fields of a JSON object; errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
@@ -17,7 +18,7 @@ def parse_object(name: str, data: bytes) -> dict[str, Any]:
     """Parse the JSON object of the file ``name``.
 
     Raises:
-        ModelError: when it is not UTF-8, not JSON or not an object.
+        ModelError: if it is not UTF-8, not JSON or not an object.
     """
     try:
         value = json.loads(data.decode("utf-8"))
@@ -39,12 +40,21 @@ class ConfigFields:
         self.values = values
         self._read: set[str] = set()
 
+    def accept_quantization(self) -> None:
+        """Accept a quantization that blobs can have; the blobs have the type themselves.
+
+        Raises:
+            ModelError: it is not supported.
+        """
+        if key := unknown_key({key: self.raw(key) for key in KEYS}):
+            raise self.refuse(key, "this quantisation is not supported")
+
     def refuse(self, key: str, why: str) -> ModelError:
-        """The error for a value that cannot be used."""
+        """Return the error for a value that cannot be used."""
         return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {why}")
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """The value as it is, or the default when it is absent or null."""
+        """Return the value as it is, or the default if it is absent or null."""
         self._read.add(key)
         value = self.values.get(key)
         return default if value is None else value
@@ -56,42 +66,42 @@ class ConfigFields:
         return value
 
     def integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
-        """A whole number from 1 to ``maximum``."""
+        """Return a whole number from 1 to ``maximum``."""
         value = self._value(key, default)
         if type(value) is not int or not 1 <= value <= maximum:
             raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.refuse(key, "must be a number")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """Return a finite number above zero."""
         value = self.number(key, default)
         if value <= 0:
             raise self.refuse(key, "must be above 0")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return True or False."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "must be true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.refuse(key, "must be a string")
         return value
 
     def integers(self, key: str, default: Iterable[int] | None = None) -> tuple[int, ...]:
-        """A list of whole numbers above zero."""
+        """Return a list of whole numbers above zero."""
         value = self._value(key, None if default is None else list(default))
         if not isinstance(value, list) or not all(
             type(item) is int and 1 <= item <= MAX_SIZE for item in value

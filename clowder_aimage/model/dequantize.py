@@ -1,4 +1,4 @@
-"""Codes back to values with numpy alone: what MLX's ``dequantize`` computes, in float32.
+"""Dequantization with numpy alone: MLX's ``dequantize`` in float32.
 
 Affine: code * scale + bias. nvfp4: E2M1 * E4M3. mxfp4: E2M1 * E8M0. mxfp8: E4M3 * E8M0. The lowest
 bits of a word are the first value. Products of BF16 and F16 scales and of all float codes are
@@ -18,22 +18,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def e4m3(values: Bytes) -> Floats:
-    """OCP's 8-bit float with 4 bits of exponent: no infinities, and NaN where all bits are set."""
+    """Decode OCP's 8-bit floats with 4 bits of exponent: no infinities, NaN has all bits set."""
     return _E4M3[values]
 
 
 def e5m2(values: Bytes) -> Floats:
-    """OCP's 8-bit float with 5 bits of exponent: the upper half of a float16."""
+    """Decode OCP's 8-bit floats with 5 bits of exponent: the upper half of a float16."""
     return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
 def e8m0(values: Bytes) -> Floats:
-    """Powers of two. The last one is infinity, as it is in MLX; the specification has NaN there."""
+    """Decode powers of two. The last one is infinity as in MLX; it is NaN in the specification."""
     return _E8M0[values]
 
 
 def unpack(codes: npt.NDArray[np.uint32], bits: int) -> Bytes:
-    """The codes in words of shape (..., words): (..., words * 32 / bits), 4 or 8 bits each."""
+    """Unpack words of shape (..., words) to codes of 4 or 8 bits, (..., words * 32 / bits)."""
     octets = np.ascontiguousarray(codes).view(np.uint8)
     if bits == 8:
         return octets
@@ -48,7 +48,7 @@ def dequantize(
     biases: Floats | None = None,
     global_scale: Floats | None = None,
 ) -> Floats:
-    """The values of ``codes`` (rows, words): (rows, columns), in float32.
+    """Return the values of ``codes`` (rows, words): (rows, columns), in float32.
 
     scales, biases: (rows, groups), float32 for affine types, bytes for the others. Matrices may be
     stacked. global_scale: a factor for all, for each matrix of a stack, or for each row.
@@ -69,8 +69,10 @@ def dequantize(
 
 
 def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """The shape in which factors of ``shape`` multiply values of ``ndim`` dimensions: dimensions
-    are those of the values from the left, ones may follow."""
+    """Return the shape in which factors of ``shape`` multiply values of ``ndim`` dimensions.
+
+    The dimensions are the leading ones of the values, followed by ones.
+    """
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape + (1,) * (ndim - len(shape))

@@ -1,4 +1,4 @@
-"""From an AImage to a pipeline, by what its ``model_index.json`` says it is."""
+"""Load an AImage as the pipeline that its ``model_index.json`` names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def load_pipeline(
     dtype: str | None = None,
     keep_quantized: bool | None = None,
 ) -> Pipeline:
-    """Load the model on the calling thread, which must be the one that uses it.
+    """Load the model on the calling thread, which must be the thread that uses it.
 
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
-    keep_quantized: whether quantized weights stay so; None for yes on a GPU and no on a CPU.
+    keep_quantized: keep weights quantized; None for True on a GPU and False on a CPU.
 
     Raises:
         UsageError: for another dtype; float16 overflows in these models.

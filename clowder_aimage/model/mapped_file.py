@@ -1,4 +1,4 @@
-"""A file's bytes in memory without reading them, and without keeping the file open.
+"""A file mapped into memory without an open descriptor.
 
 Python's own ``mmap`` keeps a descriptor for as long as it lives (to 3.12), and a model has more
 tensors than a process may have open files. So this calls mmap(2) itself. The pages are private:
@@ -20,7 +20,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(path: str) -> Any:
-    """The whole file as a writable buffer, which holds it until nobody refers to it.
+    """Map the whole file as a writable buffer, until it is no longer referenced.
 
     Raises:
         StoreError: it cannot be opened or mapped, or is empty.

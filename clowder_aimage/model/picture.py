@@ -1,6 +1,6 @@
-"""A picture as a PNG file that remembers how it was made.
+"""Pictures as files; a PNG stores the parameters that it was made with.
 
-The facts stand as JSON in an international text chunk named ``aimage`` (PNG specification,
+The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
 11.3.3.4), beside the registered keywords ``Description`` and ``Software``.
 """
 
@@ -27,9 +27,9 @@ def encode_picture(
     kind: str = "png",
     quality: int | None = None,
 ) -> bytes:
-    """``pixels`` (height, width, 3) as the bytes of a file of ``pipeline.FORMATS``.
+    """Encode ``pixels`` (height, width, 3) as a file of ``pipeline.FORMATS``.
 
-    A PNG remembers ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
+    A PNG stores ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
     """
     options: dict[str, Any] = {}
     if kind == "png":
@@ -50,11 +50,11 @@ def _chunks(facts: Mapping[str, Any]) -> PngImagePlugin.PngInfo:
 
 
 def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
-    """The pixels (height, width, 3) of a PNG file, and the facts it remembers.
+    """Return the pixels (height, width, 3) of a PNG file, and its facts.
 
     Raises:
         NotFoundError: there is no such file.
-        UsageError: it is not a PNG, or not one of ours.
+        UsageError: it is not a PNG, or has no facts.
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:
@@ -72,6 +72,6 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
     if not isinstance(facts, dict):
         raise UsageError(
             f"{path} does not say how it was made",
-            hint="only pictures that 'aimage run' wrote can be replayed, and only unedited ones",
+            hint="only pictures that this program wrote can be replayed, and only unedited ones",
         )
     return pixels, facts

@@ -61,8 +61,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class PictureEncoding:
-    """The file format of pictures: one of FORMATS, the ``quality`` (0 to 100) of JPEG and WebP, and
-    whether a PNG stores the parameters that it was made with."""
+    """The file format of pictures.
+
+    kind: one of FORMATS. quality: 0 to 100, of JPEG and WebP. has_facts: a PNG stores its
+    parameters.
+    """
 
     kind: str = "png"
     quality: int | None = None
@@ -81,7 +84,9 @@ class Step:
 @dataclass(frozen=True, slots=True, eq=False)
 class Preview:
     """A preview of picture ``picture``: smaller RGB ``pixels`` (height, width, 3), uint8.
-    ``number`` counts the previews of a picture from 0."""
+
+    ``number`` counts the previews of a picture from 0.
+    """
 
     pixels: npt.NDArray[np.uint8]
     number: int
@@ -128,8 +133,10 @@ PipelineEvent = Step | Preview | Image
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The largest arrays of a generation: ``size`` in bytes, and the ``numbers`` of one that is
-    multiplied. As a limit, None is no bound."""
+    """The largest arrays of a generation.
+
+    ``size`` is in bytes; ``numbers`` is the length of one that is multiplied. None is no bound.
+    """
 
     size: int | None = None
     numbers: int | None = None
@@ -185,8 +192,10 @@ def check_request(
 def _check_arrays(
     request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], limit: Arrays
 ) -> None:
-    """Refuse a picture whose arrays would be too large: MLX raises no error for them, the process
-    ends or computes wrong numbers."""
+    """Refuse a picture whose arrays would be too large.
+
+    MLX raises no error for them: the process ends, or computes wrong numbers.
+    """
     width, height = request.width, request.height
     if (why := _excess(needs(width, height), limit)) is None:
         return

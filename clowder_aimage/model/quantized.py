@@ -1,7 +1,7 @@
-"""Quantized weights in MLX: as they are stored, and the layers that compute with them.
+"""Quantized weights in MLX, and the layers that compute with them.
 
-MLX's own quantized layers first quantize weights of their own making, and know no factor beside
-the scales; these take what was stored. Sums and products are in the type of the input.
+MLX's own quantized layers quantize random weights first, and have no factor beside the scales;
+these take stored weights. Sums and products are in the type of the input.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from clowder_aimage.tensor import Quantization
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedArray:
-    """Codes (rows, words), scales and biases (rows, groups), and factors: one for all or for each
-    row. In a stack of matrices there is one more dimension, and factors may be for each matrix."""
+    """Codes (rows, words), scales and biases (rows, groups), and factors: one, or one a row.
+
+    A stack of matrices has one more dimension, and may have one factor a matrix.
+    """
 
     quantization: Quantization
     weight: mx.array
@@ -31,15 +33,20 @@ class QuantizedArray:
         return [value for value in every if value is not None]
 
     def cast(self, dtype: mx.Dtype | None) -> QuantizedArray:
-        """The same with affine scales and biases in ``dtype``. MLX multiplies in the widest type
-        of input and scales: float32 scales would make a bfloat16 product a slow one."""
+        """Return the array with affine scales and biases in ``dtype``.
+
+        MLX multiplies in the widest type of input and scales: float32 scales make a bfloat16
+        product slow.
+        """
         if self.biases is None or dtype is None:
             return self
         return replace(self, scales=self.scales.astype(dtype), biases=self.biases.astype(dtype))
 
     def dequantized(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """The values (rows, columns), computed in float32, in ``dtype``; None: in the type of
-        affine scales, otherwise bfloat16."""
+        """Return the values (rows, columns) in ``dtype``, computed in float32.
+
+        None selects the type of affine scales, otherwise bfloat16.
+        """
         affine = self.biases is not None
         if dtype is None:
             dtype = self.scales.dtype if affine else mx.bfloat16
@@ -115,14 +122,14 @@ class QuantizedEmbedding(Network):
 
 
 def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | None) -> Network:
-    """What computes as ``old``, a linear layer or an embedding, would with these weights."""
+    """Return the quantized layer for ``old``, a linear layer or an embedding."""
     if isinstance(old, Linear):
         return QuantizedLinear(weights, old.get("bias"))
-    assert isinstance(old, Embedding)
+    assert isinstance(old, Embedding)  # noqa: S101 - checked by ``apply``
     return QuantizedEmbedding(weights, dtype or mx.bfloat16)
 
 
 def _words(quantization: Quantization) -> dict[str, Any]:
-    """The quantization in MLX's words."""
+    """Return the quantization as arguments of MLX."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}

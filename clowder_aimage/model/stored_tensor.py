@@ -1,4 +1,4 @@
-"""Where each tensor of an AImage lies: blobs' headers, held next to their layers. No MLX in here.
+"""Locations of tensors in blobs, from headers that are checked against layers; without MLX.
 
 Only headers are read; each file is closed again.
 """
@@ -35,9 +35,12 @@ class TensorSpan:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor by its ``name`` without the component. ``dtype`` is safetensors' word or the name
-    of the quantization, ``shape`` that of the tensor itself. ``values`` are its values or codes,
-    ``parts`` what belongs to codes: SCALE, BIAS, GLOBAL_SCALE."""
+    """A tensor by its ``name`` without the component.
+
+    ``dtype`` is that of safetensors or the name of the quantization, ``shape`` that of the
+    dequantized tensor. ``values`` are its values or codes, ``parts`` the SCALE, BIAS and
+    GLOBAL_SCALE of codes.
+    """
 
     name: str
     dtype: str
@@ -81,7 +84,7 @@ class WeightBlob:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
     def span(self, key: str) -> TensorSpan:
-        """Where the array called ``key`` is."""
+        """Return the location of the array ``key``."""
         info = self.header.tensors[key]
         start = self.header.data_offset + info.start
         return TensorSpan(self.path, key, info.dtype, info.shape, start, info.nbytes)
@@ -94,7 +97,7 @@ class WeightBlob:
 
 
 def blame(layer: Layer, error: FormatError) -> FormatError:
-    """The error, with the layer that it is about, named once."""
+    """Return the error with the name of its layer, once."""
     text = str(error)
     for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
         text = text.removeprefix(f"{name}: ")
@@ -102,7 +105,7 @@ def blame(layer: Layer, error: FormatError) -> FormatError:
 
 
 def _header(path: str, content: Descriptor) -> Header:
-    """The strict header of the file, with one read where it is short, as most are."""
+    """Return the strict header of the file; a short one, as most are, takes one read."""
     handle = os.open(path, _FLAGS)
     try:
         size = os.fstat(handle).st_size
@@ -120,6 +123,6 @@ def _header(path: str, content: Descriptor) -> Header:
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """The first names, and how many more."""
+    """Return the first names, and the number of others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(name[:120] for name in names[:limit]) + more

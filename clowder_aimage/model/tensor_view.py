@@ -59,7 +59,7 @@ _TORCH = {
 
 
 def numpy_tensor(tensor: StoredTensor) -> Array:
-    """The values, read-only: a view of the blob, or float32 where numpy has no such type.
+    """Return the values, read-only: a view of the blob, or float32 if numpy lacks the type.
 
     Raises:
         ModelError: for a type that cannot be shown at all.
@@ -98,7 +98,7 @@ def numpy_span(span: TensorSpan) -> Array:
 
 
 def torch_tensor(tensor: StoredTensor) -> Any:
-    """The values as a ``torch.Tensor`` on the CPU. What is written to it stays in this process.
+    """Return the values as a ``torch.Tensor`` on the CPU; writes to it stay in this process.
 
     Raises:
         ModelError: PyTorch is not there, or has no such type; and as ``numpy_tensor`` does.
@@ -133,7 +133,7 @@ def _view(span: TensorSpan, dtype: str) -> Array:
 
 
 def _mapped(span: TensorSpan) -> Any:
-    """The file that the array is in."""
+    """Return the file of the array."""
     buffer = map_file(span.path)
     if len(buffer) < span.start + span.nbytes:
         raise StoreError(f"{span.path} has become shorter since its header was read")

@@ -37,7 +37,7 @@ class Module(Protocol):
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any: ...
 
     def sanitize(self, name: str) -> str:
-        """A tensor name as the name of a parameter here."""
+        """Return the name of the parameter for a tensor."""
         ...
 
 
@@ -81,8 +81,10 @@ class ModelWeights:
         return cls(store, component, layers, config, index)
 
     def keys(self) -> tuple[str, ...]:
-        """The names of the tensors, without the component. Of the blobs, only those that may be
-        groups, or codes with scales in layers of their own, are opened. Raises FormatError."""
+        """Return the names of the tensors, without the component. Raises FormatError.
+
+        Only blobs that may be groups, or codes with separate scales, are opened.
+        """
         return self._catalogue.names()
 
     def __iter__(self) -> Iterator[str]:
@@ -92,11 +94,11 @@ class ModelWeights:
         return len(self.keys())
 
     def quantization(self, name: str) -> Quantization | None:
-        """How the tensor ``name`` is quantized, or None. Raises NotFoundError, FormatError."""
+        """Return the quantization of a tensor, or None. Raises NotFoundError, FormatError."""
         return self._catalogue.find(name).quantization
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor ``name``, quantized or not. Raises as ``quantization`` does."""
+        """Return the shape of the tensor ``name``, dequantized. Raises as ``quantization`` does."""
         return self._catalogue.find(name).shape
 
     # -- MLX
@@ -120,8 +122,10 @@ class ModelWeights:
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> mx.array:
-        """The tensor ``name``: as ``load`` left it, or else read now. Quantized ones are
-        dequantized each time they are asked for. Raises as ``load`` does, and NotFoundError."""
+        """Return the tensor ``name``, loaded or read now. Raises as ``load``, and NotFoundError.
+
+        Quantized tensors are dequantized at each call.
+        """
         from clowder_aimage.model.array import read_arrays
         from clowder_aimage.model.backend import mx
 
@@ -171,26 +175,28 @@ class ModelWeights:
     # -- other runtimes
 
     def numpy(self, name: str) -> tensor_view.Array:
-        """The tensor ``name``, read-only: a view of the blob; float32 where it is quantized or of
-        a type that numpy has not (BF16, 8-bit floats).
+        """Return the tensor ``name``, read-only: a view of the blob, or float32.
+
+        Quantized tensors, and types that numpy lacks (BF16, 8-bit floats), are float32.
 
         Raises:
-            NotFoundError: there is none.
-            FormatError: its blob is not what its layer says.
-            ModelError: it cannot be shown.
+            NotFoundError: it does not exist.
+            FormatError: its blob does not match its layer.
+            ModelError: it cannot be viewed.
         """
         return tensor_view.numpy_tensor(self._catalogue.find(name))
 
     def torch(self, name: str) -> Any:
-        """The tensor ``name`` as a ``torch.Tensor`` over the blob; float32 where it is quantized.
+        """Return the tensor ``name`` as a ``torch.Tensor`` over the blob; float32 if quantized.
 
         Raises as ``numpy`` does, and ModelError without PyTorch.
         """
         return tensor_view.torch_tensor(self._catalogue.find(name))
 
     def parts(self, name: str) -> dict[str, tensor_view.Array]:
-        """What is stored for the quantized tensor ``name``, as numpy arrays: codes at "", and at
-        ".scale", ".bias" and ".global_scale" what there is of them.
+        """Return the stored arrays of the quantized tensor ``name``, by part.
+
+        Codes are at "", the others at ".scale", ".bias" and ".global_scale" if they exist.
 
         Raises:
             FormatError: it is not quantized; and as ``numpy`` does.
@@ -202,8 +208,8 @@ class ModelWeights:
         return {part: tensor_view.numpy_span(span) for part, span in spans.items()}
 
 
-def _keeps(wish: bool | None) -> bool:
-    """Whether quantized weights stay codes: as wished, or as the device likes it."""
+def _keeps(requested: bool | None) -> bool:
+    """Return True if weights stay quantized: as requested, else on a GPU."""
     from clowder_aimage.model.backend import on_gpu
 
-    return on_gpu() if wish is None else wish
+    return on_gpu() if requested is None else requested

@@ -7,7 +7,6 @@ import struct
 import pytest
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model.component_quantization import accept_quantization
 from clowder_aimage.model.config_fields import ConfigFields
 from clowder_aimage.tensor.quantization_config import mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
@@ -166,7 +165,7 @@ REFUSED = [
 
 def runs(config):
     try:
-        accept_quantization(ConfigFields("config.json", config))
+        ConfigFields("config.json", config).accept_quantization()
     except ModelError:
         return False
     return True

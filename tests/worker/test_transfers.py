@@ -20,7 +20,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import (
     DESIRED,
     INTERACTIVE,
-    MOST,
+    MAX_TRANSFERS,
     PREFETCH,
     TransferQueue,
 )
@@ -150,7 +150,7 @@ def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
         with ExitStack() as stack:
             pulls = [
                 stack.enter_context(it.all.pull(Reference.parse(f"{proxy.host}/tests/x{number}")))
-                for number in range(MOST)
+                for number in range(MAX_TRANSFERS)
             ]
             with (
                 pytest.raises(BusyError),

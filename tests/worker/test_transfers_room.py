@@ -14,7 +14,7 @@ from clowder_aimage.create import create
 from clowder_aimage.engine.engine_error import BusyError, StoppedError
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.transfer_queue import MOST, TransferQueue
+from clowder_aimage.engine.transfer_queue import MAX_TRANSFERS, TransferQueue
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -64,7 +64,7 @@ def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silen
         return refused, store.resolve(reference)
 
     refused, found = played(tmp_path / "store", play)
-    assert refused == 40 - MOST
+    assert refused == 40 - MAX_TRANSFERS
     assert found
 
 

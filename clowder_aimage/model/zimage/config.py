@@ -1,5 +1,6 @@
-"""The configurations of Z-Image's components, read from the JSON that diffusers and
-transformers (4 and 5) write. A value that is not understood is refused, never guessed.
+"""The configurations of Z-Image's components, as diffusers and transformers (4 and 5) write them.
+
+A value that is not supported is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.component_quantization import accept_quantization
 from clowder_aimage.model.config_fields import MAX_LAYERS, ConfigFields
 from clowder_aimage.model.zimage.rope import RopeConfig
 
@@ -74,7 +74,7 @@ class TransformerConfig:
             axes_dims=fields.integers("axes_dims", (32, 48, 48)),
             axes_lens=fields.integers("axes_lens", (1024, 512, 512)),
         )
-        accept_quantization(fields)
+        fields.accept_quantization()
         fields.finish("n_kv_heads", "siglip_feat_dim", "torch_dtype", "dtype")
         if len(config.axes_dims) != 3 or len(config.axes_lens) != 3:
             raise fields.refuse("axes_dims", "Z-Image has three axes: caption, height, width")
@@ -114,7 +114,7 @@ class TextEncoderConfig:
         model_type = fields.text("model_type")
         if model_type not in ("qwen3", "qwen2"):
             raise fields.refuse("model_type", "only qwen3 and qwen2 text encoders are supported")
-        accept_quantization(fields)
+        fields.accept_quantization()
         fields.only("hidden_act", "silu")
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
@@ -144,7 +144,7 @@ class TextEncoderConfig:
 
 
 def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
-    """How far each layer looks back. ``sliding_window`` counts only with ``use_sliding_window``."""
+    """Return the attention window of each layer; None without ``use_sliding_window``."""
     window = None
     if fields.boolean("use_sliding_window", False):
         window = fields.integer("sliding_window", 4096)
@@ -218,6 +218,6 @@ class VaeConfig:
             use_post_quant_conv=fields.boolean("use_post_quant_conv", True),
             mid_block_add_attention=fields.boolean("mid_block_add_attention", True),
         )
-        accept_quantization(fields)
+        fields.accept_quantization()
         fields.finish("sample_size", "force_upcast", "torch_dtype", "dtype")
         return config

@@ -38,7 +38,7 @@ _QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8) 
 
 
 def randn(seed: int, shape: tuple[int, ...]) -> Floats:
-    """What ``torch.randn(shape, generator=torch.Generator().manual_seed(seed))`` returns.
+    """Return ``torch.randn(shape, generator=torch.Generator().manual_seed(seed))``.
 
     seed: a whole number, of which the low 32 bits count.
     """
@@ -77,7 +77,7 @@ def _box_muller(uniforms: Floats) -> Floats:
 
 
 def _fused(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
-    """a * b + c, rounded once; constants are float32."""
+    """Return a * b + c, rounded once; constants are float32."""
     factor, summand = np.float32(b).astype(np.float64), np.float32(c).astype(np.float64)
     result: Floats = (a.astype(np.float64) * factor + summand).astype(np.float32)
     return result
@@ -92,7 +92,7 @@ def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
 
 
 def _log(x: Floats) -> Floats:
-    """The natural logarithm for x in (0, 1]."""
+    """Return the natural logarithm for x in (0, 1]."""
     mantissa, exponent = np.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
     small = mantissa < np.float32(0.707106781186547524)
     turns = (exponent - small).astype(np.float32)
@@ -133,6 +133,6 @@ def _few(source: np.random.RandomState, size: int) -> Floats:
 
 
 def _double(source: np.random.RandomState) -> float:
-    """A multiple of 2**-53 in [0, 1) from two words, the high one first."""
+    """Return a multiple of 2**-53 in [0, 1) from two words, the high one first."""
     high, low = (int(word) for word in _words(source, 2))
     return ((high << 32 | low) & ((1 << 53) - 1)) * 2.0**-53

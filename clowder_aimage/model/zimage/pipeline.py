@@ -68,8 +68,11 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZImagePipeline:
-    """The loaded networks. ``skipped`` names the tensors that were left out on purpose; ``budget``
-    decides whether the text encoder stays in memory after its work."""
+    """The loaded networks.
+
+    ``skipped`` names the tensors that were left out on purpose; ``budget`` decides whether the text
+    encoder stays in memory after its work.
+    """
 
     tokenizer: Tokenizer
     offloaded: OffloadedModule[TextEncoder]

@@ -57,7 +57,7 @@ def axes_table(positions: npt.NDArray[np.int64], axes_dims: tuple[int, ...], the
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How a Qwen text encoder rotates: base, and what stretches it to longer contexts."""
+    """The rotary embedding of a Qwen text encoder: base, and scaling to longer contexts."""
 
     dim: int
     theta: float
@@ -118,7 +118,7 @@ class RopeConfig:
         return table(angles.astype(np.float32), self.attention_factor)
 
     def _yarn_keep(self) -> Floats:
-        """The share of every frequency that YaRN leaves as it was trained, 1 to 0."""
+        """Return the share of every frequency that YaRN leaves unchanged, 1 to 0."""
 
         def dimension(turns: float) -> float:
             period = self.original_length / (turns * 2 * math.pi)
@@ -136,7 +136,7 @@ class RopeConfig:
 
 
 def _yarn_attention(fields: ConfigFields, factor: float) -> float:
-    """The factor on cosines and sines: as given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
+    """Return the factor on cosines and sines: given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
     if fields.raw("attention_factor") is not None:
         return fields.positive("attention_factor")
 

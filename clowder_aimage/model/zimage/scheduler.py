@@ -31,7 +31,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """What ``scheduler/scheduler_config.json`` says."""
+    """The fields of ``scheduler/scheduler_config.json``."""
 
     num_train_timesteps: int
     shift: float
@@ -86,7 +86,7 @@ class Scheduler:
         return scheduler
 
     def schedule(self, steps: int, image_tokens: int, shift: float | None = None) -> Schedule:
-        """The noise levels of ``steps`` steps for a picture of ``image_tokens`` tokens.
+        """Return the noise levels of ``steps`` steps for a picture of ``image_tokens`` tokens.
 
         ``shift`` replaces the static shift of the model.
 

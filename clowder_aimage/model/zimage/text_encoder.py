@@ -104,11 +104,11 @@ class TextEncoder(Network):
 
     @staticmethod
     def sanitize(name: str) -> str:
-        """A Hugging Face tensor name as the name of a parameter here."""
+        """Return the name of the parameter for a Hugging Face tensor."""
         return name.removeprefix("model.")
 
     def skip(self, name: str) -> bool:
-        """Whether a tensor is dead weight for imaging: last layer, final norm, language head."""
+        """Return True for tensors that no picture needs: last layer, final norm, language head."""
         last = len(self.layers)
         own = self.sanitize(name)
         return own in ("norm.weight", "lm_head.weight") or bool(re.match(rf"layers\.{last}\.", own))

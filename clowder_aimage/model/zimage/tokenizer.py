@@ -70,7 +70,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
 
     def render(self, prompt: str) -> str:
-        """The prompt as the model's chat template writes it, ready for an answer."""
+        """Return the prompt in the model's chat template, with the generation prompt."""
         try:
             return self._template.render(
                 messages=[{"role": "user", "content": prompt}],
@@ -84,10 +84,10 @@ class Tokenizer:
             raise ModelError(f"the chat template failed: {error}") from error
 
     def encode(self, prompt: str) -> list[int]:
-        """The token ids of the prompt in its template, 512 at most.
+        """Return the token ids of the prompt in its template, 512 at most.
 
         Raises:
-            ModelError: when nothing is left of it.
+            ModelError: if there are none.
         """
         tokens: list[int] = self._backend.encode(self.render(prompt)).ids
         if not tokens:
@@ -146,8 +146,10 @@ def _add_tokens(
 
 
 def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) -> str:
-    """chat_template.jinja, else the configuration's own (the one named default of several),
-    else chat_template.json.
+    """Return the chat template.
+
+    It is in chat_template.jinja, else in the configuration (the one named default of several), else
+    in chat_template.json.
     """
     data = find(store, aimage, f"{FOLDER}/chat_template.jinja")
     if data is not None:
@@ -169,7 +171,7 @@ def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) ->
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by role, as templates may ask for them."""
+    """Return the special tokens by role, for templates."""
     tokens = {}
     for role in _ROLES:
         value = config.get(f"{role}_token")
@@ -236,5 +238,5 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
+def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
     return datetime.now().strftime(format)

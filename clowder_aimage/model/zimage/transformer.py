@@ -35,7 +35,7 @@ _NAMES = {  # parts of diffusers' names, and what they are called here
 
 
 def padded(length: int) -> int:
-    """The length rounded up to a multiple of 32."""
+    """Return the length rounded up to a multiple of 32."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 
@@ -143,7 +143,7 @@ class TimestepEmbedder(Network):
 
 
 def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The 256 features of a time: float32 angles, whose cosines and sines are rounded once.
+    """Return the 256 features of a time: float32 angles; cosines and sines are rounded once.
 
     The reference's float32 exponential rounds two of the frequencies up; so does this.
     """
@@ -229,14 +229,14 @@ class Transformer(Network):
 
     @staticmethod
     def sanitize(name: str) -> str:
-        """A diffusers tensor name as the name of a parameter here."""
+        """Return the name of the parameter for a diffusers tensor."""
         for theirs, own in _NAMES.items():
             name = name.replace(theirs, own)
         return name
 
     @staticmethod
     def skip(name: str) -> bool:
-        """Whether a tensor serves only image-conditioned variants, which the pipeline is not."""
+        """Return True for tensors of image-conditioned variants only."""
         return name.startswith("siglip_")
 
 

@@ -210,9 +210,9 @@ class Vae(Network):
 
     @staticmethod
     def sanitize(name: str) -> str:
-        """A diffusers tensor name as the name of a parameter here."""
+        """Return the name of the parameter for a diffusers tensor."""
         return name.replace(".to_out.0.", ".to_out.")
 
     def skip(self, name: str) -> bool:
-        """Whether a tensor belongs to the encoder while only the decoder was asked for."""
+        """Return True for tensors of the encoder if only the decoder is loaded."""
         return "encoder" not in self and name.startswith(("encoder.", "quant_conv."))

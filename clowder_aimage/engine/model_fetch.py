@@ -1,19 +1,26 @@
-"""Find an AImage in the store, and fetch one that is missing."""
+"""Find and fetch AImages: for a request, and the models that a worker is configured to have."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+import logging
+import random
+from collections.abc import Callable, Sequence
 
+from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.event import PullingEvent
-from clowder_aimage.engine.transfer_queue import TransferQueue
-from clowder_aimage.errors import NotFoundError, VerificationError
+from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
+from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference
 
+MAX_DELAY = 60.0  # seconds between two attempts to fetch a model
 _INTERVAL = 0.2  # seconds between two events of a download
+
+_log = logging.getLogger("aimage.worker")
 
 
 def find(store: ImageLayout, reference: Reference) -> StoredAImage:
@@ -58,3 +65,28 @@ async def fetch(
             await asyncio.wait([transfer.result], timeout=_INTERVAL)
         transfer.result.result()
     emit(PullingEvent(transfer.total, transfer.total))
+
+
+async def preload(transfers: TransferQueue, names: Sequence[str]) -> None:
+    """Fetch models until each is in the store; failures are logged."""
+    references = [Reference.parse(name) for name in dict.fromkeys(names)]
+    await asyncio.gather(*(_preload(transfers, one) for one in references if one.registry))
+
+
+async def _preload(transfers: TransferQueue, reference: Reference) -> None:
+    for attempts in itertools.count(1):
+        delay = MAX_DELAY
+        try:
+            with transfers.pull(reference, urgency=DESIRED) as transfer:
+                await transfer.end()
+            return
+        except AImageError as error:
+            if transfers.is_over:
+                return
+            delay = again(error, attempts, random.random(), delay).delay  # noqa: S311 - jitter
+            delay = min(delay, MAX_DELAY)
+            facts = {"model": str(reference), "reason": error.message, "again": round(delay, 1)}
+            _log.warning("cannot fetch a wanted model", extra=facts)
+        except Exception:
+            _log.exception("cannot fetch a wanted model", extra={"model": str(reference)})
+        await asyncio.sleep(delay)
