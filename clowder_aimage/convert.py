@@ -18,8 +18,8 @@ from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
-from clowder_aimage.model.config_fields import parse_object
 from clowder_aimage.oci import Reference
+from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 Converted = PackedModel

@@ -7,7 +7,7 @@ from typing import Any
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, NotFoundError
-from clowder_aimage.model.config_fields import parse_object
+from clowder_aimage.tensor.config_fields import parse_object
 
 MAX_FILE = 256 * 1024 * 1024  # bytes; the largest vocabularies are about a tenth of it
 

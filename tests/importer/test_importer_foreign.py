@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model.config_fields import ConfigFields
+from clowder_aimage.tensor.config_fields import ConfigFields
 from clowder_aimage.tensor.quantization_config import mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
 from tests.importer.valued import as_dtype, bf16_values, make_valued

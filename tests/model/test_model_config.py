@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.config_fields import MAX_LAYERS, ConfigFields, parse_object
 from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.scheduler import Scheduler
+from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 # Qwen3-4B as the hub has it with Z-Image: transformers 4 wrote it.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.config_fields import MAX_LAYERS, ConfigFields
 from clowder_aimage.model.zimage.rope import RopeConfig
+from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
 PATCH = 2  # the patch side that ZImagePipeline asks the transformer for
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.config_fields import ConfigFields
+from clowder_aimage.tensor.config_fields import ConfigFields
 
 Table = tuple[mx.array, mx.array]  # cosines and sines
 Floats = npt.NDArray[np.float32]

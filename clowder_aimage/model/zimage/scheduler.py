@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.config_fields import ConfigFields
+from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
 _RHO = 7.0  # arXiv 2206.00364

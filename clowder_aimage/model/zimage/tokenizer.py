@@ -24,7 +24,7 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.component_file import find, find_object
-from clowder_aimage.model.config_fields import parse_object
+from clowder_aimage.tensor.config_fields import parse_object
 
 MAX_TOKENS = 512
 FOLDER = "tokenizer"
