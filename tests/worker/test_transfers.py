@@ -167,7 +167,7 @@ def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
 def test_a_local_name_begins_no_transfer(tmp_path):
     async def play(it: Played) -> None:
         local = Reference.parse("tiny")
-        with pytest.raises(UsageError, match="names no registry"), it.all.pull(local):
+        with pytest.raises(UsageError, match="has no registry"), it.all.pull(local):
             pass
 
     played(tmp_path, play)
