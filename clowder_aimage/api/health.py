@@ -1,32 +1,35 @@
-"""Health, readiness, metrics and events of a worker."""
+"""Health, readiness, metrics, events, and the description (OpenAPI 3.1) of a worker."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.sse import ticking
 from clowder_aimage.engine.event_log import LoggedEvent
 from clowder_aimage.engine.metric import CONTENT_TYPE
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.route import INFER, OPEN, Route
 
+DESCRIPTION = Path(__file__).with_name("openapi.json")
 ALIVE = 15.0  # seconds of silence after which a stream says that it lives
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of health, metrics and events."""
+    """Return the routes of health, metrics, events and the description."""
     health = Health(service)
     return [
         Route("GET", "/healthz", health.alive, OPEN),
         Route("GET", "/readyz", health.ready, OPEN),
         Route("GET", "/metrics", health.metrics, INFER),
         Route("GET", "/v1/events", health.events, INFER),
+        Route("GET", "/openapi.json", health.describe, OPEN),
     ]
 
 
@@ -35,6 +38,7 @@ class Health:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._description = DESCRIPTION.read_text("utf-8")
 
     async def alive(self, _: web.Request) -> web.Response:
         """Answer that the event loop runs; nothing else is checked."""
@@ -57,6 +61,10 @@ class Health:
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
+    async def describe(self, _: web.Request) -> web.Response:
+        """Answer the description."""
+        return web.Response(text=self._description, content_type="application/json")
+
     async def metrics(self, _: web.Request) -> web.Response:
         """Answer all metrics, for Prometheus."""
         text = self._service.metrics.text()
@@ -74,37 +82,11 @@ class Health:
         if request.method == "HEAD":
             return answer
         await answer.write(b"retry: 2000\n\n")
-        items = self._service.news.listen(int(after))
-        async with contextlib.aclosing(_until(items, self._service.closing)) as heard:
-            async for item in heard:
+        items = ticking(self._service.news.listen(int(after)), ALIVE)
+        async with contextlib.aclosing(items):
+            async for item in items:
                 await answer.write(b": alive\n\n" if item is None else _frame(mark, item))
         return answer
-
-
-async def _until(
-    items: AsyncGenerator[LoggedEvent, None], closing: asyncio.Event
-) -> AsyncGenerator[LoggedEvent | None, None]:
-    """Yield the items until the worker ends, and None after a time of silence."""
-    end = asyncio.ensure_future(closing.wait())
-    coming: asyncio.Task[LoggedEvent] | None = None
-    try:
-        while not end.done():
-            coming = coming or asyncio.ensure_future(_next(items))
-            await asyncio.wait({coming, end}, timeout=ALIVE, return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                item, coming = coming.result(), None
-                yield item
-            elif not end.done():
-                yield None
-    finally:
-        for task in filter(None, (end, coming)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await items.aclose()
-
-
-async def _next(items: AsyncGenerator[LoggedEvent, None]) -> LoggedEvent:
-    return await anext(items)
 
 
 def _frame(mark: str, item: LoggedEvent) -> bytes:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
-from clowder_aimage.api.model_details import capabilities, details
+from clowder_aimage.api.model_list import capabilities, details
 from clowder_aimage.api.ndjson import NdjsonStream
 from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
@@ -41,13 +42,13 @@ def routes(service: Service) -> list[Route]:
     return [
         Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
-        Route("GET", "/api/tags", _with(service, _tags), INFER),
-        Route("GET", "/api/ps", _with(service, _ps), INFER),
-        Route("POST", "/api/show", _with(service, _show), INFER),
-        Route("POST", "/api/pull", _with(service, _pull), ADMIN),
-        Route("POST", "/api/push", _with(service, _push), ADMIN),
-        Route("POST", "/api/copy", _with(service, _copy), ADMIN),
-        Route("DELETE", "/api/delete", _with(service, _delete), ADMIN),
+        Route("GET", "/api/tags", partial(_tags, service), INFER),
+        Route("GET", "/api/ps", partial(_ps, service), INFER),
+        Route("POST", "/api/show", partial(_show, service), INFER),
+        Route("POST", "/api/pull", partial(_pull, service), ADMIN),
+        Route("POST", "/api/push", partial(_push, service), ADMIN),
+        Route("POST", "/api/copy", partial(_copy, service), ADMIN),
+        Route("DELETE", "/api/delete", partial(_delete, service), ADMIN),
     ]
 
 
@@ -56,14 +57,6 @@ def picture_routes(service: Service) -> list[Route]:
     from clowder_aimage.api.ollama_generate import drawing  # which needs what pictures need
 
     return [Route("POST", "/api/generate", drawing(service), INFER)]
-
-
-def _with(service: Service, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        response: web.StreamResponse = await answer(service, request)
-        return response
-
-    return handler
 
 
 async def _hello(_: web.Request) -> web.StreamResponse:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from clowder_aimage.api import picture_link, sse
-from clowder_aimage.api.image_request import ImageDefaults, ImageRequest, read_request
+from clowder_aimage.api.image_request import ImageRequest, read_request
 from clowder_aimage.api.openai_model import (
     ModelCatalog,
     SelectedModel,
@@ -83,20 +83,21 @@ class ImageRoutes:
         """Answer with pictures, in one piece or as a stream."""
         strict = request.query.get("strict", "") in ("1", "true")
         service = self._service
-        usual = ImageDefaults(service.pull, service.stream_format, service.facts)
-        wish = read_request(await request.read(), strict=strict, usual=usual)
-        chosen = await choose_model(service, wish, may_pull=request.get("scope") == ADMIN)
+        defaults = {"pull": service.pull, "stream_format": service.stream_format}
+        raw = await request.read()
+        body = read_request(raw, strict=strict, png_facts=service.facts, **defaults)
+        chosen = await choose_model(service, body, may_pull=request.get("scope") == ADMIN)
         request["model"] = chosen.reference
-        headers = _headers(wish, chosen.reference)
-        if wish.model and service.alias(wish.model) and not chosen.is_default:
-            headers["X-Aimage-Alias"] = quote(wish.model, safe="/:@ ")
-        if not wish.is_stream:
-            return await self._whole(request, wish, self._events(wish, chosen), headers)
-        dialect = choose(wish, request.headers)
-        said = telling(dialect, wish, self._keeper(request, wish))
-        previews = (wish.partial_images or 0) if dialect.startswith("openai") else 0
-        events = self._events(wish, chosen, previews, said.learn)
-        return await _streamed(request, wish, said, events, headers)
+        headers = _headers(body, chosen.reference)
+        if body.model and service.alias(body.model) and not chosen.is_default:
+            headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
+        if not body.stream:
+            return await self._whole(request, body, self._events(body, chosen), headers)
+        dialect = choose(body, request.headers)
+        said = telling(dialect, body, self._keeper(request, body))
+        previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
+        events = self._events(body, chosen, previews, said.learn)
+        return await _streamed(request, body, said, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
         """Answer with the picture of a link."""
@@ -117,7 +118,7 @@ class ImageRoutes:
 
     def _events(
         self,
-        wish: ImageRequest,
+        body: ImageRequest,
         chosen: SelectedModel,
         previews: int = 0,
         learn: Callable[[GenerateRequest], None] = lambda _: None,
@@ -127,18 +128,18 @@ class ImageRoutes:
         def make(aimage: AImage) -> GenerateRequest:
             if not is_runnable(aimage):
                 raise no_pictures(chosen.reference)
-            parameters = wish.for_model(aimage, previews)
+            parameters = body.for_model(aimage, previews)
             learn(parameters)
             return parameters
 
         return self._service.engine.generate(
-            chosen.reference, make, encoding=wish.encoding, pull=chosen.pull
+            chosen.reference, make, encoding=body.encoding, pull=chosen.pull
         )
 
     async def _whole(
         self,
         request: web.Request,
-        wish: ImageRequest,
+        body: ImageRequest,
         events: AsyncGenerator[Event, None],
         headers: dict[str, str],
     ) -> web.StreamResponse:
@@ -152,51 +153,51 @@ class ImageRoutes:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
         except AImageError as error:
-            raise _meant(error, wish) from None
-        if len(pictures) < wish.n:
-            raise ModelError(f"the model made {len(pictures)} of {wish.n} pictures")
-        keep = self._keeper(request, wish)
-        body = await asyncio.to_thread(json.dumps, _answer(wish, pictures, keep))
-        return web.Response(text=body, content_type="application/json", headers=headers)
+            raise _meant(error, body) from None
+        if len(pictures) < body.n:
+            raise ModelError(f"the model made {len(pictures)} of {body.n} pictures")
+        keep = self._keeper(request, body)
+        text = await asyncio.to_thread(json.dumps, _answer(body, pictures, keep))
+        return web.Response(text=text, content_type="application/json", headers=headers)
 
-    def _keeper(self, request: web.Request, wish: ImageRequest) -> Keep:
+    def _keeper(self, request: web.Request, body: ImageRequest) -> Keep:
         """Return the function that keeps a picture and returns its URL on this host."""
         base = self._service.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
 
         def keep(picture: ImageEvent) -> str:
             loop.call_later(picture_link.LIFETIME + 1, self._pictures.purge)
-            return base + self._pictures.keep(picture.data, wish.output_format)
+            return base + self._pictures.keep(picture.data, body.output_format)
 
         return keep
 
 
-def _answer(wish: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[str, Any]:
+def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[str, Any]:
     """Return OpenAI's ``ImagesResponse``."""
     first = pictures[0]
     return {
         "created": int(time.time()),
-        "data": [entry(picture, wish, keep) for picture in pictures],
+        "data": [entry(picture, body, keep) for picture in pictures],
         "background": "opaque",
-        "output_format": wish.output_format,
-        "quality": quality(wish),
+        "output_format": body.output_format,
+        "quality": quality(body),
         "size": f"{first.width}x{first.height}",
         "usage": usage(),
     }
 
 
-def _headers(wish: ImageRequest, reference: Reference) -> dict[str, str]:
+def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
     """Return the headers of an answer: the seed, the model, and ignored fields."""
-    headers = {"X-Aimage-Seed": str(wish.seed), "X-Aimage-Model": str(reference)}
-    if wish.ignored:
-        names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in wish.ignored]
+    headers = {"X-Aimage-Seed": str(body.seed), "X-Aimage-Model": str(reference)}
+    if body.ignored:
+        names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in body.ignored]
         headers["X-Aimage-Ignored"] = ", ".join(names[:_MOST_IGNORED])
     return headers
 
 
 async def _streamed(
     request: web.Request,
-    wish: ImageRequest,
+    body: ImageRequest,
     said: ImageStream,
     events: AsyncGenerator[Event, None],
     headers: dict[str, str],
@@ -209,7 +210,7 @@ async def _streamed(
         try:
             first = await anext(coming)
         except AImageError as error:
-            raise _meant(error, wish) from None
+            raise _meant(error, body) from None
         stream = sse.EventStream(request, headers)
         await stream.open()
         try:
@@ -220,7 +221,7 @@ async def _streamed(
         except ConnectionError:
             raise
         except Exception as error:
-            await stream.send(sse.frame("error", _fault(request, wish, error)))
+            await stream.send(sse.frame("error", _fault(request, body, error)))
         return await stream.close()
 
 
@@ -231,25 +232,25 @@ async def _tell(stream: sse.EventStream, said: ImageStream, event: Event | None)
         await stream.send(*said.frames(event))
 
 
-def _fault(request: web.Request, wish: ImageRequest, error: Exception) -> str:
+def _fault(request: web.Request, body: ImageRequest, error: Exception) -> str:
     """Return the error as an event's data."""
     if not isinstance(error, AImageError):
         _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
         error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
-    found = fault.api_error(_meant(error, wish))
+    found = fault.api_error(_meant(error, body))
     if found.status >= 500:
         _log.warning("failed: %s", found.message)
     return fault.response(request, found).text or ""
 
 
-def _meant(error: AImageError, wish: ImageRequest) -> AImageError:
+def _meant(error: AImageError, body: ImageRequest) -> AImageError:
     """Return the error with the field of the request that the pipeline refused."""
     if not isinstance(error, UsageError):
         return error
-    known = {**_PARAMS, **{name: name for name in wish.sides}}
+    known = {**_PARAMS, **{name: name for name in body.sides}}
     words = error.message.split()
     param = next((known[word] for word in words if word in known), None)
-    if {"width", "height"} <= {*words} and wish.sides:
-        param = wish.sides[0]  # both are too much, and this one was said
+    if {"width", "height"} <= {*words} and body.sides:
+        param = body.sides[0]  # both are too much, and this one was said
     message = f"{error.message}; {error.hint}" if error.hint else error.message
     return ApiError(400, message, code="invalid_value", param=param)

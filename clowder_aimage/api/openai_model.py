@@ -64,7 +64,7 @@ class SelectedModel:
     is_default: bool = False
 
 
-async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) -> SelectedModel:
+async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) -> SelectedModel:
     """Return the model that makes the pictures.
 
     The worker's default stands in for a plain name that is not here: clients have names built in. A
@@ -73,18 +73,18 @@ async def choose_model(service: Service, wish: ImageRequest, *, may_pull: bool) 
     Raises:
         ApiError: There is no such model, or it makes no pictures.
     """
-    pull = wish.pull if may_pull else NEVER
-    reference = _meant(service, wish.model)
+    pull = body.pull if may_pull else NEVER
+    reference = _meant(service, body.model)
     aimage, is_default = await read_here(service, reference), False
     if aimage is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
-        is_said = wish.model is not None and service.alias(wish.model) is None
+        is_said = service.alias(body.model) is None if body.model else False
         if service.default is None or (is_exact and is_said):
-            raise unknown_model(wish.model or str(reference))
+            raise unknown_model(body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
-            raise unknown_model(wish.model or str(reference))
+            raise unknown_model(body.model or str(reference))
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
     return SelectedModel(reference, aimage, pull, is_default)

@@ -47,22 +47,22 @@ class ImageStream(Protocol):
         ...
 
 
-def choose(wish: ImageRequest, headers: Mapping[str, str]) -> str:
+def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     """Return the form that a client expects.
 
     OpenAI's SDKs name themselves, but accept nothing else for a stream than for one answer.
     """
-    if wish.stream_format != AUTO:
-        return wish.stream_format
-    is_openai = "x-stainless-lang" in headers or wish.partial_images is not None
+    if body.stream_format != AUTO:
+        return body.stream_format
+    is_openai = "x-stainless-lang" in headers or body.partial_images is not None
     return OPENAI if is_openai else OLLAMA
 
 
-def telling(dialect: str, wish: ImageRequest, keep: Keep) -> ImageStream:
+def telling(dialect: str, body: ImageRequest, keep: Keep) -> ImageStream:
     """Return the stream of that form."""
     if dialect == OLLAMA:
-        return PlainStream(wish, keep)
-    return OpenAIStream(wish, keep, has_progress=dialect == WITH_PROGRESS)
+        return PlainStream(body, keep)
+    return OpenAIStream(body, keep, has_progress=dialect == WITH_PROGRESS)
 
 
 def encoded(picture: ImageEvent | PreviewEvent) -> str:
@@ -70,9 +70,11 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
     return base64.b64encode(picture.data).decode()
 
 
-def entry(picture: ImageEvent, wish: ImageRequest, keep: Keep) -> dict[str, str]:
+def entry(picture: ImageEvent, body: ImageRequest, keep: Keep) -> dict[str, str]:
     """Return a picture as an entry of an answer: its bytes, or its URL."""
-    return {"url": keep(picture)} if wish.is_url else {"b64_json": encoded(picture)}
+    return (
+        {"url": keep(picture)} if body.response_format == "url" else {"b64_json": encoded(picture)}
+    )
 
 
 def usage() -> dict[str, Any]:
@@ -87,16 +89,16 @@ def usage() -> dict[str, Any]:
     }
 
 
-def quality(wish: ImageRequest) -> str:
+def quality(body: ImageRequest) -> str:
     """Return the preset in OpenAI's words."""
-    return _QUALITIES.get(wish.quality, wish.quality)
+    return _QUALITIES.get(body.quality, body.quality)
 
 
 class PlainStream:
     """ollama's form. Steps count through all pictures of a request."""
 
-    def __init__(self, wish: ImageRequest, keep: Keep) -> None:
-        self._wish, self._keep = wish, keep
+    def __init__(self, body: ImageRequest, keep: Keep) -> None:
+        self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
 
     def learn(self, parameters: GenerateRequest) -> None:
@@ -105,11 +107,11 @@ class PlainStream:
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
             step = event.picture * event.total + event.index
-            yield sse.frame("progress", {"step": step, "total": self._wish.n * event.total})
+            yield sse.frame("progress", {"step": step, "total": self._body.n * event.total})
         elif isinstance(event, PullingEvent):
             yield sse.frame("pull", {"completed": event.done, "total": event.total})
         elif isinstance(event, ImageEvent):
-            self._data.append(entry(event, self._wish, self._keep))
+            self._data.append(entry(event, self._body, self._keep))
 
     def end(self) -> Iterator[bytes]:
         yield sse.frame("done", {"created": int(time.time()), "data": self._data})
@@ -118,9 +120,9 @@ class PlainStream:
 class OpenAIStream:
     """OpenAI's form: ``completed`` for each picture, after up to three ``partial_image``."""
 
-    def __init__(self, wish: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
-        self._wish, self._keep, self._has_progress = wish, keep, has_progress
-        self._size = wish.size
+    def __init__(self, body: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
+        self._body, self._keep, self._has_progress = body, keep, has_progress
+        self._size = body.dimensions
 
     def learn(self, parameters: GenerateRequest) -> None:
         self._size = f"{parameters.width}x{parameters.height}"
@@ -147,7 +149,7 @@ class OpenAIStream:
 
     def _progress(self, event: Step) -> bytes:
         step = event.picture * event.total + event.index
-        total = self._wish.n * event.total
+        total = self._body.n * event.total
         if not self._has_progress:
             return sse.comment(f"step {step} of {total}")
         facts = {"step": step, "total": total, "created_at": int(time.time())}
@@ -156,7 +158,7 @@ class OpenAIStream:
     def _completed(self, picture: ImageEvent) -> bytes:
         facts: dict[str, Any] = {"b64_json": encoded(picture)}
         facts |= self._facts(f"{picture.width}x{picture.height}")
-        if self._wish.is_url:
+        if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
         return self._frame("completed", {**facts, "usage": usage()})
 
@@ -164,9 +166,9 @@ class OpenAIStream:
         return {
             "created_at": int(time.time()),
             "size": size,
-            "quality": quality(self._wish),
+            "quality": quality(self._body),
             "background": "opaque",
-            "output_format": self._wish.output_format,
+            "output_format": self._body.output_format,
         }
 
     def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:

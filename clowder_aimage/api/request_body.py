@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -19,6 +20,7 @@ class RequestBody(BaseModel):
     """The fields of a body. Null is the same as no field; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # fields that are not even kept
 
 
 class ModelBody(RequestBody):
@@ -52,8 +54,10 @@ async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
     return parse_body(await request.read(), kind)
 
 
-def parse_body(raw: bytes, kind: type[_BodyT]) -> _BodyT:
-    """Return the body ``raw``.
+def parse_body(
+    raw: bytes, kind: type[_BodyT], defaults: Mapping[str, object] | None = None
+) -> _BodyT:
+    """Return the body ``raw``, with ``defaults`` of fields that it does not have.
 
     Raises:
         ApiError: 400, it is not a JSON object, or a field is malformed.
@@ -67,8 +71,13 @@ def parse_body(raw: bytes, kind: type[_BodyT]) -> _BodyT:
         raise ApiError(400, error.message, code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the request's body must be a JSON object", code="invalid_json")
+    given = {
+        name: each
+        for name, each in value.items()
+        if each is not None and name not in kind.NO_EFFECT
+    }
     try:
-        return kind.model_validate({name: each for name, each in value.items() if each is not None})
+        return kind.model_validate({**(defaults or {}), **given})
     except ValidationError as error:
         raise _field_error(error) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,7 +65,6 @@ class Service:
     wanted: Sequence[str] = ()  # models to have before requests are accepted
     node: NodeState | None = None  # of a server that is a node, too
     has_gone: Callable[[], object] = lambda: None  # called when a name was removed
-    closing: asyncio.Event = field(default_factory=asyncio.Event)  # ends streams of events
     started: float = field(default_factory=time.time)
     readiness: Readiness = field(init=False)
 

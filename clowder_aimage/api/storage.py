@@ -13,6 +13,7 @@ import binascii
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -41,18 +42,11 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of this interface."""
     one = "/content/{url:.+}"  # base64 has slashes, where it is not that of URLs
     return [
-        Route("GET", "/content/", _with(service, _list), ADMIN),
-        Route("POST", "/content/", _with(service, _post), ADMIN),
-        Route("GET", one, _with(service, _get), ADMIN),
-        Route("DELETE", one, _with(service, _delete), ADMIN),
+        Route("GET", "/content/", partial(_list, service), ADMIN),
+        Route("POST", "/content/", partial(_post, service), ADMIN),
+        Route("GET", one, partial(_get, service), ADMIN),
+        Route("DELETE", one, partial(_delete, service), ADMIN),
     ]
-
-
-def _with(service: Service, answer: _Answer) -> Callable[[web.Request], Any]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await answer(service, request)
-
-    return handler
 
 
 # -- what a URL means

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from clowder_aimage.api import health, ollama_routes, openapi, storage
+from clowder_aimage.api import health, ollama_routes, storage
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
@@ -36,7 +36,7 @@ class WorkerRole(Role):
         service = self._service
         found = [
             route
-            for interface in (health, openapi, ollama_routes, storage)
+            for interface in (health, ollama_routes, storage)
             for route in interface.routes(service)
         ]
         if not self._makes_pictures:
@@ -64,7 +64,7 @@ class WorkerRole(Role):
         waiting = self._service.engine.waiting
         _log.info("draining", extra={"grace": grace, "waiting": waiting})
         await drain(self._service.engine, grace, hurry)
-        self._service.closing.set()
+        await self._service.news.close()
 
     async def _expire(self) -> None:
         while True:

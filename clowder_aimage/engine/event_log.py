@@ -35,6 +35,7 @@ class EventLog:
         self._next = 1
         self._changed = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
 
     async def tell(self, kind: str, **facts: Any) -> None:
         """Add an event."""
@@ -62,9 +63,17 @@ class EventLog:
         while True:
             async with self._changed:
                 found = [item for item in self._items if item.id > after]
+                if not found and self._is_closed:
+                    return
                 if not found:
                     await self._changed.wait()
                     continue
             for item in found:
                 after = item.id
                 yield item
+
+    async def close(self) -> None:
+        """End the generators of all listeners."""
+        self._is_closed = True
+        async with self._changed:
+            self._changed.notify_all()

@@ -253,7 +253,7 @@ def test_an_id_that_is_none_is_refused(service):
 def test_a_stream_of_events_ends_when_the_worker_does(service):
     async def talk(client, app):
         answer = await client.get("/v1/events")
-        service.closing.set()
+        await service.news.close()
         return await answer.content.read()
 
     assert spoken(service, talk) == b"retry: 2000\n\n"

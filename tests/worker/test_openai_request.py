@@ -14,10 +14,8 @@ pytest.importorskip("prometheus_client")
 
 from clowder_aimage.api.image_request import (
     MAX_TEXT,
-    NO_EFFECT,
     PRESETS,
-    ImageBody,
-    ImageDefaults,
+    ImageRequest,
     read_request,
 )
 from clowder_aimage.api.openai import _meant
@@ -29,7 +27,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 
 def read(raw: bytes | None = None, *, strict: bool = False, **fields: object):
     body = json.dumps({"prompt": "a dog"} | fields).encode() if raw is None else raw
-    return read_request(body, strict=strict, draw=lambda: 42)
+    return read_request(body, strict=strict, seed=42)
 
 
 def refused(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ApiError:
@@ -49,7 +47,7 @@ def test_what_is_not_said_is_the_models_to_decide() -> None:
     assert wish.for_model(aimage(**own)) == GenerateRequest("a dog", 32, 48, 9, 42, guidance=2)
     assert wish.for_model(aimage()) == GenerateRequest("a dog", seed=42)
     assert wish.encoding == PictureEncoding()
-    assert (wish.size, wish.is_url, wish.is_stream) == ("auto", False, False)
+    assert (wish.dimensions, wish.response_format, wish.stream) == ("auto", "b64_json", False)
 
 
 def test_everything_that_can_be_said() -> None:
@@ -79,7 +77,7 @@ def test_everything_that_can_be_said() -> None:
         "a dog", 1024, 768, 4, 7, "a cat", guidance=2.5, shift=3.0, n=3, previews=2
     )
     assert wish.encoding == PictureEncoding("webp", 80, has_facts=False)
-    assert (wish.is_url, wish.is_stream, wish.partial_images) == (True, True, 2)
+    assert (wish.response_format, wish.stream, wish.partial_images) == ("url", True, 2)
     assert wish.ignored == ()
     assert "somebody" not in repr(wish)
 
@@ -90,7 +88,8 @@ def test_null_is_as_if_it_were_not_said() -> None:
 
 def test_the_words_of_neighbours_mean_the_same() -> None:
     wish = read(num_inference_steps=5, guidance_scale=1)
-    assert (wish.steps, wish.guidance) == (5, 1.0)
+    parameters = wish.for_model(aimage())
+    assert (parameters.steps, parameters.guidance) == (5, 1.0)
     assert read(steps=5, num_inference_steps=5).steps == 5
     assert refused(steps=5, num_inference_steps=6).param == "steps"
 
@@ -206,13 +205,13 @@ def test_the_largest_size() -> None:
 
 def test_one_side_leaves_the_other_to_the_model() -> None:
     wish = read(width=64)
-    assert (wish.size, wish.sides) == ("auto", ("width",))
+    assert (wish.dimensions, wish.sides) == ("auto", ("width",))
     parameters = wish.for_model(aimage(width=32, height=48))
     assert (parameters.width, parameters.height) == (64, 48)
 
 
 def test_sides_make_a_size_and_may_say_the_same_as_one() -> None:
-    assert read(width=64, height=48).size == read(size="auto", width=64, height=48).size == "64x48"
+    assert read(width=64, height=48).dimensions == "64x48"
     assert read(size="64x48", width=64).size == "64x48"
     error = refused(size="64x48", height=64)
     assert (error.param, error.message) == ("height", "height is 64, but 48 in size")
@@ -236,12 +235,12 @@ def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
 
 
 def test_what_is_not_said_is_as_the_worker_does_it() -> None:
-    usual = ImageDefaults("never", "openai", facts=False)
-    wish = read_request(b'{"prompt": "a"}', usual=usual)
-    assert (wish.pull, wish.stream_format, wish.facts) == ("never", "openai", False)
+    defaults = {"pull": "never", "stream_format": "openai", "png_facts": False}
+    wish = read_request(b'{"prompt": "a"}', **defaults)
+    assert (wish.pull, wish.stream_format, wish.png_facts) == ("never", "openai", False)
     said = b'{"prompt": "a", "pull": "always", "stream_format": "auto", "png_facts": true}'
-    wish = read_request(said, usual=usual)
-    assert (wish.pull, wish.stream_format, wish.facts) == ("always", "auto", True)
+    wish = read_request(said, **defaults)
+    assert (wish.pull, wish.stream_format, wish.png_facts) == ("always", "auto", True)
 
 
 def test_a_request_without_a_prompt() -> None:
@@ -306,5 +305,5 @@ def test_the_documentation_names_every_field_and_preset() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
     section = text.partition("### What a request may say")[2].partition("### Streams")[0]
     documented = set(re.findall(r"`([a-z_]+)`", section))
-    assert ImageBody.model_fields.keys() | NO_EFFECT <= documented
+    assert ImageRequest.model_fields.keys() | ImageRequest.NO_EFFECT <= documented
     assert set(PRESETS) <= documented

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from clowder_aimage.api.health import DESCRIPTION as FILE
 from clowder_aimage.api.image_request import read_request
-from clowder_aimage.api.openapi import FILE
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
