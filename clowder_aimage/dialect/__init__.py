@@ -1,4 +1,4 @@
-"""The ways to write an AImage down as a manifest: same blobs, other words."""
+"""The ways to write an AImage as a manifest; the blobs are the same in all."""
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.clowder import ClowderDialect
@@ -39,10 +39,10 @@ DEFAULT = "clowder"
 
 
 def detect(manifest: Manifest) -> Dialect:
-    """The dialect that ``manifest`` is written in.
+    """Return the dialect of ``manifest``.
 
     Raises:
-        FormatError: it is no AImage in any dialect that we know.
+        FormatError: it is not an AImage in any known dialect.
     """
     for dialect in READABLE.values():
         if dialect.matches(manifest):

@@ -1,4 +1,4 @@
-"""The artifact itself, free of the words any manifest uses for it."""
+"""The artifact itself, independent of the manifests for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Layer:
     """One blob of an AImage.
 
     ``descriptor`` has Clowder's media type and nothing else; ``name`` is path style
-    (``text_encoder/model.norm.weight``, ``vae/config.json``); ``dtype`` (safetensors' word) and
-    ``shape`` are set for a tensor. ``content`` is what a compressed layer (its media type ends in
-    ``+gzip`` or ``+zstd``) unpacks to, where the manifest says it.
+    (``text_encoder/model.norm.weight``, ``vae/config.json``); ``dtype`` (as in safetensors) and
+    ``shape`` are set for a tensor. ``content`` is the decompressed content of a compressed layer
+    (with a media type that ends in ``+gzip`` or ``+zstd``), if the manifest has it.
     """
 
     descriptor: Descriptor
@@ -41,14 +41,16 @@ class Layer:
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is a whole file of tensors, as other tools pack them."""
+        """True for a whole file of tensors, as other tools pack them."""
         return self.name.endswith(".safetensors") and self.descriptor.media_type in _WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class AImage:
     """A model: the bytes of its AImage config (schemas/aimage-config.schema.json), its layers.
-    ``subject`` is the manifest that it belongs to: of an adapter, the model it was trained on."""
+
+    ``subject`` is the manifest that it belongs to: for an adapter, the model it was trained on.
+    """
 
     config: bytes
     layers: tuple[Layer, ...]
@@ -56,23 +58,23 @@ class AImage:
 
     @property
     def algorithm(self) -> str:
-        """What the layers are hashed with, and then the config, too."""
+        """The algorithm of the layers' digests, and of the config's."""
         return self.layers[0].descriptor.digest.algorithm if self.layers else "sha256"
 
     def layer(self, name: str) -> Layer:
-        """The layer of that name. Raises NotFoundError."""
+        """Return the layer with a name. Raises NotFoundError."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise NotFoundError(f"the AImage has no {name}")
 
     def component(self, name: str) -> tuple[Layer, ...]:
-        """The layers of a component, in the manifest's order."""
+        """Return the layers of a component, in the manifest's order."""
         return tuple(layer for layer in self.layers if layer.component == name)
 
     @property
     def config_text(self) -> str:
-        """The config as it travels inside another document. Raises FormatError."""
+        """The config as text inside another document. Raises FormatError."""
         try:
             return self.config.decode()
         except UnicodeDecodeError as error:
@@ -80,7 +82,7 @@ class AImage:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The config, parsed. Raises FormatError."""
+        """The parsed config. Raises FormatError."""
         value = read_json(self.config, "the AImage config")
         if not isinstance(value, dict):
             raise FormatError("the AImage config must be a JSON object")
@@ -88,11 +90,11 @@ class AImage:
 
 
 def check_name(name: str) -> str:
-    """A layer's name, if it can be one.
+    """Return a layer's name.
 
     Raises:
-        FormatError: it is empty, absolute, climbs with ``..``, or holds control characters or
-            what is not Unicode: names become file names when an AImage is exported.
+        FormatError: it is empty, absolute, contains ``..`` or control characters, or is not
+            Unicode: names become file names when an AImage is exported.
     """
     parts = name.split("/")
     if (
@@ -107,7 +109,7 @@ def check_name(name: str) -> str:
 
 
 def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The layers, if all names are good and none stands twice. Raises FormatError."""
+    """Return the layers, if all names are valid and different. Raises FormatError."""
     seen: set[str] = set()
     for layer in layers:
         if check_name(layer.name) in seen:
@@ -117,7 +119,7 @@ def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 
 def parse_shape(value: object) -> tuple[int, ...] | None:
-    """A shape from JSON (a list of numbers) or an annotation (that list as text)."""
+    """Parse a shape from JSON (a list of numbers) or an annotation (that list as text)."""
     if value is None:
         return None
     shape = value
@@ -132,14 +134,14 @@ def parse_shape(value: object) -> tuple[int, ...] | None:
 
 
 def parse_dtype(value: object) -> str | None:
-    """A dtype's name from JSON or an annotation."""
+    """Parse a dtype's name from JSON or an annotation."""
     if value is None or isinstance(value, str):
         return value
     raise FormatError(f"not a dtype: {value!r:.100}")
 
 
 def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
-    """A descriptor with ``name``, ``dtype`` and ``shape`` as fields of its own (ollama's way)."""
+    """Return a descriptor with ``name``, ``dtype`` and ``shape`` as fields, as ollama's."""
     plain = layer.descriptor
     value = Descriptor(media_type, plain.digest, plain.size).to_json()
     value["name"] = layer.name
@@ -153,7 +155,7 @@ def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
 
 
 def from_named(descriptor: Descriptor, media_type: str) -> Layer:
-    """The layer that such a descriptor describes. Raises FormatError."""
+    """Return the layer of such a descriptor. Raises FormatError."""
     extra = descriptor.extra
     name = extra.get("name")
     if not isinstance(name, str):
@@ -172,10 +174,10 @@ def from_named(descriptor: Descriptor, media_type: str) -> Layer:
 
 
 def parse_content(media_type: str, digest: object, size: object) -> Descriptor | None:
-    """What a compressed layer unpacks to; None where nothing is said of it.
+    """Return the descriptor of a compressed layer's content, or None if it has none.
 
     Raises:
-        FormatError: half of it is missing, or wrong, or the layer is not compressed.
+        FormatError: half of it is missing or invalid, or the layer is not compressed.
     """
     if digest is None and size is None:
         return None

@@ -1,4 +1,4 @@
-"""Clowder's own dialect: an OCI artifact that says what each layer is."""
+"""Clowder's own dialect: an OCI artifact with a description of each layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
 class ClowderDialect:
-    """The default. With ``custom`` the manifest's own media type is Clowder's too, as Clowder's
-    storage document prefers; registries refuse that, image layouts do not.
+    """The default dialect, and ``custom``, where the manifest's media type is Clowder's, too.
 
+    Clowder's storage document prefers ``custom``; registries refuse it, image layouts do not.
     Layers without a name are read, too (that document's samples have none, and its EP layers no
-    media type that we know); what is not ours keeps its media type."""
+    known media type); foreign layers keep their media type.
+    """
 
     def __init__(self, *, custom: bool = False) -> None:
         self._media_type = mediatype.AIMAGE_MANIFEST if custom else mediatype.OCI_MANIFEST
@@ -62,7 +63,7 @@ class ClowderDialect:
 
 
 def manifest_annotations(aimage: AImage) -> dict[str, str]:
-    """OCI's own annotation keys, from the config: other tools show them."""
+    """Return OCI's own annotations from the config, which other tools show."""
     properties = aimage.properties
     keys = (("created", mediatype.CREATED), ("license", mediatype.LICENSES))
     return {
@@ -73,7 +74,7 @@ def manifest_annotations(aimage: AImage) -> dict[str, str]:
 
 
 def layer_annotations(layer: Layer) -> dict[str, str]:
-    """Name, dtype and shape of a layer as annotations."""
+    """Return name, dtype and shape of a layer as annotations."""
     annotations = {mediatype.NAME: layer.name}
     if layer.dtype is not None:
         annotations[mediatype.DTYPE] = layer.dtype
@@ -86,8 +87,10 @@ def layer_annotations(layer: Layer) -> dict[str, str]:
 
 
 def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = None) -> Layer:
-    """The AImage layer with content ``plain`` that the annotations of ``layer`` describe; ``name``
-    is what to call it where they do not say. Raises FormatError."""
+    """Return the AImage layer of the annotations of ``layer``, with the content ``plain``.
+
+    ``name`` is used if they have none. Raises FormatError.
+    """
     name = layer.annotations.get(mediatype.NAME, name)
     if name is None:
         raise FormatError(f"layer {layer.digest} has no annotation {mediatype.NAME}")

@@ -1,9 +1,9 @@
-"""An AImage dressed as a container image, for registries that take nothing else.
+"""AImages as container images, for registries that accept nothing else.
 
-The config is an OCI image config (image-spec, config.md) whose ``diff_ids`` are the digests of
-the blobs as we know them. Tools that copy images may compress such layers on the way and drop
-their annotations (skopeo does both); the config stays as it is, so it carries the table of the
-layers too, and a compressed blob is found again by its diff_id.
+The config is an OCI image config (image-spec, config.md) whose ``diff_ids`` are the digests of the
+original blobs. Tools that copy images may compress such layers and drop their annotations (skopeo
+does both) but keep the config, so it contains the table of the layers, and a compressed blob is
+identified by its diff_id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every dialect can do."""
+"""The interface of all dialects."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from clowder_aimage.oci import Manifest
 
 
 class Dialect(Protocol):
-    """One way to write an AImage down. ``write(read(m, c))`` keeps every blob's digest."""
+    """A way to write an AImage; ``write(read(m, c))`` keeps every blob's digest."""
 
     @property
     def name(self) -> str: ...
 
     def matches(self, manifest: Manifest) -> bool:
-        """Whether ``manifest`` is in this dialect."""
+        """Return whether ``manifest`` is in this dialect."""
         ...
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        """The AImage that a manifest and the bytes of its config describe. Raises FormatError."""
+        """Return the AImage of a manifest and the bytes of its config. Raises FormatError."""
         ...
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        """The manifest and the config bytes for ``aimage``, always the same for the same one.
+    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
+        """Return the manifest and the config bytes of ``aimage``, the same for the same one.
 
         Raises:
             UsageError: this dialect is only read.

@@ -1,13 +1,13 @@
 """Docker Model Runner's models: read only.
 
 The format: github.com/docker/model-spec, spec.md (Media Types) and config.md (Fields), both at
-2df8ca095fd3, and what github.com/docker/model-runner writes: pkg/distribution/types/config.go
-(1d14f67b9299; the type ``model.file`` came later) and pkg/distribution/builder/from_directory.go
-(ac57eb7ab338: config v0.2, each file a layer with its path). The two configs differ: model-spec
-keeps architecture and count under the format's name, model-runner beside it.
+2df8ca095fd3, and github.com/docker/model-runner: pkg/distribution/types/config.go (1d14f67b9299;
+the type ``model.file`` is newer) and pkg/distribution/builder/from_directory.go (ac57eb7ab338:
+config v0.2, each file a layer with its path). The two configs differ: model-spec has architecture
+and count under the format's name, model-runner beside it.
 
-Files without a path are called as pkg/distribution/internal/bundle/unpack.go (199337214db0) calls
-them, but for the template and the projector, whose usual names are taken.
+Files without a path get the names of pkg/distribution/internal/bundle/unpack.go (199337214db0), but
+for the template and the projector, whose usual names are taken.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from clowder_aimage.dialect.vendor import (
     FILEPATH,
     VendorFile,
     at,
-    neighbour_config,
     part_names,
     read_object,
     read_only,
     type_of_file,
+    vendor_config,
 )
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
@@ -48,7 +48,7 @@ _FORMATS = ("gguf", "safetensors", "diffusers")
 
 
 class DockerDialect:
-    """A GGUF or safetensors model, a file a layer."""
+    """A GGUF or safetensors model with one file a layer."""
 
     name = "docker"
 
@@ -71,13 +71,13 @@ class DockerDialect:
         layers = check_names(tuple(_read(layer, name) for layer, name in found))
         return AImage(_config_of(layers, config), layers, manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        """Raises UsageError."""
+    def write(self, _aimage: AImage, /) -> tuple[Manifest, bytes]:
+        """Refuse: the dialect is only read. Raises UsageError."""
         raise read_only(self.name, "Docker Model Runner")
 
 
 def _path(layer: Descriptor) -> str:
-    """The file's path, where the layer has one; raises FormatError."""
+    """Return the file's path, or nothing if the layer has none. Raises FormatError."""
     path = clean_path(layer.annotations.get(FILEPATH, ""))
     is_bare = layer.media_type.endswith(".tar") and not path.endswith(".tar")
     return f"{path}.tar" if path and is_bare else path
@@ -101,7 +101,7 @@ def _config_of(layers: tuple[Layer, ...], config: bytes) -> bytes:
     def everywhere(*keys: str) -> list[object]:
         return [at(place, key) for place in (said, *below) for key in keys]
 
-    return neighbour_config(
+    return vendor_config(
         layers,
         {
             "name": [at(place, "general.name") for place in below],

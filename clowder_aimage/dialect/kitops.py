@@ -2,9 +2,9 @@
 
 The format: github.com/kitops-ml/kitops, pkg/lib/constants/mediatype/kitops.go (68df2461a941) and
 artifacttype.go (289350c80025), pkg/artifact/kitfile.go (ec7d6049ba06): the config is the Kitfile as
-JSON, and its elements say the digest of their layer. Older ones do not: then the n-th element of a
-kind is the n-th layer of that kind (pkg/lib/filesystem/unpack/core.go, ec7d6049ba06). Prompts are
-layers of code with an annotation that says so.
+JSON, whose entries have the digest of their layer. In older ones the n-th entry of a kind is the
+n-th layer of that kind (pkg/lib/filesystem/unpack/core.go, ec7d6049ba06). Prompts are layers of
+code with an annotation.
 
 A layer is a tar of a file or a directory, which stays one: its name is the path in the Kitfile with
 ``.tar``.
@@ -19,7 +19,7 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names
 from clowder_aimage.dialect.layer_name import clean_path, name_all
-from clowder_aimage.dialect.vendor import at, neighbour_config, read_object, read_only, type_of_file
+from clowder_aimage.dialect.vendor import at, read_object, read_only, type_of_file, vendor_config
 from clowder_aimage.oci import Descriptor, Manifest
 
 _MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
@@ -34,7 +34,7 @@ _LISTS = {"dataset": "datasets", "code": "code", "docs": "docs", "prompt": "prom
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """Something that a Kitfile names: where it lies, and the digest of its layer, if it says."""
+    """An entry of a Kitfile: its kind, its path, and the digest of its layer if it has one."""
 
     kind: str
     path: str
@@ -42,7 +42,7 @@ class _Element:
 
 
 class KitOpsDialect:
-    """A model, and the data, code and documentation that go with it."""
+    """A model with its data, code and documentation."""
 
     name = "kitops"
 
@@ -57,13 +57,13 @@ class KitOpsDialect:
         layers = check_names(tuple(_read(layer, name) for layer, name in found))
         return AImage(_config_of(layers, kitfile), layers, manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        """Raises UsageError."""
+    def write(self, _aimage: AImage, /) -> tuple[Manifest, bytes]:
+        """Refuse: the dialect is only read. Raises UsageError."""
         raise read_only(self.name, "KitOps")
 
 
 def _elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:
-    """What has a layer, in the Kitfile's order. Remote data sets have none."""
+    """Yield the entries with a layer, in the Kitfile's order; remote data sets have none."""
     model = at(kitfile, "model")
     found = [("model", model), *(("modelpart", part) for part in _list(at(model, "parts")))]
     for kind, key in _LISTS.items():
@@ -83,7 +83,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _name(layer: Descriptor, elements: list[_Element]) -> str | None:
-    """The path of the layer's element, which leaves ``elements``; raises FormatError."""
+    """Return the path of the layer's entry, and remove that. Raises FormatError."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None:
         return None
@@ -108,7 +108,7 @@ def _read(layer: Descriptor, name: str) -> Layer:
 
 def _config_of(layers: tuple[Layer, ...], kitfile: Mapping[str, Any]) -> bytes:
     model, package = at(kitfile, "model"), at(kitfile, "package")
-    return neighbour_config(
+    return vendor_config(
         layers,
         {
             "name": (at(model, "name"), at(package, "name")),

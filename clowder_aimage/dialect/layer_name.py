@@ -1,4 +1,4 @@
-"""Names for layers that have none of Clowder's."""
+"""Names for layers without Clowder's names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _SAYS_NOTHING = frozenset(
 
 
 def clean_path(path: str) -> str:
-    """A path as other tools write it, as a layer's name: without ``./`` and ``/`` at its ends,
-    and empty where it means the directory itself.
+    """Return a path of another tool as a layer's name: without ``./`` and ``/`` at its ends.
+
+    It is empty for the directory itself.
 
     Raises:
-        FormatError: it is absolute, climbs, or cannot be a name for another reason.
+        FormatError: it is absolute, contains ``..``, or is not a valid name.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
@@ -33,8 +34,11 @@ def clean_path(path: str) -> str:
 
 
 def name_all(layers: Sequence[Descriptor], known: Sequence[str | None]) -> list[str]:
-    """A name for each of ``layers``: the one in ``known``, else its title, else the word that says
-    most in its media type and its position. What is made up here stands nowhere twice."""
+    """Return a unique name for each of ``layers``.
+
+    It is the one in ``known``, else the layer's title, else the most specific word of its media
+    type with its position.
+    """
     taken = UsedNames(name for name in known if name is not None)
     return [
         taken.add(_proposals(layer, position)) if name is None else name
@@ -43,15 +47,14 @@ def name_all(layers: Sequence[Descriptor], known: Sequence[str | None]) -> list[
 
 
 class UsedNames:
-    """Names that files have: what is made up goes around them, and around the directories that
-    they lie in."""
+    """Names of files, which new names must differ from, as well as from their directories."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._files = set(names)
         self._directories = {above for name in self._files for above in _above(name)}
 
     def add(self, proposals: Iterable[str]) -> str:
-        """The first of endless ``proposals`` that is free; it is not free any more then."""
+        """Take the first free name of endless ``proposals``."""
         name = next(one for one in proposals if self._is_free(one))
         self._files.add(name)
         self._directories.update(_above(name))
@@ -63,13 +66,13 @@ class UsedNames:
 
 
 def _above(name: str) -> Iterator[str]:
-    """The directories that a file of that name lies in."""
+    """Yield the directories of a file."""
     parts = name.split("/")[:-1]
     yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def numbered(name: str) -> Iterator[str]:
-    """``model.gguf``, ``model-2.gguf``, ``model-3.gguf`` ..."""
+    """Yield ``model.gguf``, ``model-2.gguf``, ``model-3.gguf`` ..."""
     yield name
     stem, dot, suffix = name.rpartition(".")
     yield from (f"{stem}-{n}.{suffix}" if dot else f"{name}-{n}" for n in count(2))
@@ -84,6 +87,6 @@ def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
 
 
 def _word(media_type: str) -> str:
-    """The last word of a media type that says something: ``gguf``, ``ep``, ``license``."""
+    """Return the last specific word of a media type: ``gguf``, ``ep``, ``license``."""
     words = [word for word in _WORD.findall(media_type) if not _NUMBER.fullmatch(word)]
     return next((word for word in reversed(words) if word not in _SAYS_NOTHING), "layer")[:100]

@@ -1,13 +1,12 @@
-"""CNCF ModelPack, the neighbours' common form: read, and written where it is asked for.
+"""CNCF ModelPack, the common form of several vendors: read, and written on request.
 
 The format: github.com/modelpack/model-spec, docs/spec.md (OCI Image Manifest Specification For
 Model Artifacts), docs/config.md, docs/annotations.md, and in code specs-go/v1/mediatype.go
-(158c46c73bd8), annotations.go (27666dd23073) and config.go. Before the name of the CNCF the media
-types began with ``application/vnd.cnai.`` (docs/spec.md at f66a5c197a91); such are read, too.
+(158c46c73bd8), annotations.go (27666dd23073) and config.go. Before it became CNCF's, the media
+types began with ``application/vnd.cnai.`` (docs/spec.md at f66a5c197a91); these are read, too.
 
-Its config takes no properties but its own (schema/config-schema.json at 11571da63d78), so that the
-AImage config travels in an annotation of the manifest, and what we say of a layer in annotations of
-the layer.
+Its config allows no other properties (schema/config-schema.json at 11571da63d78), so the AImage
+config is in an annotation of the manifest, and our facts of a layer are annotations of the layer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from clowder_aimage.dialect.clowder import (
 )
 from clowder_aimage.dialect.layer_name import clean_path, name_all
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_text
-from clowder_aimage.dialect.vendor import FILEPATH, at, neighbour_config, read_object, type_of_file
+from clowder_aimage.dialect.vendor import FILEPATH, at, read_object, type_of_file, vendor_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -62,7 +61,7 @@ _SCALES = ((10**15, "Q"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"
 
 
 class ModelPackDialect:
-    """A layer that is one file is written raw, under the path that the file would have."""
+    """A ModelPack; a layer of one file is written raw, under the path of the file."""
 
     name = "modelpack"
 
@@ -98,7 +97,7 @@ class ModelPackDialect:
 
 
 def _name(layer: Descriptor) -> str | None:
-    """The path of the file, and for an archive that path with ``.tar``; raises FormatError."""
+    """Return the path of the file, for an archive with ``.tar``. Raises FormatError."""
     if mediatype.MEDIATYPE in layer.annotations:
         return layer.annotations.get(mediatype.NAME)
     name = clean_path(layer.annotations.get(FILEPATH, ""))
@@ -106,7 +105,7 @@ def _name(layer: Descriptor) -> str | None:
 
 
 def _form(media_type: str) -> str:
-    """``raw``, ``tar``, ...: how a layer holds its files, or nothing if it is none of theirs."""
+    """Return ``raw``, ``tar`` ...: how a layer holds its files; nothing for foreign layers."""
     match = _LAYER.fullmatch(media_type)
     return (match[2] or "raw") if match else ""
 
@@ -119,7 +118,7 @@ def _read(layer: Descriptor, name: str) -> Layer:
 
 
 def _media_type(layer: Descriptor, name: str) -> str:
-    """Clowder's, where the layer is a file of a format that we name; else the neighbour's."""
+    """Return Clowder's media type for a file of a known format, else the vendor's."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None or match[2] == "tar" or match[3]:
         return layer.media_type
@@ -131,7 +130,7 @@ def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
     value = read_object(config)
     about, technical = at(value, "descriptor"), at(value, "config")
     licenses = at(about, "licenses")
-    return neighbour_config(
+    return vendor_config(
         layers,
         {
             "name": (at(about, "name"), at(about, "title")),
@@ -150,7 +149,7 @@ def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
 
 
 def _describe(aimage: AImage) -> dict[str, Any]:
-    """The ModelPack config (docs/config.md, Properties)."""
+    """Return the ModelPack config (docs/config.md, Properties)."""
     properties = aimage.properties
     source = _text(properties, "source")
     license_ = _text(properties, "license")
@@ -190,7 +189,7 @@ def _format(aimage: AImage) -> str | None:
 
 
 def _param_size(count: object) -> str | None:
-    """``6.7B``: a count with at most one digit after the point, and the letter of its scale."""
+    """Return ``6.7B``: a count with at most one decimal, and the letter of its scale."""
     if type(count) is not int:
         return None
     for scale, letter in _SCALES:
@@ -209,7 +208,7 @@ def _write(layer: Layer) -> dict[str, Any]:
 
 
 def _path(layer: Layer) -> str:
-    """The path of the layer's file: tensors are complete safetensors files."""
+    """Return the path of the layer's file: tensors are complete safetensors files."""
     if _form(layer.descriptor.media_type) == "tar":
         return layer.name.removesuffix(".tar") or layer.name
     base, compression = mediatype.split_compression(layer.descriptor.media_type)

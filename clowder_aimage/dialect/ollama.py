@@ -4,10 +4,10 @@ Tensor models have name, dtype and shape on each layer. The format: ollama's "Im
 Format" and "Tensor Blob Format". Both generations are read: layers of
 ``application/vnd.ollama.image.config`` as well as ``.json``.
 
-GGUF models are only read. Their layers have no names: the media type says what each is
-(github.com/ollama/ollama, server/images.go, GetModel, at 5dbb81b72c4b), and the config what the
-model is (types/model/config.go, ConfigV2, at 0abf7fac54ed). Several layers of a model are the
-pieces of a split file, in order.
+GGUF models are only read. Their layers have no names: the media type tells their kind
+(github.com/ollama/ollama, server/images.go, GetModel, at 5dbb81b72c4b), and the config describes
+the model (types/model/config.go, ConfigV2, at 0abf7fac54ed). Several layers of a model are the
+parts of a split file, in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.layer_name import name_all
-from clowder_aimage.dialect.vendor import VendorFile, neighbour_config, part_names, read_object
+from clowder_aimage.dialect.vendor import VendorFile, part_names, read_object, vendor_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -51,8 +51,10 @@ _PARTS = {
 
 
 class OllamaDialect:
-    """What ollama reads, and its tensor models as it writes them. A layer of another kind keeps
-    Clowder's media type."""
+    """ollama's models, and tensor models as ollama writes them.
+
+    A layer of another kind keeps Clowder's media type.
+    """
 
     name = "ollama"
 
@@ -88,13 +90,13 @@ class OllamaDialect:
 
 
 def _is_ours(manifest: Manifest) -> bool:
-    """Whether we wrote it, of layers that ollama has no word for: each has a name all the same."""
+    """Return whether we wrote it with layers unknown to ollama: all have names then, too."""
     is_docker = manifest.media_type == mediatype.DOCKER_MANIFEST
     return is_docker and {"name" in layer.extra for layer in manifest.layers} == {True}
 
 
 def _read_parts(manifest: Manifest, config: bytes) -> AImage:
-    """A GGUF model. Raises FormatError."""
+    """Read a GGUF model. Raises FormatError."""
     parts = [_PARTS.get(layer.media_type) for layer in manifest.layers]
     names = name_all(manifest.layers, part_names(parts))
     layers = tuple(
@@ -102,7 +104,7 @@ def _read_parts(manifest: Manifest, config: bytes) -> AImage:
         for one, part, name in zip(manifest.layers, parts, names, strict=True)
     )
     said = read_object(config)
-    known = neighbour_config(
+    known = vendor_config(
         layers,
         {
             "name": (said.get("base_name"),),
@@ -117,7 +119,7 @@ def _read_parts(manifest: Manifest, config: bytes) -> AImage:
 
 
 def _named(layer: Descriptor, position: int) -> Descriptor:
-    """ollama gives no name to the texts of a Modelfile (license, template, system ...)."""
+    """Name the texts of a Modelfile (license, template, system ...), which have no names."""
     kind = layer.media_type.removeprefix(_OLLAMA)
     if "name" in layer.extra or layer.media_type in _READ or kind == layer.media_type:
         return layer
@@ -129,7 +131,7 @@ def _media_type(table: dict[str, str], descriptor: Descriptor) -> str:
 
 
 def _config(aimage: AImage) -> bytes:
-    """The config as ollama shows it, with the AImage config inside, byte for byte as text."""
+    """Return ollama's config, with the AImage config inside, byte for byte as text."""
     properties = aimage.properties
     value = {
         "model_format": "safetensors",
@@ -141,10 +143,10 @@ def _config(aimage: AImage) -> bytes:
 
 
 def carried_config(config: bytes) -> bytes | None:
-    """The AImage config that travels inside another tool's config, if there is one.
+    """Return the AImage config that is embedded in another tool's config, or None.
 
     Raises:
-        FormatError: it cannot be one.
+        FormatError: it is not Unicode text.
     """
     try:
         carried = read_json(config, "the config")[CARRIED_CONFIG]
@@ -154,7 +156,7 @@ def carried_config(config: bytes) -> bytes | None:
 
 
 def carried_text(text: str) -> bytes:
-    """The AImage config from the text that it travelled as. Raises FormatError."""
+    """Encode an embedded AImage config. Raises FormatError."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -162,6 +164,6 @@ def carried_text(text: str) -> bytes:
 
 
 def foreign_config(layers: tuple[Layer, ...]) -> bytes:
-    """A config for an artifact that another tool made: only what its manifest tells."""
+    """Return a config for an artifact of another tool, from its layers."""
     components = sorted({layer.component for layer in layers if layer.is_tensor} - {""})
     return encode({"schemaVersion": 1, "components": {name: {} for name in components}})

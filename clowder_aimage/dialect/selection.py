@@ -1,4 +1,4 @@
-"""Some layers of an AImage, chosen by component and by name."""
+"""A selection of layers by component and by name."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """What is in one of the ``components``, or has a name that fits one of the ``patterns``.
+    """The layers in one of the ``components``, or with a name like one of the ``patterns``.
 
     A component is the first part of a name, or more of it (``adapters/style``). In a pattern ``*``
-    stands for anything, also for slashes. With components come the files at the top that are no
-    weights: without ``model_index.json`` nothing else means much.
+    matches anything, also slashes. With components come the files at the top that are not weights,
+    such as ``model_index.json``.
     """
 
     components: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
 
     def names(self, aimage: AImage, reference: Reference) -> frozenset[str]:
-        """The names of the chosen layers.
+        """Return the names of the selected layers.
 
         Raises:
-            NotFoundError: there is nothing in one of the components, or like one of the patterns;
-                with a list of what there is.
+            NotFoundError: a component or pattern selects nothing; with a list of the layers.
         """
         chosen: set[str] = set()
         missed: list[str] = []
@@ -67,12 +66,12 @@ def _nothing(aimage: AImage, reference: Reference, missed: Sequence[str]) -> Not
     example = f", such as {aimage.layers[-1].name}" if aimage.layers else ""
     return NotFoundError(
         f"{reference} has {' and '.join(missed)}; it has {' and '.join(there) or 'no layers'}",
-        hint=f"nothing was fetched; --include is compared with the whole name of a layer{example}",
+        hint=f"nothing was fetched; a pattern must match the whole name of a layer{example}",
     )
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names in a row, but not hundreds of them."""
+    """Return the names in a row, shortened after twenty."""
     known = list(names)
     shown = ", ".join(known[:_MAX_LISTED])
     return f"{shown} and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else shown

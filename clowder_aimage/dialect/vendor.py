@@ -1,8 +1,7 @@
-"""What the dialects of the neighbours share: how their files are called, which of Clowder's media
-types a file has, and the AImage config that their configs amount to.
+"""Common parts of other vendors' dialects: names of files, their media types, the AImage config.
 
-A neighbour's config is read leniently: a fact of another type, or one that the AImage config's
-schema would not take, is left out.
+A vendor's config is read leniently: a fact of another type, or one that is invalid in the AImage
+config's schema, is left out.
 """
 
 from __future__ import annotations
@@ -50,8 +49,11 @@ _PRECISIONS = {
 
 
 class VendorFile(NamedTuple):
-    """How layers of a kind are called: the n-th gets a number, or all get one where they are
-    pieces of one model (``is_split``). Without a media type they keep the neighbour's."""
+    """The name of layers of a kind.
+
+    The n-th gets a number, or all get one if they are parts of one file (``is_split``). Without a
+    media type they keep the vendor's.
+    """
 
     stem: str
     suffix: str
@@ -60,8 +62,10 @@ class VendorFile(NamedTuple):
 
 
 def part_names(parts: Sequence[VendorFile | None]) -> list[str | None]:
-    """The names of layers of these kinds, in order: ``license``, ``license-2``;
-    ``model-00001-of-00003.gguf``, as llama.cpp and Hugging Face call pieces."""
+    """Return names for layers of these kinds, in order: ``license``, ``license-2``.
+
+    Parts are ``model-00001-of-00003.gguf``, as for llama.cpp and Hugging Face.
+    """
     total, seen = Counter(parts), Counter[VendorFile | None]()
     names: list[str | None] = []
     for part in parts:
@@ -77,7 +81,7 @@ def part_names(parts: Sequence[VendorFile | None]) -> list[str | None]:
 
 
 def type_of_file(name: str) -> str | None:
-    """Clowder's media type for a file of that name, where it is of a format that we name."""
+    """Return Clowder's media type for a file of a known format, by its name."""
     last = name.rpartition("/")[2].lower()
     if last in _ADAPTERS:
         return mediatype.AIMAGE_LORA
@@ -85,7 +89,7 @@ def type_of_file(name: str) -> str | None:
 
 
 def read_object(config: bytes) -> Mapping[str, Any]:
-    """A neighbour's config; empty where it is no JSON object: what it says can be done without."""
+    """Return a vendor's config, empty if it is not a JSON object: it is not essential."""
     try:
         value = read_json(config, "the config")
     except FormatError:
@@ -94,18 +98,20 @@ def read_object(config: bytes) -> Mapping[str, Any]:
 
 
 def at(value: object, *keys: str) -> Any:
-    """What stands in ``value`` under the keys, or nothing."""
+    """Return the value in ``value`` under the keys, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def neighbour_config(layers: Sequence[Layer], said: Mapping[str, Sequence[object]]) -> bytes:
-    """An AImage config (schemas/aimage-config.schema.json) from the layers, and from what was
-    ``said`` of each property: the first value that can be one counts."""
+def vendor_config(layers: Sequence[Layer], facts: Mapping[str, Sequence[object]]) -> bytes:
+    """Return an AImage config (schemas/aimage-config.schema.json) from layers and ``facts``.
+
+    ``facts`` has candidates for each property, of which the first valid one is used.
+    """
     value: dict[str, Any] = {"schemaVersion": 1}
-    for key, take in _PROPERTIES.items():
-        found = (take(fact) for fact in said.get(key, ()))
+    for key, parse in _PROPERTIES.items():
+        found = (parse(fact) for fact in facts.get(key, ()))
         fact = next((fact for fact in found if fact is not None), None)
         if key == "format":
             fact = _format(layers) or fact
@@ -116,15 +122,16 @@ def neighbour_config(layers: Sequence[Layer], said: Mapping[str, Sequence[object
 
 
 def read_only(name: str, product: str) -> UsageError:
-    """What is told where a neighbour's dialect is to be written."""
+    """Return the error for writing a vendor's dialect."""
     return UsageError(
         f"AImages are not written in the {name} dialect: manifests of {product} are only read",
-        hint="--dialect modelpack is what other tools read, too",
+        hint="other tools also read ModelPacks, which can be written",
+        remedy="write_modelpack",
     )
 
 
 def read_count(fact: object) -> int | None:
-    """How many parameters: a number, or text such as ``8B``, ``361.82 M`` or ``1.0t``."""
+    """Parse a number of parameters: an integer, or text such as ``8B`` or ``361.82 M``."""
     if type(fact) is int:
         return fact if fact >= 0 else None
     match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
@@ -134,7 +141,7 @@ def read_count(fact: object) -> int | None:
 
 
 def _format(layers: Sequence[Layer]) -> str | None:
-    """By the layers: the neighbours' words for formats are not ours."""
+    """Return the format of the layers, which vendors name differently."""
     found = {_FORMATS.get(layer.descriptor.media_type) for layer in layers}
     return next((word for word in _FORMATS.values() if word in found), None)
 

@@ -16,7 +16,7 @@ MAX_SIZE = 1 << 50  # one pebibyte: a larger size is a mistake or an attack
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a blob or manifest is, by digest and size in bytes.
+    """A blob or manifest, by digest and size in bytes.
 
     ``extra`` keeps the fields that this class does not know (``name``, ``dtype``, ``shape``,
     ``platform``, ``urls`` ...), since processors must not drop them.
@@ -30,12 +30,12 @@ class Descriptor:
 
     @classmethod
     def from_json(cls, value: object, where: str = "descriptor") -> Descriptor:
-        """Read a descriptor from parsed JSON.
+        """Parse a descriptor from JSON.
 
-        An absent ``mediaType`` reads as the empty string: older ollama manifests leave it out.
+        An absent ``mediaType`` becomes the empty string: older ollama manifests have none.
 
         Raises:
-            FormatError: when a known field is missing or of the wrong type.
+            FormatError: a known field is missing or of the wrong type.
         """
         if not isinstance(value, dict):
             raise FormatError(f"{where}: a descriptor must be an object")
@@ -55,11 +55,11 @@ class Descriptor:
     def of(
         cls, media_type: str, data: bytes, *, algorithm: str = "sha256", **fields: Any
     ) -> Descriptor:
-        """The descriptor of ``data``."""
+        """Return the descriptor of ``data``."""
         return cls(media_type, Digest.of(data, algorithm), len(data), **fields)
 
     def to_json(self) -> dict[str, Any]:
-        """The descriptor as JSON, known fields first, in the order the specification lists them."""
+        """Return the descriptor as JSON: known fields first, in the specification's order."""
         value: dict[str, Any] = {"mediaType": self.media_type} if self.media_type else {}
         value |= {"digest": str(self.digest), "size": self.size}
         value |= self.extra
@@ -69,9 +69,9 @@ class Descriptor:
 
 
 def check_spelling(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Refuse keys that are known ones but for upper and lower case.
+    """Refuse keys that differ from ``known`` ones in upper and lower case.
 
-    Tools written in Go take ``Layers`` for ``layers``, so that one document could be two things
+    Tools written in Go read ``Layers`` as ``layers``, so that one document could be two things
     (CVE-2021-41190). Raises FormatError.
     """
     for key in value:
@@ -85,7 +85,7 @@ def _folded(known: frozenset[str]) -> frozenset[str]:
 
 
 def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:
-    """The annotations of a JSON object; absent or null, there are none. Raises FormatError."""
+    """Return the annotations of a JSON object, none if absent or null. Raises FormatError."""
     annotations = value.get("annotations")
     if annotations is None:
         return {}

@@ -25,7 +25,7 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Digest:
-    """An algorithm and the lower-case hex of its value; only what ``parse`` accepts exists."""
+    """An algorithm and the lower-case hex of its value, as ``parse`` accepts them."""
 
     algorithm: str
     encoded: str
@@ -59,18 +59,18 @@ class Digest:
 
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview, algorithm: str = "sha256") -> Digest:
-        """The digest of ``data``."""
+        """Return the digest of ``data``."""
         hasher = new_hasher(algorithm)
         hasher.update(data)
         return cls(algorithm, hasher.hexdigest())
 
     def hasher(self) -> Hasher:
-        """A fresh hasher of this digest's algorithm."""
+        """Return a new hasher of this digest's algorithm."""
         return new_hasher(self.algorithm)
 
     @property
     def short(self) -> str:
-        """Twelve hex digits, for people; never for lookups."""
+        """The first twelve hex digits, for people; never for lookups."""
         return self.encoded[:12]
 
     def __str__(self) -> str:
@@ -78,10 +78,10 @@ class Digest:
 
 
 def new_hasher(algorithm: str) -> Hasher:
-    """A hasher for one of the registered algorithms.
+    """Return a hasher for one of the registered algorithms.
 
     Raises:
-        FormatError: for an algorithm that the image specification does not register.
+        FormatError: the image specification does not register the algorithm.
     """
     if algorithm not in _ENCODED:
         raise FormatError(f"unknown digest algorithm {algorithm[:40]!r}")

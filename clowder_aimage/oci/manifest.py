@@ -1,7 +1,7 @@
 """Image manifests and indexes (OCI image-spec, manifest.md and image-index.md).
 
-The received bytes are kept: a document is never serialised again, so its digest holds and
-fields that we do not know survive.
+The received bytes are kept and never serialised again, so that the digest stays the same and
+unknown fields survive.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ class Manifest:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The descriptor of this manifest's own bytes."""
+        """The descriptor of the document's bytes."""
         return Descriptor(self.media_type, self.digest, len(self.raw))
 
     @property
     def children(self) -> tuple[Descriptor, ...]:
-        """What must be in a store before this manifest may be."""
+        """The content that must be in a store before this document."""
         return (self.config, *self.layers)
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str = "") -> Manifest:
-        """Parse the bytes of a manifest; ``media_type`` is what the transport called them.
+        """Parse the bytes of a manifest; ``media_type`` is the transport's.
 
         Raises:
-            FormatError: when they are not a manifest, or not the one they were said to be.
+            FormatError: they are not a manifest, or not one of that media type.
         """
         document = parse_document(raw, media_type)
         if not isinstance(document, cls):
             raise FormatError(
                 f"{document.media_type} is an index, not a manifest",
-                hint="'aimage show' lists what is in it; 'aimage pull' with --variant or "
-                "--platform makes the name mean one of that",
+                hint="choose one of the manifests in it by variant or platform",
+                remedy="choose_manifest",
             )
         return document
 
     @classmethod
     def build(cls, document: Mapping[str, Any]) -> Manifest:
-        """A manifest from JSON values of our own making: compact, in the order given."""
+        """Return a manifest of JSON values: compact, in the given order."""
         return cls.parse(encode(document))
 
 
@@ -82,17 +82,17 @@ class Index:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The descriptor of this index's own bytes."""
+        """The descriptor of the document's bytes."""
         return Descriptor(self.media_type, self.digest, len(self.raw))
 
     @property
     def children(self) -> tuple[Descriptor, ...]:
-        """What must be in a store before this index may be."""
+        """The content that must be in a store before this document."""
         return self.manifests
 
 
 def encode(value: object) -> bytes:
-    """Compact JSON in UTF-8, keys in the order given: the same bytes on every machine.
+    """Return compact JSON in UTF-8, keys in the given order: the same bytes on every machine.
 
     Raises:
         FormatError: a string in it is not Unicode (half a surrogate pair).
@@ -106,17 +106,17 @@ def encode(value: object) -> bytes:
 
 
 def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
-    """Parse a manifest or an index, whichever the bytes are.
+    """Parse a manifest or an index.
 
     Raises:
         FormatError: not JSON, too large, of both kinds at once (CVE-2021-41190), of another
-            media type than the transport said, or with a malformed descriptor.
+            media type than the transport's, or with a malformed descriptor.
     """
     value = _load(raw)
     media_type = _media_type(value, media_type.partition(";")[0].strip())
     has_layers = "layers" in value or "config" in value
     if has_layers and "manifests" in value:
-        raise FormatError("a document with both layers and manifests is neither")
+        raise FormatError("a document with both layers and manifests is ambiguous")
     common: dict[str, Any] = {
         "raw": raw,
         "media_type": media_type,
@@ -129,7 +129,9 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
     }
     if media_type in mediatype.INDEXES:
         if has_layers:
-            raise FormatError(f"the media type says index ({media_type}), the content has layers")
+            raise FormatError(
+                f"the media type is an index's ({media_type}), the content has layers"
+            )
         return Index(manifests=_descriptors(value, "manifests"), **common)
     config = Descriptor.from_json(value.get("config"), "config")
     return Manifest(config=config, layers=_descriptors(value, "layers"), **common)
@@ -148,7 +150,8 @@ def _load(raw: bytes) -> dict[str, Any]:
     if value.get("schemaVersion") == 1:
         raise FormatError(
             "this is a Docker schema 1 manifest, which has no config and no sizes",
-            hint="push it again from a newer tool: skopeo copy --format oci",
+            hint="push it again with a newer tool, in OCI format",
+            remedy="convert_schema_1",
         )
     if value.get("schemaVersion") != 2:
         raise FormatError(f"schemaVersion must be 2, not {value.get('schemaVersion')!r:.40}")
@@ -156,12 +159,12 @@ def _load(raw: bytes) -> dict[str, Any]:
 
 
 def _media_type(value: Mapping[str, Any], transport: str) -> str:
-    """What the document is. Its own word and the transport's must agree where both speak."""
+    """Return the document's media type; its own and the transport's must agree."""
     own = _string(value, "mediaType")
     if transport in ("application/json", "application/octet-stream", "text/plain"):
         transport = ""
     if own and transport and own != transport:
-        raise FormatError(f"the manifest calls itself {own[:100]}, its sender {transport[:100]}")
+        raise FormatError(f"its media type is {own[:100]}, the transport's {transport[:100]}")
     guess = mediatype.OCI_INDEX if "manifests" in value else mediatype.OCI_MANIFEST
     media_type = own or transport or guess
     if media_type not in mediatype.MANIFESTS | mediatype.INDEXES:

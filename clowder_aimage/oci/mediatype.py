@@ -59,11 +59,11 @@ LICENSES = "org.opencontainers.image.licenses"
 
 
 def is_ours(media_type: str) -> bool:
-    """Whether a media type is Clowder's own."""
+    """Return whether a media type is Clowder's own."""
     return media_type.startswith("application/vnd.clowder.aimage.")
 
 
 def split_compression(media_type: str) -> tuple[str, str]:
-    """A media type without ``+gzip`` or ``+zstd``, and which of them it had, or nothing."""
+    """Split a media type into the part before ``+gzip`` or ``+zstd``, and that word or nothing."""
     base, plus, suffix = media_type.rpartition("+")
     return (base, suffix) if plus and suffix in COMPRESSIONS else (media_type, "")

@@ -1,8 +1,8 @@
 """References: ``[registry/]repository[:tag][@digest]``.
 
-Grammar of the repository and the tag: distribution-spec, "Pulling manifests". A first part
-that contains ``.`` or ``:`` or is ``localhost`` is the registry's host, as every OCI tool has
-it; without one the name is local. It never means Docker Hub.
+Grammar of the repository and the tag: distribution-spec, "Pulling manifests". A first part that
+contains ``.`` or ``:`` or is ``localhost`` is the registry's host, as in every OCI tool; without
+one the name is local. It never means Docker Hub.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_TEXT = 1024  # a host, a repository, a tag and a digest of the longest kind
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A name for a manifest. ``registry`` is None for a local one; a tag or a digest is set."""
+    """A name for a manifest; ``registry`` is None for a local one; a tag or a digest is set."""
 
     registry: str | None
     repository: str
@@ -36,10 +36,10 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Parse a reference; ``latest`` is understood where there is neither tag nor digest.
+        """Parse a reference; the tag is ``latest`` if it has neither tag nor digest.
 
         Raises:
-            UsageError: with what is wrong and, where it can be guessed, what was meant.
+            UsageError: it is invalid; with a correction where one can be guessed.
         """
         if len(text) > _MAX_TEXT:
             raise UsageError(f"{text[:60]!r}... is not a reference: it has {len(text)} characters")
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the registry is on this machine (plain HTTP is the rule there)."""
+        """True if the registry is on this machine, where plain HTTP is the rule."""
         if self.registry is None:
             return False
         host = re.sub(r":[0-9]+$", "", self.registry)
@@ -72,11 +72,11 @@ class Reference:
 
     @property
     def target(self) -> str:
-        """What to ask a registry for: the digest where there is one, else the tag."""
+        """The digest if there is one, else the tag."""
         return str(self.digest) if self.digest else (self.tag or DEFAULT_TAG)
 
     def with_digest(self, digest: Digest) -> Reference:
-        """The same repository, by digest alone."""
+        """Return the same repository with a digest alone."""
         return replace(self, tag=None, digest=digest)
 
     def __str__(self) -> str:

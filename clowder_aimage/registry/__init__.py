@@ -1,4 +1,4 @@
-"""The distribution client (OCI distribution-spec 1.1). Importing this imports requests."""
+"""The distribution client (OCI distribution-spec 1.1); importing it imports requests."""
 
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.credential import login, logout

@@ -1,4 +1,4 @@
-"""How to reach a registry: what the command line says, and the HTTP session that makes of it."""
+"""Options of a connection to a registry, and the HTTP session with these options."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ MOST_JOBS = 64
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Options of a connection, and the places that outside state comes from.
+    """Options of a connection, and the places of files and credentials.
 
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file of the
-    same form that is asked before it, ``container_auth`` are ones asked after it.
-    ``auths`` is what the caller gave, as such a file's object of that name: it is asked before all.
-    ``trusted_realms`` are hosts that may be given a registry's credentials although they are not
-    that registry. ``ca_bundle`` is what the environment trusts instead of the usual authorities,
-    ``cert_dirs`` are directories of ``certs.d``. ``registries`` says more about single hosts.
-    ``told_jobs`` is how many layers to move at once, 0 where each registry's own number counts.
+    same form that is read before it, ``container_auth`` are ones read after it. ``auths`` are
+    credentials from the caller, in the form of that file, and come before all others.
+    ``trusted_realms`` are hosts that may receive the credentials of other registries.
+    ``ca_bundle`` is the environment's replacement for the usual authorities, ``cert_dirs`` are
+    directories of ``certs.d``. ``registries`` has settings for single hosts. ``told_jobs`` is the
+    number of layers moved at once; 0 for each registry's own setting.
     """
 
     plain_http: bool = False
@@ -60,9 +60,9 @@ class ClientOptions:
 
     @property
     def auth_files(self) -> tuple[Path, ...]:
-        """Where credentials may be, the first to be asked first.
+        """The files with credentials, in the order in which they are read.
 
-        Another user's files, which a changed user may still be pointed at, are left out.
+        Files of another user, which are not readable after a change of users, are left out.
         """
         docker = self.docker_config / "config.json"
         first = () if self.auth_file is None else (self.auth_file,)
@@ -70,7 +70,7 @@ class ClientOptions:
         return (*first, docker, *readable)
 
     def to(self, host: str) -> ClientOptions:
-        """The same for one host: what the command line says wins over the config file."""
+        """Return the options for one host; the command line's precede the configuration's."""
         known = self.registries.get(host)
         if known is None or self.plain_http or self.insecure or self.ca_file is not None:
             return self
@@ -79,19 +79,19 @@ class ClientOptions:
         )
 
     def jobs(self, *hosts: str | None) -> int:
-        """How many layers may move at once to or from all of ``hosts``."""
+        """Return how many layers may move at once to or from all of ``hosts``."""
         if self.told_jobs:
             return self.told_jobs
         known = (self.registries.get(host or "") for host in hosts)
         return min((one.jobs for one in known if one and one.jobs), default=DEFAULT_JOBS)
 
     def limit(self, host: str | None) -> int:
-        """How many bytes a second a pull from ``host`` may take; 0 for any number."""
+        """Return the bytes per second of a pull from ``host``; 0 for no limit."""
         known = self.registries.get(host or "")
         return known.limit if known else 0
 
     def to_mirror(self, host: str) -> ClientOptions:
-        """The same for a mirror: the command line speaks of the registry, not of its mirrors."""
+        """Return the options for a mirror, to which the command line's do not apply."""
         return replace(self, plain_http=False, insecure=False, ca_file=None).to(host)
 
     @property
@@ -101,8 +101,10 @@ class ClientOptions:
 
 
 class _Requests(requests.Session):
-    """requests, without its habits that surprise: netrc and redirects hand credentials around,
-    ``REQUESTS_CA_BUNDLE`` beats what the command line says, and loopback goes through a proxy.
+    """A session without netrc and without a proxy for loopback.
+
+    It sends no credentials along with redirects, and prefers the given authorities to
+    ``REQUESTS_CA_BUNDLE``.
     """
 
     ca_bundle: str | None = None
@@ -110,7 +112,7 @@ class _Requests(requests.Session):
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:
-        """The environment's proxies and CA file, below what this session was told."""
+        """Add the environment's proxies and CA file, below the settings of this session."""
         if _is_loopback(str(url)):
             return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
         settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
@@ -122,7 +124,7 @@ class _Requests(requests.Session):
 
 
 def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """An ``auth`` that adds nothing: its presence keeps netrc out."""
+    """Return the request as it is: an ``auth`` that keeps netrc out."""
     return request
 
 
@@ -148,7 +150,7 @@ class _Adapter(requests.adapters.HTTPAdapter):
     def close(self) -> None:
         """Close the connections now; urllib3 leaves that to the garbage collector."""
         for manager in (self.poolmanager, *self.proxy_manager.values()):
-            for key in manager.pools.keys():
+            for key in list(manager.pools.keys()):
                 manager.pools[key].close()
         super().close()
 
@@ -158,19 +160,19 @@ def _is_loopback(url: str) -> bool:
 
 
 def open_session(connection: ClientOptions, host: str) -> requests.Session:
-    """The HTTP session that ``connection`` describes, for a registry at ``host``.
+    """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
-    What ``certs.d`` has for the host is shown to that origin alone: no redirect and no upload
-    elsewhere gets to see a client certificate.
+    Certificates from ``certs.d`` are presented to that origin alone, not to the targets of
+    redirects and uploads elsewhere.
 
     Raises:
-        StoreError: a certificate or key there cannot be read.
+        StoreError: a certificate or key cannot be read.
     """
     session = _Requests()
     session.auth = _unchanged
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
-    if connection.insecure:  # said by whoever chose it; urllib3 would say it with our paths
+    if connection.insecure:  # our caller warns; urllib3's warning has our paths
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)
@@ -187,7 +189,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
 
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
-    """TLS with the certificates for this host, where there are any."""
+    """Return TLS with the certificates for this host, or None."""
     found = certificates(connection.cert_dirs, host)
     if not found.authorities and not found.pairs:
         return None
@@ -211,7 +213,7 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
-    """Keep queries out of urllib3's log: those of content networks and uploads hold secrets."""
+    """Remove queries from urllib3's log: those of content networks and uploads are secret."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             re.sub(r"\?[^\s\"]*", "?...", part) if isinstance(part, str) else part

@@ -1,4 +1,4 @@
-"""Which dialects a registry refused, so that the next push does not begin with them."""
+"""A cache of the dialects that registries refuse."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 
 
 class DialectCache:
-    """A small file of what hosts refused while they took another dialect.
+    """A file with the dialects that hosts refused, so that a push does not begin with them.
 
-    It is a memory, not a truth: unreadable, it is empty, and where it cannot be written (or has
-    no ``path``), nothing is remembered. Of two processes that write it at once, one is heard.
+    An unreadable file is empty, and one that cannot be written (or has no ``path``) is ignored. Of
+    two processes that write at once, the last one wins.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -27,11 +27,11 @@ class DialectCache:
         self._clock = clock
 
     def refused(self, host: str) -> frozenset[str]:
-        """The dialects that ``host`` refused within the last 30 days."""
+        """Return the dialects that ``host`` refused within the last 30 days."""
         return frozenset(self._read().get(host, {}))
 
     def learn(self, host: str, refused: Collection[str], taken: str) -> None:
-        """Keep that ``host`` refused some dialects, and then took another."""
+        """Store that ``host`` refused some dialects, and then accepted another."""
         known = self._read()
         old = known.get(host, {})
         if not refused and taken not in old:
@@ -41,13 +41,13 @@ class DialectCache:
         self._write(known | {host: new | dict.fromkeys(refused, now)})
 
     def forget(self, host: str) -> None:
-        """``host`` takes nothing that it took before: begin anew."""
+        """Remove the entry of ``host``."""
         known = self._read()
         if known.pop(host, None) is not None:
             self._write(known)
 
     def _read(self) -> dict[str, dict[str, float]]:
-        """What was refused lately, and when, by host; whatever else stands there is passed over."""
+        """Return the refused dialects with their times by host; other content is ignored."""
         if self._path is None:
             return {}
         try:

@@ -1,4 +1,4 @@
-"""docker's config.json and containers' auth.json: read leniently, written carefully.
+"""docker's config.json and containers' auth.json.
 
 Formats: docker CLI, "Configuration files"; containers-auth.json(5); helpers:
 docker-credential-helpers, "Development".
@@ -29,8 +29,11 @@ _IDENTITY_USER = "<token>"  # what a helper answers as Username when Secret is a
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What a registry gave a user: name and password (``basic``), an identity token that is traded
-    for access tokens, or an access token itself (``registry_token``)."""
+    """A user's credential: one of three.
+
+    ``basic`` is a name and password, ``identity_token`` is exchanged for access tokens, and
+    ``registry_token`` is an access token.
+    """
 
     basic: str | None = field(default=None, repr=False)
     identity_token: str | None = field(default=None, repr=False)
@@ -38,7 +41,7 @@ class Credential:
 
     @classmethod
     def of_basic(cls, basic: str) -> Credential | None:
-        """From base64 of ``user:password``. None where it is something else."""
+        """Parse base64 of ``user:password``; return None for anything else."""
         try:
             text = base64.b64decode(basic, validate=True).decode()
         except (binascii.Error, ValueError):
@@ -52,16 +55,16 @@ class Credential:
 
 
 def config_key(registry: str) -> str:
-    """What docker's config calls a registry: its host, but for Docker Hub."""
+    """Return the key of a registry in docker's config: its host, except for Docker Hub."""
     return DOCKER_HUB_KEY if registry in DOCKER_HUB else registry
 
 
 def scope_of(key: str) -> str | None:
-    """The host, or host and path, that a key of ``auths`` stands for. None for what is neither.
+    """Return the host, or host and path, of a key of ``auths``; None for other tokens.
 
-    A key with a scheme, or one that ends in an API's version, is docker's and names a host; a
-    path otherwise is containers' and is meant. Docker Hub has many names and becomes docker.io.
-    Docker Desktop keeps Docker Hub's other tokens below the host's key: those are no passwords.
+    A key with a scheme, or one that ends in an API's version, is docker's and names a host; any
+    other path is containers'. The names of Docker Hub become docker.io. Docker Desktop stores
+    tokens of Docker Hub that are not passwords below the host's key.
     """
     scheme, found, rest = key.rpartition("://")
     host, _, path = rest.partition("/")
@@ -75,7 +78,7 @@ def scope_of(key: str) -> str | None:
 
 
 def _scopes(registry: str, repository: str) -> Iterator[str]:
-    """The keys that fit a repository, the longest first; the host comes last."""
+    """Yield the keys for a repository, the longest first, the host last."""
     host = "docker.io" if registry in DOCKER_HUB else registry
     parts = repository.split("/")
     for count in range(len(parts), 0, -1):
@@ -86,10 +89,10 @@ def _scopes(registry: str, repository: str) -> Iterator[str]:
 def find_credential(
     configs: Iterable[dict[str, Any]], registry: str, repository: str
 ) -> Credential | None:
-    """The credential that the first of the ``configs`` has for a repository.
+    """Return the credential for a repository from the first config that has one.
 
     In each: a key with a path, the host's own helper, the host's key, the helper for all hosts.
-    localhost and 127.0.0.1 are one, as oras-py has it.
+    localhost and 127.0.0.1 are the same, as in oras-py.
     """
     for config in configs:
         for host in oras.utils.iter_localhosts(registry):
@@ -113,7 +116,7 @@ def _find(config: dict[str, Any], registry: str, repository: str) -> Credential 
 
 
 def _inline(config: dict[str, Any]) -> dict[str, Credential]:
-    """All credentials in the file itself, by the host or path they are for."""
+    """Return the credentials in the file itself, by host or path."""
     found = {}
     for key, entry in (config.get("auths") or {}).items():
         scope = scope_of(key)
@@ -124,8 +127,7 @@ def _inline(config: dict[str, Any]) -> dict[str, Credential]:
 
 
 def _entry(entry: dict[str, Any]) -> Credential | None:
-    """docker writes ``auth`` or ``identitytoken``; it also reads ``registrytoken``, and
-    ``username`` and ``password``."""
+    """Parse an entry: ``auth``, ``identitytoken``, ``registrytoken``, or name and password."""
     ready = entry.get("registrytoken")
     if isinstance(ready, str) and re.fullmatch(r"[!-~]+", ready):
         return Credential(registry_token=ready)
@@ -157,7 +159,7 @@ def run_helper(name: str, verb: str, text: str) -> bytes:
 
 
 def _own_helper(config: dict[str, Any], registry: str) -> str | None:
-    """The helper that is named for this host alone."""
+    """Return the helper of this host alone, or None."""
     host = scope_of(registry)
     for key, name in (config.get("credHelpers") or {}).items():
         if scope_of(key) == host and isinstance(name, str):
@@ -166,22 +168,22 @@ def _own_helper(config: dict[str, Any], registry: str) -> str | None:
 
 
 def helper(config: dict[str, Any], registry: str) -> str | None:
-    """The credential helper that keeps a registry's credentials, if one does."""
+    """Return the credential helper for a registry, or None."""
     named = _own_helper(config, registry) or config.get("credsStore")
     return named if isinstance(named, str) else None
 
 
 def keys_of(config: dict[str, Any], registry: str) -> list[str]:
-    """The keys of ``auths`` that stand for a whole registry, however they are written."""
+    """Return the keys of ``auths`` for a registry as a whole, in any spelling."""
     host = scope_of(registry)
     return [key for key in config.get("auths") or {} if scope_of(key) == host]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file's object, or an empty one where there is no file.
+    """Return the file's object, or an empty one if there is no file.
 
     Raises:
-        StoreError: it cannot be read, or holds something else.
+        StoreError: it cannot be read, or is not such a file.
     """
     try:
         value = json.loads(path.read_text("utf-8"))

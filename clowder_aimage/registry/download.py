@@ -21,18 +21,17 @@ _SLOWEST = 2048  # bytes per second below which another connection can only be b
 
 
 class BlobRequest(Protocol):
-    """Ask for bytes [start, end) of the blob, or for all of it where start is None."""
+    """A request for bytes [start, end) of a blob, or for all of it if start is None."""
 
     def __call__(self, start: int | None, end: int, /) -> RegistryResponse: ...
 
 
 class BlobReader(io.RawIOBase):
-    """Reads bytes [offset, end) of a blob of ``size`` bytes.
+    """A stream of the bytes [offset, end) of a blob of ``size`` bytes.
 
-    When the connection breaks, stands still or crawls, it asks for the rest on a new one. A
-    server that ignores ranges, refuses them or answers with another one is read from the front,
-    up to where we are; ``ignores_range`` says so. The bytes are not verified here: whoever
-    stores them does that.
+    When the connection breaks, stalls or is too slow, it requests the rest on a new one. If a
+    server ignores ranges, refuses them or sends another one, the blob is read from its beginning,
+    and ``ignores_range`` is set. The bytes are not verified here.
     """
 
     def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
@@ -83,14 +82,15 @@ class BlobReader(io.RawIOBase):
 
     def _receive(self, view: memoryview) -> int:
         """Read from the socket into ``view``."""
-        assert self._response is not None
+        if self._response is None:  # as only where offset == end
+            return 0
         try:
             return self._response.readinto(view)
         except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
             raise BrokenOffError(f"{self._what} broke off: {error}") from error
 
     def _connect(self, offset: int | None = None) -> None:
-        """Open a connection that stands at ``offset``, by default where we are."""
+        """Open a connection that begins at ``offset``, by default at the current one."""
         where = self._offset if offset is None else offset
         if where < self._end:
             retrying(lambda: self._open(where))
@@ -120,7 +120,7 @@ class BlobReader(io.RawIOBase):
         self._skip(offset)
 
     def _skip(self, offset: int) -> None:
-        """The whole blob is coming: pass over what we have."""
+        """Read and discard the beginning of a whole blob."""
         scratch = memoryview(bytearray(min(offset, 1 << 20)))
         while offset:
             count = self._receive(scratch[:offset])
@@ -130,7 +130,7 @@ class BlobReader(io.RawIOBase):
             offset -= count
 
     def _release(self) -> None:
-        """The body was read to its end: its connection can serve the next request."""
+        """Give back the connection for the next request."""
         if self._response is not None:
             self._response.release()
             self._response = None
@@ -148,6 +148,6 @@ class BlobReader(io.RawIOBase):
 
 
 def _starts_at(response: RegistryResponse, offset: int) -> bool:
-    """Whether a 206 brings what was asked for (RFC 9110, 14.4)."""
+    """Return whether a 206 has the requested range (RFC 9110, 14.4)."""
     text = response.headers.get("Content-Range", "")
     return text.removeprefix("bytes ").partition("-")[0].strip() == str(offset)

@@ -21,11 +21,10 @@ _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
 class Mirrors:
-    """Other registries that are asked first for what a digest names.
+    """Other registries that are asked first for the content of a digest.
 
-    One that fails or lies is not asked again; one that merely lacks something is. Nothing is
-    written to them, and their answers to HEAD count for nothing: what the registry itself has is
-    meant there.
+    One that fails or sends wrong content is not asked again; one where it is missing is. Mirrors
+    receive no content, and no HEAD requests, which ask what the registry itself has.
     """
 
     def __init__(self, sessions: Sequence[Session], *, trust_tags: bool) -> None:
@@ -39,23 +38,23 @@ class Mirrors:
             session.close()
 
     def avoid(self, target: str) -> None:
-        """Ask those that sent ``target`` for nothing more; what came of it may still be right."""
+        """Exclude the mirrors that sent ``target``, whose content may still be right."""
         self._failed |= self._sent.get(target, set())
 
     def distrust(self, target: str) -> bool:
-        """Ask those that sent ``target`` for nothing more; whether there were any."""
+        """Exclude the mirrors that sent wrong content for ``target``; return whether any did."""
         senders = self._sent.pop(target, set())
         self._failed |= senders
         return bool(senders)
 
     def sent(self, target: str) -> bool:
-        """Whether one of them, and none that was found out, has sent ``target``."""
+        """Return whether a mirror that is not excluded sent ``target``."""
         return bool(self._sent.get(target))
 
     def request(
         self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
     ) -> RegistryResponse | None:
-        """An answer of the first mirror that has what ``path`` names, if one may be asked."""
+        """Return the response of the first mirror that has ``path``, or None."""
         kind, _, target = path.partition("/")
         if method not in ("GET", "HEAD"):
             self._trusts_tags = False  # we push: a mirror knows nothing of it yet
@@ -85,10 +84,10 @@ class Mirrors:
 
 
 def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
-    """A mirror's manifest, read and found to be what ``target`` names where that is a digest.
+    """Read a mirror's manifest and verify it where ``target`` is a digest.
 
     Raises:
-        VerificationError: it is not.
+        VerificationError: it has another digest.
     """
     raw = response.read(MAX_MANIFEST_SIZE)
     if _DIGEST.fullmatch(target):

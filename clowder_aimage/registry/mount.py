@@ -1,7 +1,7 @@
 """Cross-repository mount (distribution-spec, "Mounting a blob from another repository", end-11).
 
-A blob that the registry has in another repository need not be sent again. Mounting is a favour:
-whatever is answered to the question, the blob can still be uploaded.
+A blob that the registry has in another repository need not be sent again. A failed mount is not an
+error: the blob is uploaded instead.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ Find = Callable[[Digest], Sequence[str]]  # a blob -> repositories that may hold
 class MountOrigins:
     """The repositories of a registry that a blob may be mounted from, the likeliest first.
 
-    ``find`` knows where a blob may be; the registry's answers say which of those are worth asking.
-    Whoever watches hears of a mounted blob as of one that was there already.
+    ``find`` returns the repositories that may have a blob; the registry's responses tell which of
+    them are worth a request. A mounted blob is reported as one that was present.
     """
 
-    def __init__(self, find: Find = lambda digest: (), on_event: OnEvent = ignore) -> None:
+    def __init__(self, find: Find = lambda _: (), on_event: OnEvent = ignore) -> None:
         self._find = find
         self._on_event = on_event
         self._refused: set[str] = set()
-        self._lacking: set[str] = set()
+        self._missing: set[str] = set()
 
     def of(self, digest: Digest) -> list[str]:
-        """Where to mount a blob from; repositories that lacked another blob come last."""
+        """Return the repositories to mount a blob from, those without another blob last."""
         found = [name for name in self._find(digest) if name not in self._refused]
-        return sorted(found, key=lambda name: name in self._lacking)[:CANDIDATES]
+        return sorted(found, key=lambda name: name in self._missing)[:CANDIDATES]
 
     def mounted(self, content: Descriptor) -> None:
-        """That blob is there now, and nothing was sent."""
+        """Report a blob as present."""
         self._on_event(CopyEvent("skip", content, content.size))
 
     def refused(self, repository: str) -> None:
-        """Nothing can be mounted from there."""
+        """Exclude a repository."""
         self._refused.add(repository)
 
-    def lacked(self, repository: str) -> None:
-        """That blob could not be mounted from there."""
-        self._lacking.add(repository)
+    def missed(self, repository: str) -> None:
+        """Put a repository last."""
+        self._missing.add(repository)
 
 
 def begin(session: Session, content: Descriptor, origins: MountOrigins) -> RegistryResponse | None:
-    """Mount a blob, else begin its upload: the answer to that, or None when it is mounted.
+    """Mount a blob, or begin its upload; return the response to that, or None if mounted.
 
-    An answer 202 to a mount is the beginning of an upload as good as any other.
+    A response 202 to a mount begins an upload, too.
     """
     for repository in origins.of(content.digest):
         answer = _mount(session, content.digest, repository)
         if answer is not None and answer.status_code == 202:
-            origins.lacked(repository)
+            origins.missed(repository)
             return answer
         if answer is not None:
             answer.finish()
@@ -75,10 +75,10 @@ def begin(session: Session, content: Descriptor, origins: MountOrigins) -> Regis
 
 
 def _mount(session: Session, digest: Digest, repository: str) -> RegistryResponse | None:
-    """Ask for a mount; None where there are no credentials for that.
+    """Request a mount; return None if there are no credentials for it.
 
-    The right to read the other repository may be missing from a token that another thread got a
-    moment ago for this one alone, so a 401 is worth a second question.
+    A token that another thread received a moment ago may lack the right to read the other
+    repository, so a 401 is worth a second request.
     """
     query = urlencode({"mount": str(digest), "from": repository})
     url = session.url(f"blobs/uploads/?{query}")
@@ -93,9 +93,9 @@ def _mount(session: Session, digest: Digest, repository: str) -> RegistryRespons
 
 
 class MountHolders:
-    """Where a blob may be in the registry of ``target``, as far as a store's names tell.
+    """The repositories that may have a blob in the registry of ``target``, by a store's tags.
 
-    The store is asked when the first blob is missing in the registry, and only once.
+    The store is read once, when the first blob is missing in the registry.
     """
 
     def __init__(self, store: ContentStore, target: Reference) -> None:
@@ -111,7 +111,7 @@ class MountHolders:
             return self._known.get(digest, ())
 
     def _manifests(self) -> Iterator[tuple[str, Manifest]]:
-        names = neighbours(self._store.tags(), self._target)
+        names = sibling_repositories(self._store.tags(), self._target)
         for repository, descriptor in names[:_MANIFESTS_READ]:
             try:
                 raw = read_all(self._store.open(descriptor), descriptor)
@@ -120,10 +120,10 @@ class MountHolders:
                 continue  # not ours to judge here: it only could have saved some time
 
 
-def neighbours(
+def sibling_repositories(
     names: Iterable[tuple[str, Descriptor]], target: Reference
 ) -> list[tuple[str, Descriptor]]:
-    """The other repositories of the registry of ``target``, and the manifests named in them."""
+    """Return the manifests of the store in other repositories of the registry of ``target``."""
     found: dict[tuple[str, Digest], Descriptor] = {}
     for name, descriptor in names:
         try:
@@ -138,7 +138,7 @@ def neighbours(
 
 
 def holders(manifests: Iterable[tuple[str, Manifest]]) -> dict[Digest, list[str]]:
-    """Which repositories hold a blob, going by the manifests in them."""
+    """Return the repositories of each blob in ``manifests``."""
     found: dict[Digest, list[str]] = {}
     for repository, manifest in manifests:
         for blob in manifest.children:

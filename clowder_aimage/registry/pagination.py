@@ -1,7 +1,7 @@
 """Lists in pages (distribution-spec, "Listing Tags", end-8a and end-8b).
 
-A registry sends as much at once as it likes and says in a ``Link`` header (RFC 8288) where the
-rest is. We follow it only within the registry's own origin, and not for ever.
+A registry sends as much at once as it likes, and a ``Link`` header (RFC 8288) to the rest. Links
+are followed only within the registry's origin, and up to a limit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_LIST_SIZE = 64 * 1024 * 1024
 
 
 def tags(session: Session, name: str) -> list[str]:
-    """The tags of the repository ``name``, in the registry's order.
+    """Return the tags of the repository ``name``, in the registry's order.
 
     Raises:
         NotFoundError: the registry has no such repository.
-        RegistryError, NetworkError, UnauthorizedError: it cannot be told.
-        FormatError: the answer is no list of tags.
+        RegistryError, NetworkError, UnauthorizedError: they cannot be read.
+        FormatError: the response is not a list of tags.
     """
     found: dict[str, None] = {}
     for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
@@ -38,20 +38,20 @@ def tags(session: Session, name: str) -> list[str]:
 
 
 def _tags(raw: bytes, name: str) -> list[str]:
-    """The tags in one page; ``null`` is how some registries write an empty list."""
+    """Return the tags in one page; some registries write ``null`` for an empty list."""
     try:
         listed = read_json(raw, "the answer")["tags"] or []
     except (FormatError, KeyError, TypeError):
-        raise FormatError(f"the answer about the tags of {name} is no list of tags") from None
+        raise FormatError(f"the answer about the tags of {name} is not a list of tags") from None
     if not isinstance(listed, list) or not all(
         isinstance(tag, str) and tag.isprintable() for tag in listed
     ):
-        raise FormatError(f"among the tags of {name} is something that is no tag")
+        raise FormatError(f"the tags of {name} contain an invalid one")
     return listed
 
 
 def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
-    """The pages of a list below ``/v2/<repository>/``: each its body and its media type.
+    """Yield body and media type of each page of a list below ``/v2/<repository>/``.
 
     Raises:
         RegistryError: the pages lead elsewhere, in a circle, or to no end.
@@ -61,7 +61,7 @@ def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple
     size = 0
     while url is not None:
         if url in seen:
-            raise RegistryError(f"the pages about {what} go in a circle")
+            raise RegistryError(f"the pages about {what} form a circle")
         seen.add(url)
         raw, media_type, link, base = _page(session, url, what, accept)
         size += len(raw)
@@ -72,7 +72,7 @@ def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple
 
 
 def _page(session: Session, url: str, what: str, accept: str) -> tuple[bytes, str, str, str]:
-    """A page, its media type, the link to the next, and the URL that this is relative to."""
+    """Return a page, its media type, the link to the next, and the link's base URL."""
 
     def get() -> tuple[bytes, RegistryResponse]:
         response = session.request("GET", url, headers={"Accept": accept})
@@ -87,7 +87,7 @@ def _page(session: Session, url: str, what: str, accept: str) -> tuple[bytes, st
 
 
 def _following(session: Session, link: str, base: str, what: str) -> str:
-    """The URL of the next page, where it is the same registry's."""
+    """Return the URL of the next page. Raises RegistryError."""
     try:
         url = urljoin(base, link)
         if urlsplit(url).hostname == urlsplit(session.base).hostname:
@@ -95,5 +95,5 @@ def _following(session: Session, link: str, base: str, what: str) -> str:
             if origin(url) == origin(session.base):
                 return url
     except ValueError:
-        pass  # no URL at all
-    raise RegistryError(f"the next page about {what} is said to be elsewhere: {link[:200]}")
+        pass  # not a URL
+    raise RegistryError(f"the next page about {what} is at another host: {link[:200]}")

@@ -1,8 +1,8 @@
-"""Referrers (distribution-spec, "Listing Referrers", end-12a and end-12b, and "Referrers Tag
-Schema"): the manifests that name another as their ``subject``.
+"""Referrers: the manifests with another one as their ``subject``.
 
 A registry with the referrers API keeps the list itself. For one without it, clients keep an index
-under the tag ``<algorithm>-<encoded>`` of the subject's digest.
+under the tag ``<algorithm>-<encoded>`` of the subject's digest (distribution-spec, "Listing
+Referrers", end-12a and end-12b, and "Referrers Tag Schema").
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ATTEMPTS = 4  # of putting an entry into an index that others write to at the s
 
 
 def tag_of(subject: Digest) -> str:
-    """The tag of the index that lists the referrers of ``subject``."""
+    """Return the tag of the index with the referrers of ``subject``."""
     return f"{subject.algorithm[:32]}-{subject.encoded[:64]}"
 
 
 def entry_of(content: Descriptor, document: Manifest | Index) -> Descriptor:
-    """The descriptor under which a list shows a referrer, with its type and annotations."""
+    """Return the descriptor of a referrer in a list, with its type and annotations."""
     kind = document.artifact_type
     if not kind and isinstance(document, Manifest):
         kind = document.config.media_type
@@ -47,11 +47,11 @@ def entry_of(content: Descriptor, document: Manifest | Index) -> Descriptor:
 
 
 def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
-    """What refers to ``subject``, of one artifact type where one is given.
+    """Return the referrers of ``subject``, of one artifact type where one is given.
 
     Raises:
-        RegistryError, NetworkError, UnauthorizedError: it cannot be told.
-        FormatError: the answer is no list of referrers.
+        RegistryError, NetworkError, UnauthorizedError: they cannot be read.
+        FormatError: the response is not a list of referrers.
     """
     listed = _listed(session, subject, artifact_type)
     if listed is None:
@@ -66,7 +66,7 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
 
 
 def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descriptor] | None:
-    """What the referrers API says; None where the registry has none."""
+    """Return the list of the referrers API, or None if the registry does not have it."""
     query = f"?{urlencode({'artifactType': artifact_type})}" if artifact_type else ""
     found: list[Descriptor] | None = None
     what = f"referrers of {subject}"
@@ -92,13 +92,13 @@ def _entries(raw: bytes, media_type: str = "") -> list[Descriptor]:
 def record(
     session: Session, subject: Digest, content: Descriptor, document: Manifest | Index
 ) -> None:
-    """List ``content`` in the index under the subject's tag; what others put there stays.
+    """Add ``content`` to the index under the subject's tag.
 
-    Two who write at once may overwrite each other, so we look afterwards and do it again.
+    Of two clients that write at once one may overwrite the other, so it is read and written again.
 
     Raises:
-        FormatError: something else lies under that tag.
-        RegistryError, NetworkError, UnauthorizedError: it cannot be kept.
+        FormatError: the tag names something else.
+        RegistryError, NetworkError, UnauthorizedError: it cannot be stored.
     """
     entry = entry_of(content, document)
     for _ in range(_ATTEMPTS):
@@ -119,7 +119,7 @@ def _has(entries: Iterable[Descriptor], entry: Descriptor) -> bool:
 
 
 def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
-    """An index with one more entry; nothing else in it changes."""
+    """Return an index with one more entry, and otherwise unchanged."""
     index: dict[str, Any] = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
     if raw is not None:
         index = json.loads(raw)
@@ -128,7 +128,7 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
 
 
 def _tagged(session: Session, subject: Digest) -> bytes | None:
-    """The index under the subject's tag, or None."""
+    """Return the index under the subject's tag, or None."""
     tag = tag_of(subject)
 
     def get() -> bytes | None:

@@ -32,9 +32,9 @@ ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
 class Repository(Target):
-    """The repository that ``reference`` is in. What it has learned is kept.
+    """The repository of ``reference``, with a cache of its manifests.
 
-    Blobs that it lacks are mounted from ``origins`` where the registry lets them be.
+    Missing blobs are mounted from ``origins`` where the registry allows it.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Repository(Target):
         if reference.registry is None:
             raise UsageError(
                 f"{reference} has no registry host: it names an AImage in the local store",
-                hint=f"give it a name with a host first: aimage tag {reference} "
-                f"registry.example.com/{reference}",
+                hint="give it a name with a host first",
+                remedy="tag_host",
+                reference=reference,
             )
         self._session = Session(reference, connection)
         self._name = reference.name
@@ -65,12 +66,14 @@ class Repository(Target):
         self._session.close()
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Fetch the manifest that ``reference`` names; a digest in it is checked (end-3)."""
+        """Fetch the manifest of ``reference`` and verify it by a digest in that (end-3)."""
         return retrying(lambda: self._resolve(reference))
 
     def resolve_changed(self, reference: Reference, known: Digest | None, /) -> Descriptor | None:
-        """The same where it is no longer ``known``; None where it still is: one request without a
-        body (RFC 9110, 13.1.2)."""
+        """Resolve a reference whose manifest is no longer ``known``; return None if it is.
+
+        This is one request, without a body in the second case (RFC 9110, 13.1.2).
+        """
         return retrying(lambda: self._resolve_changed(reference, known))
 
     def _resolve_changed(self, reference: Reference, known: Digest | None) -> Descriptor | None:
@@ -98,7 +101,7 @@ class Repository(Target):
         return Descriptor(document.media_type, digest, len(raw))
 
     def exists(self, content: Descriptor, /) -> bool:
-        """HEAD a blob or manifest (end-2, end-3)."""
+        """Return whether a blob or manifest exists, by HEAD (end-2, end-3)."""
         key = (content.digest, content.size)
         if key not in self._present and retrying(lambda: self._exists(content)):
             self._present.add(key)
@@ -112,7 +115,7 @@ class Repository(Target):
         if response.status_code == 404:
             return False
         if response.status_code != 200:
-            raise failure(response, f"a look for {content.digest}")
+            raise failure(response, f"the request for {content.digest}")
         length = response.headers.get("Content-Length")
         return length is None or length == str(content.size)
 
@@ -155,11 +158,11 @@ class Repository(Target):
         return content.digest not in self._without_ranges
 
     def distrust(self, content: Descriptor, /) -> bool:
-        """What came for a blob was wrong; whether another place may have the right one."""
+        """Exclude the mirrors that sent wrong content; return whether there were any."""
         return self._session.distrust(content.digest)
 
     def was_mirrored(self, content: Descriptor) -> bool:
-        """Whether what came for a blob was a mirror's, not the registry's own."""
+        """Return whether a blob came from a mirror."""
         return self._session.was_mirrored(content.digest)
 
     def _manifest(self, content: Descriptor) -> bytes:
@@ -182,11 +185,11 @@ class Repository(Target):
         self._put_manifest(content, raw, target)
 
     def tag_names(self) -> list[str]:
-        """All tags of the repository, in the registry's order (end-8a, end-8b)."""
+        """Return all tags of the repository, in the registry's order (end-8a, end-8b)."""
         return pagination.tags(self._session, self._name)
 
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
-        """The manifests whose subject it is, of one type where one is given (end-12)."""
+        """Return the manifests with ``subject``, of one type where one is given (end-12)."""
         return referrer.referrers(self._session, subject, artifact_type)
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
@@ -202,7 +205,7 @@ class Repository(Target):
             referrer.record(self._session, document.subject.digest, content, document)
 
     def _put(self, content: Descriptor, raw: bytes, target: str) -> bool:
-        """PUT a manifest; whether the registry says that it lists it as a referrer."""
+        """PUT a manifest and return whether the registry lists it as a referrer."""
         url = self._session.url(f"manifests/{target}")
         headers = {"Content-Type": content.media_type}
         response = self._session.request("PUT", url, headers=headers, body=raw)
@@ -216,15 +219,15 @@ class Repository(Target):
 
 
 def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:
-    """The digest of a manifest that came for ``reference``.
+    """Return the digest of a manifest that was received for ``reference``.
 
     Raises:
-        VerificationError: it is not the one asked for, or not the one the registry says it sent.
+        VerificationError: it is not the requested one, or not the one in the response's header.
     """
     wanted = reference.digest
     digest = Digest.of(raw, wanted.algorithm if wanted else "sha256")
     if wanted is not None and digest != wanted:
         raise VerificationError(f"{reference.name} sent {digest} for {wanted}")
     if header.startswith(f"{digest.algorithm}:") and header != str(digest):
-        raise VerificationError(f"{reference.name} sent {digest} and called it {header[:140]}")
+        raise VerificationError(f"{reference.name} sent {digest} with the header {header[:140]}")
     return digest

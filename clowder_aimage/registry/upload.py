@@ -1,9 +1,9 @@
 """Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
 
-A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: what
-came of a PATCH that breaks off is kept, the registry says how much it is, and the rest follows. An
-upload that it has forgotten begins anew. A registry that
-finds a body too large (413: its own limit, or that of a proxy before it) is sent smaller ones.
+A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: the
+registry keeps the bytes of a PATCH that breaks off and reports their number, and the rest follows.
+An upload that the registry no longer knows begins anew. A registry for which a body is too large
+(413: its own limit, or a proxy's) receives smaller ones.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _KIND = {"Content-Type": "application/octet-stream"}
 
 
 def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
-    """Mount a blob from ``origins``, else send it.
+    """Mount a blob from ``origins``, or send it.
 
     Raises:
-        VerificationError: our own copy is damaged; the registry keeps nothing of it.
-        RegistryError, NetworkError, UnauthorizedError: it was not taken.
+        VerificationError: our own copy is damaged; the registry does not store it.
+        RegistryError, NetworkError, UnauthorizedError: it was not accepted.
     """
     one = _Upload(session, content, body, origins)
     retrying(one.attempt, progress=lambda: (one.furthest, session.chunk))
 
 
 class _Upload:
-    """One blob on its way; what the registry has of it survives an attempt."""
+    """The upload of one blob, which continues after a failed attempt."""
 
     def __init__(
         self, session: Session, content: Descriptor, body: Body, origins: MountOrigins
@@ -62,7 +62,7 @@ class _Upload:
         self.furthest = 0  # the most that it ever had: one that forgets does not come forward
 
     def attempt(self) -> None:
-        """Go on where the registry says that it is, else begin."""
+        """Continue where the registry stands, or begin."""
         resumed = self._resume()
         if (not resumed or self.at == self._content.size) and self._is_there():
             return  # it arrived though we were not told
@@ -74,7 +74,7 @@ class _Upload:
         self._put()
 
     def _begin(self) -> bool:
-        """Mount it, or have an upload begun; whether that is what happened."""
+        """Mount the blob, or begin an upload; return whether one has begun."""
         self._location, self.at = None, 0
         begun = begin(self._session, self._content, self._origins)
         if begun is None:
@@ -90,14 +90,14 @@ class _Upload:
         return True
 
     def _follow(self, answer: RegistryResponse) -> None:
-        """Be done with an answer, and go on where it says."""
+        """Finish a response, and continue at its location."""
         answer.finish()
         location = answer.headers.get("Location")
         if location:
             self._location = self._session.join(location, answer.url)
 
     def _resume(self) -> bool:
-        """Ask how much has arrived (end-13); False where there is nothing to go on with."""
+        """Ask how much has arrived (end-13); return False if the upload cannot continue."""
         if self._location is None:
             return False
         answer = self._session.request("GET", self._location, actions="pull,push")
@@ -119,7 +119,7 @@ class _Upload:
         self.furthest = max(self.furthest, at)
 
     def _is_there(self) -> bool:
-        """Whether an upload is over because all of it arrived, and only the answer was lost."""
+        """Return whether all of it arrived, and only the response was lost."""
         if not self._gone and not self.at:
             return False
         self._gone = False
@@ -129,7 +129,7 @@ class _Upload:
         return answer.status_code == 200
 
     def _patch(self, size: int) -> None:
-        """Send the next chunk. Where it is too large, smaller ones are next."""
+        """Send the next chunk; smaller ones follow if it is too large."""
         end = min(self._content.size, self.at + size)
         headers = {"Content-Length": str(end - self.at)}
         if self.at or end < self._content.size:  # the whole is no range: docker names none either
@@ -147,7 +147,7 @@ class _Upload:
         self._reached(arrived if self.at < arrived <= end else end)
 
     def _put(self) -> None:
-        """Send what is left and close the upload."""
+        """Send the rest and close the upload."""
         left = self._content.size - self.at
         headers = {"Content-Length": str(left)}
         if self.at and left:
@@ -172,7 +172,7 @@ class _Upload:
         end: int,
         wait: float = READ_TIMEOUT,
     ) -> RegistryResponse:
-        """Send the blob's bytes from where we are to ``end``."""
+        """Send the blob's bytes from the current offset to ``end``."""
         headers = {**_KIND, **headers}
         if self.at == end:
             return self._session.request(method, url, headers=headers, body=b"", read_timeout=wait)
@@ -194,7 +194,7 @@ class _Upload:
         return stream
 
     def _too_large(self, answer: RegistryResponse, size: int) -> None:
-        """Have smaller chunks sent from now on, to this registry. Raises."""
+        """Send smaller chunks to this registry from now on. Raises."""
         smallest = max(SMALLEST_CHUNK, self._least)
         if size <= smallest:
             raise failure(answer, self._what)
@@ -204,15 +204,14 @@ class _Upload:
         raise BrokenOffError(f"{self._what} needs smaller pieces")
 
     def _failure(self, answer: RegistryResponse) -> AImageError:
-        """The error for an answer that ends an attempt. A registry that has forgotten the upload
-        is asked for a new one."""
+        """Return the error that ends an attempt; an upload that is gone begins anew."""
         if answer.status_code not in (404, 410):
             return failure(answer, self._what)
         self._location, self._gone = None, True
         return BrokenOffError(failure(answer, self._what).message, hint=_FORGOTTEN)
 
     def _refused(self, answer: RegistryResponse) -> None:
-        """Raise what a refused blob means: ours is damaged, or it became so on the way."""
+        """Raise the error for a refused blob: ours is damaged, or it was damaged on the way."""
         if answer.status_code in (404, 410):
             raise self._failure(answer)
         found = ResponseFailure.of(answer)
@@ -224,13 +223,13 @@ class _Upload:
 
 
 def _arrived(answer: RegistryResponse) -> int:
-    """How many bytes the registry has, by its Range header (``0-N``, both ends included)."""
+    """Return how many bytes the registry has, by its Range header (``0-N``, inclusive)."""
     found = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "").strip())
     return int(found[1]) + 1 if found and found[1] != "0" else 0
 
 
 def _with_digest(location: str, content: Descriptor) -> str:
-    """The location with our digest added to whatever query the registry put there."""
+    """Return the location with our digest added to its query."""
     parts = urlsplit(location)
     digest = urlencode({"digest": str(content.digest)})
     query = f"{parts.query}&{digest}" if parts.query else digest

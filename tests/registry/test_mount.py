@@ -13,7 +13,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository, retry
-from clowder_aimage.registry.mount import CANDIDATES, holders, neighbours
+from clowder_aimage.registry.mount import CANDIDATES, holders, sibling_repositories
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 BLOB = Descriptor.of("application/octet-stream", b"a blob")
@@ -197,7 +197,7 @@ def test_which_names_count():
         ("Not A Name", content),
     ]
     target = Reference.parse("r.example/me:new")
-    assert neighbours(names, target) == [("a", content), ("a", other)]
+    assert sibling_repositories(names, target) == [("a", content), ("a", other)]
 
 
 def test_a_store_is_read_once_and_only_when_asked(tmp_path):

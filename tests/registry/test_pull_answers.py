@@ -318,7 +318,7 @@ def test_a_manifest_that_is_not_what_its_header_says(tmp_path):
     script = changed(
         lambda seen, _: Answer(200, header, MANIFEST) if "/manifests/" in seen.path else None
     )
-    with pytest.raises(VerificationError, match="and called it"):
+    with pytest.raises(VerificationError, match="with the header"):
         pull(script, tmp_path)
 
 

@@ -7,9 +7,12 @@ from clowder_aimage.errors import AImageError
 # code: sentence; {names} are facts of the error
 REMEDIES = {
     "ca_file": "name your organisation's CA with --ca-file",
+    "choose_manifest": "'aimage show' lists what is in it; 'aimage pull' with --variant or "
+    "--platform makes the name mean one of that",
     "choose_schema": "--schema NAME says which document it should be: {names}",
     "choose_format": "choose one: --format {format}, or another of them",
     "compress_whole_files": "with --whole-files, or another format, files can be",
+    "convert_schema_1": "push it again from a newer tool: skopeo copy --format oci",
     "complete": "to complete it: aimage pull {reference}",
     "no_worker": "start one with 'aimage serve', or name another one in AIMAGE_HOST",
     "repair": "repair it first: aimage verify --repair",
@@ -30,6 +33,9 @@ REMEDIES = {
     "that with --allow-remote",
     "login": "log in with: aimage login {registry}",
     "plain_http": "use --plain-http for a registry without TLS",
+    "tag_host": "give it a name with a host first: aimage tag {reference} "
+    "registry.example.com/{reference}",
+    "write_modelpack": "--dialect modelpack is what other tools read, too",
     "push_dialect": "leave --no-fallback out, or push with --dialect container",
 }
 
