@@ -1,8 +1,8 @@
 """index.json: read whole, merged and replaced under a lock between processes.
 
-Other tools know no lock: they may read it before our write and write it after. So every name that
-we give is written down beside the index first (``.aimage/names``). A name that is not in the index
-then is read as if it were, and the next command that writes puts it back.
+Other tools do not lock: they may read it before our write and write it after. So every name that
+we give is first written beside the index (``.aimage/names``). A name that is then missing from the
+index is read as if it were there, and the next write puts it back.
 """
 
 from __future__ import annotations
@@ -26,36 +26,39 @@ from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 MAX_INDEX_SIZE = 64 * 1024 * 1024
-_NAMES = (  # the best first: what containerd exports has the tag alone as ref.name
+_NAMES = (  # in order: what containerd exports has the tag alone as ref.name
     mediatype.CONTAINERD_NAME,
     mediatype.CONTAINERD_NAME_MISSPELT,
     mediatype.REF_NAME,
 )
-_HINT = "it was not written by aimage; move it away to begin with an empty one"
-_PATIENCE = 20  # looks at an index that another tool is in the middle of writing
-_LOOK = 0.02  # seconds between them
+_HINT = "another program wrote it; move it away to begin with an empty one"
+_TIMEOUT = 0.4  # seconds that an index is read again while another tool writes it in place
+_INTERVAL = 0.02  # seconds between two attempts
+_SETTLED = 5e9  # nanoseconds after its last change: no tool is still writing it
+_Stamp = tuple[int, int, int]
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """The parsed index.json with our names in it, or an empty one where there is no store yet.
+    """Return the parsed index.json with our names in it; an empty one where there is no store.
 
     Raises:
-        FormatError: it is not an index, or absurdly large.
+        FormatError: it is not an index, or too large.
         StoreError: it cannot be read.
     """
     return _restored(root, _read(root)[0])
 
 
-def _read(root: Path) -> tuple[dict[str, Any], Any]:
-    """What is in the file, and a mark that changes when the file does."""
+def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
+    """Return the content of the file, and a stamp that changes when the file does."""
     path = root / "index.json"
-    for left in reversed(range(_PATIENCE)):
+    last = time.monotonic() + _TIMEOUT
+    while True:
         with store_errors(root):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 with open(fd, "rb") as file:
                     status = os.fstat(fd)
-                    mark = _mark(status)
+                    stamp = _stamp(status)
                     _check_file(path, status)
                     raw = file.read(MAX_INDEX_SIZE + 1)
             except FileNotFoundError:
@@ -67,18 +70,18 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
                     "manifests": [],
                 }, None
         try:
-            return _parse(raw, path), mark
+            return _parse(raw, path), stamp
         except FormatError:
-            if not left or len(raw) > MAX_INDEX_SIZE or _is_old(mark):
+            is_settled = not -_SETTLED < time.time_ns() - stamp[2] < _SETTLED
+            if is_settled or len(raw) > MAX_INDEX_SIZE or time.monotonic() > last:
                 raise
-        time.sleep(_LOOK)
-    raise AssertionError
+        time.sleep(_INTERVAL)
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:
-    """Raise FormatError for what must not even be read: a pipe, a device, far too much."""
+    """Raise FormatError for a pipe, a device, or too many bytes."""
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path} is no file", hint=_HINT)
+        raise FormatError(f"{path} is not a file", hint=_HINT)
     if status.st_size > MAX_INDEX_SIZE:
         raise FormatError(
             f"{path} is not an OCI index: it has {status.st_size} bytes, over {MAX_INDEX_SIZE}",
@@ -86,13 +89,8 @@ def _check_file(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _mark(status: os.stat_result) -> tuple[int, int, int]:
+def _stamp(status: os.stat_result) -> _Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _is_old(mark: tuple[int, int, int]) -> bool:
-    """Whether nobody can be in the middle of writing it."""
-    return not -5e9 < time.time_ns() - mark[2] < 5e9
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """``value`` with the names that we gave and another tool has dropped."""
+    """Add the names that we gave and another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in value["manifests"] if ours else ():
@@ -127,8 +125,7 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _learn(root: Path, entries: list[Any]) -> None:
-    """Write down what another tool has named by our names: what they meant before must not come
-    back when it drops them."""
+    """Note what another tool has given our names to, so that their old meaning is not restored."""
     records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in entries if ours else ():
@@ -142,7 +139,7 @@ def _learn(root: Path, entries: list[Any]) -> None:
 
 
 def _is_here(root: Path, entry: Any) -> bool:
-    """Whether the manifest of an entry is in the store; without it the name means nothing."""
+    """Return whether the manifest of an entry is in the store."""
     try:
         digest = Digest.parse(entry["digest"])
         path = os.path.join(root, "blobs", digest.algorithm, digest.encoded)
@@ -152,20 +149,20 @@ def _is_here(root: Path, entry: Any) -> bool:
 
 
 def entry_name(annotations: Any) -> str:
-    """What an entry is called; empty where nobody named it."""
+    """Return the name of an entry with these annotations; empty where it has none."""
     if not isinstance(annotations, dict):
         return ""
     return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
 
 
 def same_name(name: str, reference: Reference) -> bool:
-    """Whether a foreign entry's name means ``reference`` (``model`` is ``model:latest``)."""
+    """Return whether an entry's name means ``reference`` (``model`` is ``model:latest``)."""
     return bool(name) and _meaning(name) == reference
 
 
 @functools.lru_cache(maxsize=4096)
 def _meaning(name: str) -> Reference | None:
-    """What a name means; the same ones are asked for, time and again."""
+    """Parse a name; None for one that is not a reference."""
     try:
         return Reference.parse(name)
     except UsageError:
@@ -173,45 +170,45 @@ def _meaning(name: str) -> Reference | None:
 
 
 def is_named(entry: Any, name: str) -> bool:
-    """Whether an entry is called ``name``, as we or as another tool would write it."""
+    """Return whether an entry has a name, as we or as another tool would write it."""
     if not isinstance(entry, dict):
         return False
     found = entry_name(entry.get("annotations"))
-    meant = _meaning(name)  # nothing, for another tool's name
+    meant = _meaning(name)
     return found == name or (meant is not None and same_name(found, meant))
 
 
 @contextlib.contextmanager
 def edit_index(root: Path) -> Iterator[dict[str, Any]]:
-    """The index to change in place; it replaces the old one when the block ends well.
+    """Yield the index to change in place, and replace the old one when the block has ended.
 
-    Fields and entries that we do not know stay as they were. What another tool writes while the
-    block runs is merged in.
+    Unknown fields and entries stay as they are. What another tool writes while the block runs is
+    merged in.
     """
     with held(root, "lock"):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", LAYOUT_FILE)
             with store_errors(root):
                 sync_directory(root.parent)
-        value, mark = _read(root)
+        value, stamp = _read(root)
         before = copy.deepcopy(value)
         _learn(root, value["manifests"])
         value = _restored(root, value)
         yield value
-        while value != before or mark is None:
+        while value != before or stamp is None:
             now, seen = _read(root)
-            if seen == mark:
+            if seen == stamp:
                 data = json.dumps(value, indent=1).encode() + b"\n"
-                if _mark_of(root) == mark:  # another tool's write would be lost now
+                if _stamp_of(root) == stamp:  # another tool's write would be lost now
                     _replace(root, "index.json", data)
                     return
             else:
                 _merge(value["manifests"], before["manifests"], now["manifests"])
-                before, mark = now, seen
+                before, stamp = now, seen
 
 
 def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
-    """Take over what another tool added or named anew since we read ``known``."""
+    """Add to ``ours`` what another tool added or renamed since we read ``known``."""
     for entry in theirs:
         if entry in known:
             continue
@@ -219,20 +216,20 @@ def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
         same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
         if not same:
             ours.append(entry)
-        elif ours[same[0]] in known:  # else we name it anew, too
+        elif ours[same[0]] in known:  # else we changed it, too
             ours[same[0]] = entry
 
 
-def _mark_of(root: Path) -> Any:
+def _stamp_of(root: Path) -> _Stamp | None:
     with store_errors(root):
         try:
-            return _mark(os.stat(root / "index.json"))
+            return _stamp(os.stat(root / "index.json"))
         except FileNotFoundError:
             return None
 
 
 def _replace(root: Path, name: str, data: bytes) -> None:
-    """Replace a file of the store, durably, by one that was written beside it."""
+    """Replace a file of the store, durably."""
     with store_errors(root):
         room = make_directory(root, PRIVATE)
         write_shared(root / name, data, directory=room)

@@ -50,17 +50,18 @@ from clowder_aimage.oci import (
     parse_document,
 )
 
-_TOUCHED = 60.0  # seconds in which a second use is no news
-_WRITTEN = 5.0  # seconds after its last change in which another tool may be at a file
-_LOOKS, _LOOK = 20, 0.02  # how often, and how long in between
-_PATIENCE, _SPEED = 2.0, 50e6  # seconds, and bytes in each, that another gets to write what we have
+_USE_INTERVAL = 60.0  # seconds between two notes of a manifest's use
+_SETTLED = 5.0  # seconds after its last change: no tool is still writing a file
+_READ_TIMEOUT = 0.4  # seconds that a manifest is read again while another tool writes it
+_INTERVAL = 0.02  # seconds between two attempts
+_WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes a second: another process's ingest
 
 
 class ImageLayout(ContentStore):
     """Content in ``root``: ``oci-layout``, ``index.json`` and ``blobs/<algorithm>/<encoded>``.
 
-    What only we need (the lock, blobs on their way in) lies in ``root/.aimage``. The directory
-    is made by the first write.
+    Our own files (locks, ingests, leases) are in ``root/.aimage``. The first write makes the
+    directory.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,7 +76,7 @@ class ImageLayout(ContentStore):
         return (self.root,)
 
     def borrowed(self) -> dict[str, Path]:
-        """The names that only another store has, and which: they are none of ours to change."""
+        """Return the names that only a read-only store has, and the root of that store."""
         return {}
 
     def fingerprint(self) -> Hashable:
@@ -86,7 +87,7 @@ class ImageLayout(ContentStore):
     # -- reading
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """The manifest that ``reference`` names; with a digest, any manifest of that digest.
+        """Return the manifest with that name; for a digest, any manifest that has it.
 
         Raises:
             NotFoundError: there is none.
@@ -100,11 +101,11 @@ class ImageLayout(ContentStore):
                 return descriptor
         raise NotFoundError(
             f"no {reference} in the store {self.root}",
-            hint="'aimage ls' lists what is there; 'aimage pull' fetches from a registry",
+            remedy="not_in_store_pull",
         )
 
     def exists(self, content: Descriptor, /) -> bool:
-        batch = self._batch  # which may be over the next moment
+        batch = self._batch  # once: another thread may end it
         if batch is not None and content.digest in batch:
             return True
         with store_errors(self.root):
@@ -115,7 +116,7 @@ class ImageLayout(ContentStore):
                 return False
 
     def place(self, content: Descriptor) -> str:
-        """The path that the content has, or would have."""
+        """Return the path that the content has, or would have."""
         return blob_path(self.root, content)
 
     def path(self, content: Descriptor, /) -> Path:
@@ -124,10 +125,10 @@ class ImageLayout(ContentStore):
             batch.settle()
         path = self.place(content)
         if not is_file(path):
-            raise self._absent(content)
+            raise self._missing(content)
         return Path(path)
 
-    def _absent(self, content: Descriptor) -> NotFoundError:
+    def _missing(self, content: Descriptor) -> NotFoundError:
         return NotFoundError(
             f"{content.digest} is not in the store {self.root}",
             hint="pull the AImage again to complete it",
@@ -138,7 +139,7 @@ class ImageLayout(ContentStore):
             try:
                 file = io.FileIO(open_regular(self.path(content)))
             except FileNotFoundError:
-                raise self._absent(content) from None
+                raise self._missing(content) from None
             file.seek(offset)
         if length is None:
             return cast(BinaryIO, file)
@@ -149,44 +150,44 @@ class ImageLayout(ContentStore):
         fetch_blobs(source, self, blobs, options)
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
-        """The names in index.json, as they stand there, and what they name."""
+        """Yield the names in index.json, as they are there, and their manifests."""
         return ((name, descriptor) for name, descriptor in self.entries() if name)
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
-        """All that index.json lists; what nobody named has an empty name."""
+        """Yield all entries of index.json; those without a name have an empty one."""
         for entry in read_index(self.root)["manifests"]:
-            with contextlib.suppress(FormatError):  # a foreign entry that we cannot read
+            with contextlib.suppress(FormatError):  # another tool's entry: see unreadable()
                 descriptor = Descriptor.from_json(entry, "index.json")
                 yield entry_name(descriptor.annotations), descriptor
 
     def unreadable(self) -> Iterator[tuple[int, str]]:
-        """The entries of index.json that mean nothing: their positions, and why."""
+        """Yield the positions of malformed entries of index.json, and what is wrong with them."""
         for position, entry in enumerate(read_index(self.root)["manifests"]):
             try:
                 Descriptor.from_json(entry, "index.json")
             except FormatError as error:
                 yield position, error.message
 
-    # -- keeping
+    # -- leases and names
 
     def lease(self, *digests: Digest) -> FileLease:
-        """Keep these from being collected until the lease is closed, or this process ends.
+        """Keep content from being collected until the lease is closed, or this process ends.
 
-        Ask whether they are there only once it is held. Raises StoreError.
+        Check whether it exists only once the lease is held. Raises StoreError.
         """
         return FileLease(self.root, digests)
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """Let nothing be collected meanwhile: for what takes a moment. Raises StoreError."""
+        """Block collections, for a moment. Raises StoreError."""
         with held(self.root, COLLECTION, shared=True):
             yield
 
     def use(self, content: Descriptor) -> None:
-        """Note that a manifest is used now; where we may not write, nobody will know."""
+        """Note that a manifest is used now, where the store can be written."""
         try:
             path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
-            if time.time() - os.lstat(path).st_mtime > _TOUCHED:
+            if time.time() - os.lstat(path).st_mtime > _USE_INTERVAL:
                 os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             with contextlib.suppress(OSError, AImageError):
@@ -196,7 +197,7 @@ class ImageLayout(ContentStore):
             pass
 
     def used(self, content: Descriptor) -> float:
-        """When a manifest was last used, or came here; seconds since the epoch."""
+        """Return when a manifest was last used, or written; seconds since the epoch."""
         encoded = content.digest.encoded
         for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.place(content)):
             with contextlib.suppress(OSError):
@@ -205,27 +206,28 @@ class ImageLayout(ContentStore):
 
     @property
     def pins(self) -> MetadataFiles:
-        """The names that no collection takes."""
+        """Return the names that no collection removes."""
         return MetadataFiles(self.root, "pins")
 
     # -- writing
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
-        """Begin to take a blob in. Raises IngestBusyError, StoreError or NoSpaceError."""
+        """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:
             if (batch := self._batch) is not None:
-                batch.settle()  # whoever is at it may be waiting for what waits here
+                batch.settle()  # the other writer may be waiting for what is pending here
             raise
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Publish small blobs together: all that came are here at the latest when this ends. Copies
-        in several threads share one, and each ends with what it brought published.
+        """Commit small blobs in groups; all are committed when the block ends.
+
+        Copies in several threads share one group commit, and each ends with its blobs committed.
 
         Raises:
-            StoreError, NoSpaceError: some could not be kept, of this copy or of another.
+            StoreError, NoSpaceError: a blob could not be kept, of this copy or of another.
         """
         with self._joining:
             if self._batch is None or self._batch.failure is not None:
@@ -252,11 +254,11 @@ class ImageLayout(ContentStore):
                 batch.close()
 
     def missing_size(self, content: Descriptor, /) -> int:
-        """The bytes that must still be written: what lies in an ingest has its place already."""
+        """Return the bytes that must still be allocated: those in an ingest are already."""
         return max(0, content.size - ingested(self.root, content))
 
     def free(self) -> int:
-        """The bytes that an ordinary user may still write to the store's file system."""
+        """Return the bytes that an ordinary user may still write to the store's file system."""
         place = self.root
         while not place.exists() and place != place.parent:
             place = place.parent
@@ -289,12 +291,12 @@ class ImageLayout(ContentStore):
         ingest.commit(content)
 
     def _ingest_or_own(self, content: Descriptor) -> FileIngest | None:
-        """An ingest for content that we have at hand; None where it has come meanwhile.
+        """Return an ingest for content that is at hand; None where another has committed it.
 
-        Another process that is at it is waited for as long as writing takes. One that is stopped,
-        or has it from a slow registry, is left to it: then the content is written twice.
+        Wait for another process's ingest as long as writing takes. One that is stopped, or fetches
+        from a slow registry, is not waited for: then the content is written twice.
         """
-        last = time.monotonic() + _PATIENCE + content.size / _SPEED
+        last = time.monotonic() + _WRITE_TIMEOUT + content.size / _WRITE_SPEED
         while True:
             try:
                 return self.ingest(content.digest.encoded, content)
@@ -303,16 +305,15 @@ class ImageLayout(ContentStore):
                     return None
                 if time.monotonic() > last:
                     return self.ingest(f"push-{content.digest.encoded}")
-            time.sleep(_LOOK)
+            time.sleep(_INTERVAL)
 
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
     ) -> None:
-        """Let ``reference`` name a manifest that is here, durably. One that ``is_partial`` may lack
-        blobs, and no check minds.
+        """Name a manifest of the store, durably; blobs may be missing where it ``is_partial``.
 
         The blobs' directories are synchronised first: the index never names what a power cut
-        could take back.
+        could undo.
         """
         document = parse_document(self.read(content), content.media_type)
         self._sync_blobs()
@@ -331,30 +332,31 @@ class ImageLayout(ContentStore):
                 record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
                 self._names.put(name, record, durable=True)
         except BaseException:
-            with contextlib.suppress(AImageError):  # what was wrong is worth more
+            with contextlib.suppress(AImageError):  # the first error counts
                 self._names.restore(name, before)
             raise
         self.use(content)
         if isinstance(document, Manifest):
-            with contextlib.suppress(FormatError):  # of no kind that we know
+            with contextlib.suppress(FormatError):  # not an AImage
                 remember(self.root, content, document)
 
     def read(self, content: Descriptor) -> bytes:
-        """A manifest, verified. One that another tool is writing in place is waited for.
+        """Read a manifest, verified. Wait for another tool that is writing it in place.
 
         Raises:
-            NotFoundError, VerificationError: it is not here; it is damaged.
+            NotFoundError, VerificationError: it is missing; it is damaged.
             StoreError: it cannot be read.
         """
-        for left in reversed(range(_LOOKS)):
+        last = time.monotonic() + _READ_TIMEOUT
+        while True:
             with store_errors(self.root):
                 try:
                     return read_all(self.open(content), content)
                 except VerificationError:
-                    if not left or time.time() - os.stat(self.place(content)).st_mtime > _WRITTEN:
+                    age = time.time() - os.stat(self.place(content)).st_mtime
+                    if age > _SETTLED or time.monotonic() > last:
                         raise
-            time.sleep(_LOOK)
-        raise AssertionError
+            time.sleep(_INTERVAL)
 
     def _sync_blobs(self) -> None:
         with store_errors(self.root):
@@ -363,7 +365,7 @@ class ImageLayout(ContentStore):
                     sync_directory(directory)
 
     def untag(self, reference: Reference, /) -> None:
-        """Forget a name; the blobs stay until they are collected. Raises NotFoundError."""
+        """Remove a name; the blobs stay until they are collected. Raises NotFoundError."""
         wanted, digest = index_name(reference), reference.digest
         if not self.forget(
             {
@@ -377,14 +379,13 @@ class ImageLayout(ContentStore):
             raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store")
 
     def forget(self, names: Mapping[str, Digest]) -> set[str]:
-        """Forget names, as they stand in index.json, where they still mean these manifests; all in
-        one step.
+        """Remove names, as index.json has them, that still mean these manifests; in one step.
 
         Returns:
-            those that were forgotten.
+            The names that were removed.
 
         Raises:
-            StoreError, NoSpaceError: the index cannot be written; nothing is forgotten then.
+            StoreError, NoSpaceError: the index cannot be written; no name is removed then.
         """
         if not names:
             return set()
@@ -399,7 +400,7 @@ class ImageLayout(ContentStore):
                         self._names.remove(name)  # first: else it would come back
                 index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
         except BaseException:
-            with contextlib.suppress(AImageError):  # what was wrong is worth more
+            with contextlib.suppress(AImageError):  # the first error counts
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
@@ -414,18 +415,14 @@ def _means(entry: Any, names: Mapping[str, Digest]) -> bool:
 
 
 def index_name(reference: Reference) -> str:
-    """How index.json calls it: a tag wins over the digest, which the entry holds anyway."""
+    """Return the name in index.json: without the digest, which the entry has, beside a tag."""
     if reference.tag and reference.digest:
         return str(Reference(reference.registry, reference.repository, reference.tag))
     return str(reference)
 
 
 def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """Put ``entry`` where the entry of that name stands, keeping what others wrote on it.
-
-    Returns:
-        what stands there now.
-    """
+    """Replace the entry of that name, keep what other tools wrote in it, and return it."""
     for i, old in enumerate(entries):
         if is_named(old, name):
             if old.get("digest") == entry["digest"]:

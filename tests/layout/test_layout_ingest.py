@@ -159,7 +159,7 @@ def test_known_content_is_taken_in_by_one_at_a_time(layout):
 def test_content_at_hand_is_not_waited_for_when_whoever_is_at_it_stands_still(
     layout, monkeypatch, algorithm
 ):
-    monkeypatch.setattr(layout_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(layout_module, "_WRITE_TIMEOUT", 0.05)
     content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
     still = layout.ingest(content.digest.encoded, content)
     still.write_at(0, DATA[:50])
