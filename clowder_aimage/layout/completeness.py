@@ -117,8 +117,8 @@ def completion(
             names += [Reference.parse(name)] if descriptor.digest == root.digest else []
     for known in sorted([reference, *names], key=lambda one: (one == reference) == prefer_other):
         if known.registry is not None:
-            return dict(remedy="complete", reference=known)
-    return dict(hint="pull or create it again")
+            return {"remedy": "complete", "reference": known}
+    return {"hint": "pull or create it again"}
 
 
 def describe_missing(stored: StoredAImage, found: Completeness) -> str:

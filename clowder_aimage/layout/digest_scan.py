@@ -94,7 +94,7 @@ def mentioned(raw: bytes) -> set[str]:
 
 
 def plain(raw: bytes) -> bytes:
-    """Return a document with plain letters in place of JSON's escapes (``\\u0073``)."""
+    """Return a document with plain letters in place of JSON's escapes of code points."""
     if b"\\u" in raw:
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(raw)).encode()

@@ -1,8 +1,8 @@
-"""Writing past the page cache.
+"""Direct I/O: writes that bypass the page cache.
 
-Bytes that are hashed from a writer's buffer are not read again soon. Straight to the disk they cost
-no copy and push nothing out of memory that a running model has mapped, and the disk takes them
-while they are hashed. Where a file system or a platform cannot, the ordinary way remains.
+Bytes that are hashed from a writer's buffer are not read again soon. Direct I/O saves a copy,
+evicts no pages that a running model has mapped, and overlaps writing with hashing. Where a file
+system or a platform does not support it, the caller writes through the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from clowder_aimage.content.buffer import PAGE
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-_LEAST = 64 * 1024  # bytes below which the cache is quicker
-_THREADS = 64  # as many as connections can be
+_MIN_SIZE = 64 * 1024  # bytes; the cache is faster below
+_THREADS = 64  # the most connections of a download
 
 
 class DirectFile:
-    """A second way into the file at ``path``. Threads may share it."""
+    """A second descriptor of the file at ``path``, for direct I/O. Threads may share it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -34,13 +34,13 @@ class DirectFile:
         self._under_way: set[Future[int]] = set()
 
     def begin(self, offset: int, view: memoryview) -> Future[int] | None:
-        """Begin to write what can be of ``view``, which must stay as it is until that is done.
+        """Begin to write the aligned part of ``view``, which must not change until that is done.
 
         Returns:
-            how many bytes were written, in time; None where it is not worth it or cannot be.
+            The future number of bytes written; None where direct I/O is not possible or too slow.
         """
         size = len(view) & -PAGE
-        if size < _LEAST or offset % PAGE or not self._is_usable or not _is_aligned(view):
+        if size < _MIN_SIZE or offset % PAGE or not self._is_usable or not _is_aligned(view):
             return None
         with self._lock:
             if not self._open():
@@ -54,7 +54,7 @@ class DirectFile:
         if self._fd < 0 and self._is_usable:
             try:
                 self._fd = os.open(self._path, _FLAGS | _DIRECT)
-            except OSError:  # the ordinary way says what is wrong, if anything is
+            except OSError:  # the write through the cache reports the error, if any
                 self._is_usable = False
         return self._is_usable
 
@@ -64,11 +64,11 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._is_usable = False  # the disk wants other addresses than those of pages
+            self._is_usable = False  # the disk needs another alignment
             return 0
 
     def close(self) -> None:
-        """Close it, once nothing is under way."""
+        """Wait for pending writes and close the file."""
         with self._lock:
             self._is_usable = False
             wait(list(self._under_way))
@@ -86,5 +86,5 @@ def _writers() -> ThreadPoolExecutor:
 def _is_aligned(view: memoryview) -> bool:
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
-    except TypeError:  # it is read-only: not one of our buffers
+    except TypeError:  # read-only: not one of our buffers
         return False

@@ -1,4 +1,4 @@
-"""Whether what lies in a layout is what its names say: every byte read and hashed again."""
+"""Check of a layout: every byte is read and hashed again."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, p
 
 @dataclass(frozen=True, slots=True)
 class FsckProblem:
-    """``kind`` is ``missing``, ``damaged``, ``unreadable`` (we may not, or the like),
-    ``document`` (a manifest that means nothing), ``foreign`` (a file that no blob is called
-    like) or ``writable`` (blobs that may be changed); ``names`` are the names that need it."""
+    """Something that is wrong with ``what``, a digest or a path; ``names`` are those that need it.
+
+    ``kind`` is ``missing``, ``damaged``, ``unreadable`` (no permission, or the like), ``document``
+    (a malformed manifest), ``foreign`` (a file without the name of a blob) or ``writable`` (blobs
+    with write permission).
+    """
 
     kind: str
     what: str
@@ -42,7 +45,7 @@ class FsckProblem:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What was read, and what was wrong."""
+    """The blobs that are intact, their bytes, and the problems."""
 
     blobs: int = 0
     size: int = 0
@@ -52,17 +55,17 @@ class FsckReport:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A blob to read, and who needs it."""
+    """A blob to read, and the names that need it."""
 
     content: Descriptor
     names: set[str] = field(default_factory=set)
-    may_lack: bool = True  # a layer, which an AImage that is here in part may lack
+    is_optional: bool = True  # a layer, which may be missing in a partial AImage
 
 
 class Fsck:
-    """One look through ``layout``: what ``roots`` need, kept by ``lease``, or everything in it.
+    """One check of ``layout``: what ``roots`` need, kept by ``lease``, or everything in it.
 
-    Blobs are hashed ``threads`` at a time; ``on_read`` hears how many bytes were read.
+    Blobs are hashed ``threads`` at a time; ``on_read`` is called with the number of bytes read.
     """
 
     def __init__(
@@ -72,8 +75,8 @@ class Fsck:
         lease: Lease,
         *,
         threads: int = os.cpu_count() or 1,
-        on_plan: Callable[[int], None] = lambda size: None,
-        on_read: Callable[[int], None] = lambda count: None,
+        on_plan: Callable[[int], None] = lambda _: None,
+        on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._layout = layout
         self._roots = list(roots)
@@ -90,8 +93,7 @@ class Fsck:
         self._stopped = threading.Event()
 
     def run(self, *, loose: bool = False) -> FsckReport:
-        """Look at all of it; with ``loose`` also at blobs that no name needs, and at what else
-        lies among them."""
+        """Run the check; with ``loose`` also of blobs that no name needs and of foreign files."""
         for name, descriptor in self._roots:
             self._add_root(name, descriptor)
         if loose:
@@ -133,9 +135,9 @@ class Fsck:
                 content, listed_in = node.content, node.parent and node.parent.document
                 if isinstance(listed_in, Manifest):
                     is_layer = content.digest != listed_in.config.digest
-                    self._want(name, content, may_lack=is_layer)
+                    self._want(name, content, is_optional=is_layer)
                 elif listed_in is None or not self._is_unfetched(node):
-                    self._want(name, content, may_lack=False)
+                    self._want(name, content, is_optional=False)
         except FormatError as error:
             self._problem("document", root.digest, error.message, [name])
 
@@ -143,17 +145,17 @@ class Fsck:
         """Return whether a document of an index is a variant that was not fetched."""
         return node.is_document and not os.path.lexists(self._layout.place(node.content))
 
-    def _want(self, name: str, content: Descriptor, *, may_lack: bool) -> None:
+    def _want(self, name: str, content: Descriptor, *, is_optional: bool) -> None:
         self._lease.add(content.digest)
         known = self._wanted.setdefault(content.digest, _Wanted(content))
         known.names.add(name)
-        known.may_lack = known.may_lack and may_lack
+        known.is_optional = known.is_optional and is_optional
         if known.content.size != content.size:
-            message = f"it is said to have {known.content.size} bytes, and {content.size}"
+            message = f"descriptors give it both {known.content.size} and {content.size} bytes"
             self._problem("document", content.digest, message, [name])
 
     def _loose(self) -> Iterator[Descriptor]:
-        """The blobs in the directories, by their names; other files there are noted."""
+        """Yield the blobs in the directories; foreign files there are problems."""
         for directory in sorted((self._layout.root / "blobs").glob("*")):
             for path in sorted(directory.iterdir()) if directory.is_dir() else [directory]:
                 try:
@@ -163,7 +165,7 @@ class Fsck:
                 if not os.path.lexists(path):
                     continue  # it has just been collected
                 if digest is None or path.is_symlink() or not path.is_file():
-                    self._problem("foreign", path, f"no blob is called {path}")
+                    self._problem("foreign", path, f"{path} does not have the name of a blob")
                 else:
                     with contextlib.suppress(FileNotFoundError):
                         yield Descriptor("application/octet-stream", digest, path.stat().st_size)
@@ -174,9 +176,9 @@ class Fsck:
             encoded, size = self._hash(Path(self._layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
-            if not wanted.names or (wanted.may_lack and wanted.names <= self._partial):
-                return  # of an AImage that is here in part; or it was loose, and is collected now
-            message = f"{content.digest} is not there ({content.size} bytes)"
+            if not wanted.names or (wanted.is_optional and wanted.names <= self._partial):
+                return  # of a partial AImage; or it was loose, and has been collected
+            message = f"{content.digest} is missing ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
         except ContentError as error:
             self._problem("damaged", content.digest, error.message, wanted.names)
@@ -194,7 +196,7 @@ class Fsck:
         buffer = new_buffer()
         with open(open_regular(path), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            # one that has other names is another program's, too, whose mode is its own affair
+            # with other links it is another program's file, too, which chooses the mode
             if status.st_mode & 0o222 and status.st_nlink == 1:
                 with self._lock:
                     self._report.writable.append(path)

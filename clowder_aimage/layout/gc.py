@@ -1,9 +1,9 @@
-"""Collection: what no name needs is removed, in two phases.
+"""Garbage collection: remove what no name needs, in two phases.
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
-collection's lock, which no new lease can be taken under, looks once more at names and leases, and
-removes what was found unneeded and is older than the grace period. The grace period is for other
-tools: they write blobs before they name them, and know no lease.
+collection's lock, under which no lease can begin, reads names and leases once more, and removes
+what was unneeded both times and is older than the grace period. The grace period is for other
+tools: they write blobs before they name them, and take no lease.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,13 +27,13 @@ from clowder_aimage.layout.lock import held, store_errors
 from clowder_aimage.layout.orphan import remove_partials, tidy
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-GRACE = 3600.0  # seconds that an unnamed blob is left for whoever is about to name it
-STALE = 7 * 86400.0  # seconds after which nobody will go on with a broken-off download
+GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to name it
+STALE = 7 * 86400.0  # seconds after which an interrupted download is removed
 
 
 @dataclass(frozen=True, slots=True)
 class ForgottenName:
-    """A name that was let go, and why."""
+    """A name that was removed, and the reason."""
 
     name: str
     reason: str
@@ -41,8 +41,10 @@ class ForgottenName:
 
 @dataclass(slots=True)
 class Collection:
-    """What was removed, or would be; sizes in bytes. ``young`` is what the grace period keeps,
-    ``dangling`` are names whose manifest is not there."""
+    """The result of a collection, or of a dry run; sizes in bytes.
+
+    ``young`` is what the grace period keeps.
+    """
 
     forgotten: list[ForgottenName] = field(default_factory=list)
     blobs: int = 0
@@ -81,19 +83,23 @@ class Collector:
         max_size: int | None = None,
         keep: Sequence[str] = (),
     ) -> Collection:
-        """Let go of names that were not used for ``max_age`` seconds, and of the least recently
-        used ones until the rest fits into ``max_size`` bytes; then remove what nothing needs.
+        """Remove old names, then what nothing needs.
 
-        Names that are pinned, leased, or fit a pattern of ``keep`` stay.
+        Args:
+            max_age: Remove names that were not used for so many seconds.
+            max_size: Remove the least recently used names until the rest fits, in bytes.
+            keep: Patterns of names that stay, as do pinned and leased ones.
 
         Raises:
-            VerificationError: a manifest is damaged, so that nobody knows what it needs.
+            VerificationError: a manifest is damaged or missing, so that its needs are not known.
             StoreError: the store cannot be read or written.
         """
         roots = self._roots()
         held_now = {str(digest) for digest in leased(self._layout.root, remove=False)}
         sizes = {name: found.st_size for name, found in blobs(self._layout.root)}
-        live = self._live(roots, held_now)  # whether anything is damaged must be known first
+        live = self._live(
+            roots, held_now
+        )  # raises for a damaged manifest before any name is removed
         if max_age is not None or max_size is not None:
             gone = self._forget(held_now, sizes, max_age, max_size, keep)
             roots = [(name, digest) for name, digest in roots if not name or name not in gone]
@@ -188,7 +194,7 @@ class Collector:
         max_size: int | None,
         keep: Sequence[str],
     ) -> set[str]:
-        """The names that were let go; those of stores that are only read are none of ours."""
+        """Remove names of the first store, and return those that were removed."""
         entries = [(name, root) for name, root in ImageLayout.entries(self._layout) if name]
         pinned = {name for name, _ in self._layout.pins.items()}
         free = [
@@ -199,36 +205,46 @@ class Collector:
             and str(descriptor.digest) not in held_now
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
-        gone: dict[str, ForgottenName] = {}
-        for used, name, _ in free:
-            age = self._now() - used
-            if max_age is not None and age > max_age:
-                gone[name] = ForgottenName(name, f"not used for {_long(age)}")
+        gone = {
+            name: ForgottenName(name, f"not used for {_long(self._now() - used)}")
+            for used, name, _ in free
+            if max_age is not None and self._now() - used > max_age
+        }
         if max_size is not None:
-            needs = Counter(held_now)
-            for name, digest in self._roots():
-                if not name or name not in gone:
-                    needs.update(self._needs(digest, name))
-            total = sum(sizes.get(digest, 0) for digest in needs)
-            for _, name, descriptor in sorted(free, key=lambda one: one[:2]):
-                if total <= max_size:
-                    break
-                if name in gone:
-                    continue
+            free = sorted((one for one in free if one[1] not in gone), key=lambda one: one[:2])
+            for name in self._surplus(free, gone.keys(), held_now, sizes, max_size):
                 gone[name] = ForgottenName(name, "the least recently used")
-                for needed in self._needs(descriptor.digest, name):
-                    needs[needed] -= 1
-                    if not needs[needed]:
-                        total -= sizes.get(needed, 0)
         meant = {name: root.digest for name, root in entries if name in gone}
         done = set(meant) if self._dry_run else self._layout.forget(meant)
         self._done.forgotten = [gone[name] for name in gone if name in done]
         return done
 
+    def _surplus(
+        self,
+        free: Iterable[tuple[float, str, Descriptor]],
+        gone: Container[str],
+        held_now: set[str],
+        sizes: dict[str, int],
+        max_size: int,
+    ) -> Iterator[str]:
+        """Yield the names of ``free``, in order, until what the others need fits."""
+        needs = Counter(held_now)
+        for name, digest in self._roots():
+            if not name or name not in gone:
+                needs.update(self._needs(digest, name))
+        total = sum(sizes.get(digest, 0) for digest in needs)
+        for _, name, descriptor in free:
+            if total <= max_size:
+                break
+            yield name
+            for needed in self._needs(descriptor.digest, name):
+                needs[needed] -= 1
+                total -= 0 if needs[needed] else sizes.get(needed, 0)
+
     # -- removing
 
     def _sweep(self, unneeded: set[str], sizes: dict[str, int]) -> None:
-        """Remove blobs, but for the young. The collection's lock is held, unless it is a trial."""
+        """Remove blobs, but for the young. The lock is held, except in a dry run."""
         latest = self._now() - self._grace
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
@@ -249,15 +265,14 @@ def _content(digest: str) -> Descriptor:
 
 
 def _whole(name: str) -> str | None:
-    """A name as we write it: another tool may have left the tag out. None where it is not one that
-    we could write."""
+    """Return a name with its tag, as we write it; None where it is not a reference."""
     with contextlib.suppress(AImageError):
         return index_name(Reference.parse(name))
     return None
 
 
 def _long(seconds: float) -> str:
-    """How long that is, in one unit."""
+    """Return a duration in one unit."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{int(seconds // size)} {unit}"

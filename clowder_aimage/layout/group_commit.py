@@ -1,8 +1,8 @@
-"""Small blobs made durable together.
+"""Group commit: small blobs are made durable together.
 
 A disk takes as long to synchronise one small file as a hundred. So verified small blobs wait in
 their ingests, locked, until there are enough of them; then the file system is synchronised once,
-and all get their names.
+and all are renamed to their final names.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
 
-_MOST = 128  # files that are open for it
-_LONGEST = 1.0  # seconds
-_LARGEST = 32 * 1024 * 1024  # bytes that a crash may cost
+_MAX_BLOBS = 128  # open files
+_MAX_AGE = 1.0  # seconds
+_MAX_SIZE = 32 * 1024 * 1024  # bytes that a crash may lose
 
 
 class PendingCommit(Protocol):
-    """A verified blob in its ingest."""
+    """A verified blob in its ingest, to be committed."""
 
     def synchronise(self) -> None:
-        """Make its bytes durable by itself. Raises OSError."""
+        """Make the bytes durable. Raises OSError."""
         ...
 
     def rename(self) -> None:
-        """Give it its name. Raises OSError."""
+        """Rename the file to its final name. Raises OSError."""
         ...
 
     def give_up(self) -> None:
-        """It cannot be published."""
+        """Leave the ingest: the commit has failed."""
         ...
 
 
 class GroupCommit:
-    """Blobs of the store at ``root`` that wait. Threads may share it, and several copies: ``users``
-    counts them, ``failure`` is for all of them."""
+    """The pending commits of the store at ``root``.
+
+    Threads and several copies may share it: ``users`` counts them, ``failure`` is for all of them.
+    """
 
     def __init__(self, root: Path) -> None:
         self.users = 0
@@ -52,45 +54,44 @@ class GroupCommit:
         self._lock = threading.Lock()
         self._waiting: dict[Digest, tuple[PendingCommit, int]] = {}
         self._settling: dict[Digest, tuple[PendingCommit, int]] = {}
-        self._since = 0.0  # when the first of them came
-        self._one = threading.Lock()  # one settles at a time
+        self._since = 0.0  # when the first of them was added
+        self._settle_lock = threading.Lock()
 
     def __contains__(self, digest: Digest) -> bool:
         with self._lock:
             return digest in self._waiting or digest in self._settling
 
     @property
-    def has_some(self) -> bool:
-        """Whether any wait."""
+    def is_pending(self) -> bool:
+        """Return whether any blob waits."""
         with self._lock:
             return bool(self._waiting or self._settling)
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
-        """Let a blob wait. Raises StoreError or NoSpaceError, for any that waited."""
+        """Add a blob; when there are enough, commit all. Raises StoreError or NoSpaceError."""
         with self._lock:
             if not self._waiting:
                 self._since = time.monotonic()
             self._waiting[digest] = blob, size
             total = sum(size for _, size in self._waiting.values())
-            is_full = len(self._waiting) >= _MOST or total >= _LARGEST
+            is_full = len(self._waiting) >= _MAX_BLOBS or total >= _MAX_SIZE
         if is_full or self._is_closed:
             self.settle()
 
     def settle_old(self) -> None:
-        """Publish what waits, if the first of it has waited for long. Raises as ``settle``."""
-        if self._waiting and time.monotonic() - self._since > _LONGEST:
+        """Commit the blobs if the first has waited for long. Raises as ``settle``."""
+        if self._waiting and time.monotonic() - self._since > _MAX_AGE:
             self.settle()
 
     def close(self) -> None:
-        """Let nothing wait any more: who comes late, as a connection that was left behind, is
-        published at once. Raises as ``settle``."""
+        """Commit all, and from now on each blob that is added. Raises as ``settle``."""
         with self._lock:
             self._is_closed = True
         self.settle()
 
     def settle(self) -> None:
-        """Publish all that waits. Raises StoreError or NoSpaceError."""
-        with self._one:
+        """Commit all pending blobs. Raises StoreError or NoSpaceError."""
+        with self._settle_lock:
             with self._lock:
                 self._settling, self._waiting = self._waiting, {}
             blobs = [blob for blob, _ in self._settling.values()]
@@ -108,14 +109,14 @@ class GroupCommit:
                 self.failure = error
                 raise
             finally:
-                for blob in blobs:  # those that could not
+                for blob in blobs:  # those that failed
                     blob.give_up()
                 with self._lock:
                     self._settling = {}
 
 
 def synchronise_all(root: Path, blobs: list[PendingCommit]) -> None:
-    """Make the bytes of all files durable, by one call where there is one. Raises OSError."""
+    """Make the bytes of all files durable, by one call where possible. Raises OSError."""
     syncfs = _syncfs()
     if syncfs is None:
         for blob in blobs:
@@ -131,7 +132,7 @@ def synchronise_all(root: Path, blobs: list[PendingCommit]) -> None:
 
 
 def _syncfs() -> Callable[[int], int] | None:
-    """syncfs(2), which Linux has."""
+    """Return syncfs(2), which Linux has; else None."""
     try:
         return ctypes.CDLL(None, use_errno=True).syncfs
     except (OSError, AttributeError):

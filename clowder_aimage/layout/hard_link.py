@@ -1,54 +1,49 @@
-"""A file that lies elsewhere on this machine becomes a blob: by a hard link where that can be."""
+"""Hard links from the files of other programs to blobs."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.atomic_file import sync_directory
+from clowder_aimage.content.store import ContentStore, file_body
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout.ingest import blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
 
-# other file systems, file systems without links, files of others under protected_hardlinks
+# another file system, one without links, another user's file (protected_hardlinks)
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
 
 
 def adopt(store: ContentStore, path: Path, content: Descriptor) -> bool:
-    """Have ``store`` hold ``content``, which is in the file at ``path``; says whether it is linked.
+    """Add ``content`` to ``store`` from the file at ``path``, by a hard link where possible.
 
-    The file is hashed first. A linked one stays the other program's too: what never changes its
-    files, as content stores do not, may be adopted from.
+    The file is hashed first. The other program must never change it, as content stores do not.
+
+    Returns:
+        Whether it is linked, rather than copied.
 
     Raises:
         VerificationError: it is not that content.
-        StoreError, NoSpaceError: it cannot be read, or not be kept.
+        StoreError, NoSpaceError: it cannot be read, or cannot be kept.
     """
     try:
         with path.open("rb") as file:
             verify(file, content)
         if isinstance(store, ImageLayout) and _link(store.root, path, content):
             return True
-        store.push(content, partial(_open_at, path))
+        store.push(content, file_body(path))
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
     return False
 
 
-def _open_at(path: Path, offset: int = 0, /) -> BinaryIO:
-    file = path.open("rb")
-    file.seek(offset)
-    return file
-
-
 def _link(root: Path, path: Path, content: Descriptor) -> bool:
-    """Whether the file could be linked to the place of the blob."""
+    """Link the file to the path of the blob, and return whether that was possible."""
     place = Path(blob_path(root, content))
     new = place.with_name(f".{secrets.token_hex(8)}")
     try:
@@ -66,9 +61,5 @@ def _link(root: Path, path: Path, content: Descriptor) -> bool:
         new.replace(place)
     finally:
         new.unlink(missing_ok=True)  # two names of one file: replace leaves both
-    folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(place.parent)
     return True

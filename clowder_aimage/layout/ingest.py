@@ -1,8 +1,8 @@
-"""A blob on its way into the layout, shared by the connections that fetch it.
+"""Ingests: blobs that are being written into the layout.
 
-An ingest of known content is a file of that name under ``.aimage/ingest``, locked by whoever is at
-work on it; what a process leaves behind, whatever ended it, the next one goes on with. Beside the
-file lies a journal of the spans that are surely on disk: data is synchronised before its entry.
+An ingest of known content is a file of that name under ``.aimage/ingest``, locked by its writer;
+what a process leaves, however it ended, the next one continues. A journal beside the file lists
+the spans that are durable: data is synchronised before its entry.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
 BLOB_MODE = 0o444  # content never changes under its name
-JOURNALED = 16 * 1024 * 1024  # smaller blobs are fetched again rather than kept book of
+JOURNALED = 16 * 1024 * 1024  # bytes; smaller blobs have no journal and are fetched again
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
 _Span = tuple[int, int]
-_TRIES = 8  # to open a file that others may be about to publish or give up
+_MAX_ATTEMPTS = 8  # to open a file that others may be about to commit or abort
 
 
 class FileIngest:
-    """Bytes gather in a file of their own and get the blob's name only when they are verified.
+    """A file of its own that gets the blob's name only when its bytes are verified.
 
     Ranges may be written by several threads in any order. They are hashed in order: from the
-    writer's buffer where it continues what is hashed, else from the file, by whichever writer
-    comes along.
+    writer's buffer where it continues the hashed bytes, else later from the file, by any writer.
     """
 
     def __init__(
@@ -50,11 +49,12 @@ class FileIngest:
         *,
         batch: GroupCommit | None = None,
     ) -> None:
-        """Open an ingest; without ``expected`` it is a new one that nobody else finds. In a
-        ``batch``, small content is published with others.
+        """Open an ingest; without ``expected``, a new one that no other process can find.
+
+        In a ``batch``, small content is committed together with others.
 
         Raises:
-            IngestBusyError: another one is at work on it.
+            IngestBusyError: another process is writing it.
             StoreError, NoSpaceError: the store cannot be written.
         """
         self._root = root
@@ -67,74 +67,76 @@ class FileIngest:
         self._syncing = threading.Lock()
         check_own(root, "ingest")
         name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
-        self._path = os.path.join(root, _DIRECTORY, name)  # thousands of blobs: paths are slow
+        self._path = os.path.join(root, _DIRECTORY, name)  # a str: thousands of Paths are slow
         self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
         self._spans = self._journaled(size) if self._is_journaled else []
-        self._noted = _total(self._spans)  # bytes that the journal knows of
+        self._noted = _total(self._spans)  # bytes in the journal
         self._reset_hash()
         if not self._spans and (size or self._is_journaled):
-            self.restart()  # a journal that is not believed now must not be believed later
+            self.restart()  # a journal that is malformed now must not be used later
 
     @property
     def _journal(self) -> Path:
         return Path(f"{self._path}.journal")
 
     def _open(self) -> int:
-        """The file's descriptor, locked; the lock goes with the process, however that ends."""
-        tried = 0
+        """Open and lock the file; the lock ends with the process, however that ends."""
+        attempts = 0
         while True:
             try:
                 fd = open_shared(self._path)
             except FileNotFoundError:
                 make_directory(self._root, PRIVATE, "ingest")
                 continue
-            except PermissionError:  # it was about to be published when its process was killed
-                tried += 1
-                if tried > _TRIES:
-                    raise  # there is no such file: none can be made here
+            except PermissionError:  # its process was killed just before the commit
+                attempts += 1
+                if attempts > _MAX_ATTEMPTS:
+                    raise  # there is no file, and none can be made
                 self._reopen()
                 continue
-            is_alone = False
             try:
-                flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.fstat(fd).st_ino != os.stat(self._path).st_ino:
-                        pass  # it was committed or aborted while we waited: begin anew
-                    elif os.fstat(fd).st_nlink > 1:
-                        os.unlink(self._path)  # it is a file elsewhere, too: not ours to write
-                    elif not is_locked(self._path):
-                        is_alone = True
-                    elif os.fstat(fd).st_uid == os.geteuid() or not os.geteuid():
-                        return fd
-                    else:
-                        os.unlink(self._path)  # another user's: we may not publish it
-            except BlockingIOError:
-                os.close(fd)
-                raise IngestBusyError(
-                    f"{os.path.basename(self._path)[:12]} is being fetched"
-                ) from None
+                is_ours = self._try_lock(fd)
             except BaseException:
                 os.close(fd)
                 raise
+            if is_ours:
+                return fd
             os.close(fd)
-            if is_alone:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path)  # nobody uses it
+            if is_ours is None:
                 return self._open_alone()
 
+    def _try_lock(self, fd: int) -> bool | None:
+        """Return whether the file is locked and may be written; None where there are no locks."""
+        try:
+            flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            name = os.path.basename(self._path)[:12]
+            raise IngestBusyError(f"{name} is being fetched") from None
+        with contextlib.suppress(FileNotFoundError):
+            status = os.fstat(fd)
+            if status.st_ino != os.stat(self._path).st_ino:
+                return False  # it was committed or aborted meanwhile: try again
+            is_linked = status.st_nlink > 1  # to another file: not ours to write
+            has_locks = is_linked or is_locked(self._path)
+            if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
+                return True
+            os.unlink(self._path)  # also another user's file: we may not commit it
+            return False if has_locks else None
+        return False
+
     def _open_alone(self) -> int:
-        """A file that nobody else finds: where locks do nothing, two would write into one."""
+        """Open a file that no other process finds: without locks, two would write into one."""
         self._path += f".{secrets.token_hex(8)}"
         self._direct = DirectFile(self._path)
         self._is_journaled = False
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def _reopen(self) -> None:
-        """Let a file be written that may not be: another user's is given up for a new one."""
+        """Make a read-only file writable; remove it if it is another user's."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 os.chmod(self._path, 0o600)
@@ -144,7 +146,7 @@ class FileIngest:
                 os.unlink(self._path)
 
     def _journaled(self, size: int) -> list[_Span]:
-        """The spans of a file of ``size`` bytes that an earlier process has surely written."""
+        """Return the durable spans of a file of ``size`` bytes, as the journal lists them."""
         with contextlib.suppress(OSError, ValueError):
             lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
             for line in filter(None, reversed(lines)):
@@ -159,12 +161,12 @@ class FileIngest:
 
     @property
     def size(self) -> int:
-        """One past the last byte written so far."""
+        """Return the end of the last span that was written."""
         with self._lock:
             return max((end for _, end in self._spans), default=0)
 
     def missing(self) -> list[_Span]:
-        """The spans [start, end) of the expected size that have not been written yet."""
+        """Return the spans [start, end) of the expected size that are not written yet."""
         with self._lock:
             spans, offset = [], 0
             for start, end in self._spans:
@@ -175,7 +177,7 @@ class FileIngest:
         return [*spans, (offset, total)] if offset < total else spans
 
     def restart(self) -> None:
-        """Forget what an earlier process has written, for a writer that begins at the front."""
+        """Discard what an earlier process has written."""
         with store_errors(self._root):
             self._forget_journal()
             os.ftruncate(self._fd, 0)
@@ -197,7 +199,7 @@ class FileIngest:
         self._hash(offset, view)
 
     def _write_past_cache(self, offset: int, view: memoryview) -> int:
-        """Write what is next to be hashed, and hash it meanwhile; how much was written."""
+        """Write by direct I/O, hash meanwhile, and return the number of bytes written."""
         writing = self._direct.begin(offset, view)
         if writing is None:
             return 0
@@ -218,7 +220,7 @@ class FileIngest:
             self._hashed += len(view)
 
     def _hash(self, offset: int, view: memoryview) -> None:
-        """Bring the hash forward as far as bytes have come, unless another writer is at it."""
+        """Hash as far as bytes are written, unless another writer is hashing."""
         behind = True
         while behind and self._hashing.acquire(blocking=False):
             try:
@@ -226,17 +228,17 @@ class FileIngest:
                 self._catch_up()
             finally:
                 self._hashing.release()
-            behind = self._hashed < self._front()  # a span may have come before the release
+            behind = self._hashed < self._front()  # a span may have been added before the release
 
     def _catch_up(self) -> None:
-        """Hash from the file what lies between the hash and the first byte that is missing."""
+        """Hash from the file up to the first missing byte."""
         scratch: memoryview | None = None
         while (left := self._front() - self._hashed) > 0:
             scratch = scratch or new_buffer()
             with store_errors(self._root):
                 count = os.preadv(self._fd, [scratch[:left]], self._hashed)
             if not count:
-                return  # the file is shorter than it should be: commit will say so
+                return  # the file is too short: commit raises
             self._hasher.update(scratch[:count])
             self._hashed += count
 
@@ -245,21 +247,21 @@ class FileIngest:
             return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
 
     def checkpoint(self) -> None:
-        """Make what was written survive a power cut, and note it; one thread at a time does."""
+        """Make what was written durable, and add it to the journal; one thread at a time."""
         if self._batch is not None:
-            self._batch.settle_old()  # another process may be waiting for what waits there
+            self._batch.settle_old()  # another process may be waiting for these
         if not self._is_journaled:
             return
         while self._syncing.acquire(blocking=False):
             try:
                 if self._fd < 0:
-                    return  # it has ended: there is nothing to keep book of
+                    return  # it has ended
                 self._synchronise()
                 with self._lock:
                     left = _total(self._spans) - self._noted
             finally:
                 self._syncing.release()
-            if left < JOURNALED:  # else another part came meanwhile, and its writer went on
+            if left < JOURNALED:  # else another writer skipped its checkpoint meanwhile
                 return
 
     def _synchronise(self) -> None:
@@ -282,11 +284,12 @@ class FileIngest:
             sync_directory(self._journal.parent)
 
     def commit(self, expected: Descriptor, /) -> None:
-        """Verify, make durable, publish; in a batch, with the others. The directory is synchronised
-        by the layout.
+        """Verify, make durable and rename; in a batch, together with others.
+
+        The layout synchronises the directory.
 
         Raises:
-            VerificationError: the bytes are not ``expected``; the ingest is gone then.
+            VerificationError: the bytes are not ``expected``; the ingest is removed.
         """
         try:
             self._check_whole(expected)
@@ -305,17 +308,16 @@ class FileIngest:
         except VerificationError:
             self.abort()
             raise
-        except BaseException:  # the bytes are right, the disk is not: they are kept
+        except BaseException:  # the disk failed: the bytes are kept
             self._leave()
             raise
 
     def synchronise(self) -> None:
-        """Make the verified bytes durable. Raises OSError."""
+        """Make the bytes durable. Raises OSError."""
         os.fsync(self._fd)
 
     def rename(self) -> None:
-        """Give them their name. A checkpoint that was under way has ended, and none begins after
-        it. Raises OSError."""
+        """Rename the file to its final name; no checkpoint is running. Raises OSError."""
         try:
             os.replace(self._path, self._final)
         except FileNotFoundError:
@@ -331,14 +333,16 @@ class FileIngest:
     def _check_whole(self, expected: Descriptor) -> None:
         if self.missing():
             with self._lock:
-                come = _total(self._spans)
+                written = _total(self._spans)
             raise VerificationError(
-                f"{expected.digest} is not whole: {come} of {expected.size} bytes came"
+                f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
             )
 
     def digest(self, algorithm: str = "sha256") -> Digest:
-        """The digest of what is in the file; a second reading only where it was hashed with
-        another algorithm: ask before the first byte is written, and it is hashed with this one.
+        """Return the digest of what is in the file.
+
+        It is read again only where it was hashed with another algorithm; a call before the first
+        byte is written chooses the algorithm.
 
         Raises:
             StoreError: it cannot be read again.
@@ -351,17 +355,17 @@ class FileIngest:
             return Digest(algorithm, self._hasher.hexdigest())
 
     def give_up(self) -> None:
-        """The disk does not take the batch."""
+        """End after a failed commit, and keep what the journal lists."""
         self._leave()
 
     def suspend(self) -> None:
-        """Leave what is there for the next process, if it is worth keeping book of."""
-        with contextlib.suppress(OSError, AImageError):  # why it is suspended is worth more
+        """End, and keep what was written for the next process if there is a journal."""
+        with contextlib.suppress(OSError, AImageError):  # the reason for it is raised
             self.checkpoint()
         self._leave()
 
     def _leave(self) -> None:
-        """End, and keep what the journal knows of."""
+        """End, and keep what the journal lists."""
         with self._syncing:
             kept = self._is_journaled and self._journal.exists()
             if kept:
@@ -370,17 +374,17 @@ class FileIngest:
             self.abort()
 
     def abort(self) -> None:
-        """Forget everything written so far."""
+        """Discard everything written so far."""
         with self._syncing:
             if self._fd < 0:
-                return  # it has ended, and what lies there now is another's
-            with contextlib.suppress(OSError):  # why it is aborted is worth more
+                return  # it has ended, and the file may be another process's
+            with contextlib.suppress(OSError):  # the reason for it is raised
                 Path(self._path).unlink(missing_ok=True)
                 self._forget_journal()
             self._close()
 
     def _close(self) -> None:
-        """Close the file, once: its number may be another file's by now."""
+        """Close the file, once: its descriptor number may be reused."""
         self._direct.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -389,7 +393,7 @@ class FileIngest:
 
 
 def _parse_spans(line: str) -> list[_Span]:
-    """What a line of the journal claims. Raises ValueError."""
+    """Parse a line of the journal. Raises ValueError."""
     spans: list[_Span] = []
     for text in line.split(","):
         start, _, end = text.partition("-")
@@ -402,7 +406,7 @@ def _total(spans: list[_Span]) -> int:
 
 
 def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
-    """Sorted, disjoint spans with one more in them."""
+    """Add a span to sorted, disjoint spans."""
     merged: list[_Span] = []
     for low, high in sorted([*spans, (start, end)]):
         if merged and low <= merged[-1][1]:
@@ -413,7 +417,7 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
 
 
 def ingested(root: Path, content: Descriptor) -> int:
-    """The bytes on disk of what an earlier process left of a blob."""
+    """Return the bytes on disk of a blob's ingest."""
     try:
         path = os.path.join(root, _DIRECTORY, content.digest.encoded)
         return os.stat(path).st_blocks * 512
@@ -422,12 +426,12 @@ def ingested(root: Path, content: Descriptor) -> int:
 
 
 def blob_path(root: Path, content: Descriptor) -> str:
-    """Where the layout keeps a blob; the digest is strict, so nothing can climb out."""
+    """Return the path of a blob; the digest is strict, so that it stays in the store."""
     return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
 
 
 def is_file(path: str) -> bool:
-    """Whether a file is there; a link leads who knows where, and is none."""
+    """Return whether a path is a regular file, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:

@@ -1,4 +1,4 @@
-"""Several stores in order: the first is written, all are read."""
+"""Several stores in order: all are read, the first is written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 class LayeredStore(ImageLayout):
-    """The store in ``roots[0]``, with what the others hold.
+    """The store in ``roots[0]``, together with read-only stores in the other directories.
 
-    A name that several have means what the first of them says. What another store has is not
-    fetched again, nor copied: the first store then needs that one.
+    The first store that has a name decides what it means. What another store has is neither
+    fetched again nor copied: the first store then needs that one.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -58,23 +58,26 @@ class LayeredStore(ImageLayout):
         except NotFoundError:
             for name, root in self.borrowed().items():
                 if name == index_name(reference) or same_name(name, reference):
-                    raise only_read(reference, root, "rm") from None
+                    raise read_only_error(reference, root, "rm") from None
             raise
 
     def lease(self, *digests: Digest) -> FileLease:
         return _Leases(self.roots, digests)
 
 
-def only_read(reference: Reference, root: Path, verb: str) -> NotFoundError:
-    """That a name is not in the store that is written."""
+def read_only_error(reference: Reference, root: Path, verb: str) -> NotFoundError:
+    """Return the error for a name of a read-only store; ``verb`` would change it there."""
     return NotFoundError(
         f"{reference} is in the store {root}, which is only read",
-        hint=f"to change that one: aimage --store {root} {verb} {reference}",
+        remedy="other_store",
+        root=root,
+        verb=verb,
+        reference=reference,
     )
 
 
 class _Leases(FileLease):
-    """A lease in each store; those that we may not write keep nothing."""
+    """A lease in each store; a store that cannot be written has none."""
 
     def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
         first, *others = roots

@@ -82,7 +82,7 @@ class ImageLayout(ContentStore):
     def fingerprint(self) -> Hashable:
         """Return the fingerprint of the stores; None also while a group commit is pending."""
         batch = self._batch
-        return None if batch is not None and batch.has_some else fingerprint(self.roots)
+        return None if batch is not None and batch.is_pending else fingerprint(self.roots)
 
     # -- reading
 

@@ -1,9 +1,8 @@
-"""Leases: what a running process needs of the store, so that no collection takes it.
+"""Leases keep what a running process needs of the store from being collected.
 
-A lease is a file in ``.aimage/lease`` that lists digests, locked by the process whose it is. The
-lock goes with the process, and with it the lease. Digests are added under the collection's lock,
-shared: a collection that has begun to remove is over before, and whoever asks then whether a blob
-is there hears the truth until the lease ends.
+A lease is a file in ``.aimage/lease`` that lists digests, locked by its process. It ends with the
+process, as the lock does. Digests are added under the collection's lock, shared: a collection that
+is removing blobs ends first, and a blob that is seen then stays until the lease ends.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"
 _DIRECTORY = "lease"
-_LONGEST = 7 * 86400.0  # seconds that a process is believed to live
+_MAX_AGE = 7 * 86400.0  # seconds that a lease counts where there are no locks
 _MAX_SIZE = 256 * 1024 * 1024
 
 
 class FileLease:
-    """Keeps digests until it is closed. In a store that we may only read, it keeps nothing."""
+    """A lease on digests until it is closed; in a read-only store it has no effect."""
 
     def __init__(self, root: Path, digests: Iterable[Digest] = ()) -> None:
         self._root = root
@@ -50,7 +49,7 @@ class FileLease:
         self.add(*digests)
 
     def add(self, *digests: Digest) -> None:
-        """Keep these too, before it is asked whether they are there. Raises StoreError."""
+        """Keep these too, from before it is checked that they exist. Raises StoreError."""
         with self._lock:
             self._add(set(digests) - self._held)
 
@@ -68,13 +67,13 @@ class FileLease:
                     data = data[os.write(self._fd, data) :]
             self._held |= new
         except NoSpaceError:
-            pass  # whoever writes hears of it soon enough; who reads may go on
+            pass  # a writer will fail soon enough, and a reader may go on
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in READ_ONLY:
                 raise
 
     def close(self) -> None:
-        """Let go of everything."""
+        """End the lease."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ class FileLease:
 
 
 def leased(root: Path, *, remove: bool) -> set[Digest]:
-    """What living processes hold. Leases of dead ones are removed where ``remove`` says so.
+    """Return the digests that living processes hold; ``remove`` the leases of dead ones.
 
     Raises:
         StoreError: a lease cannot be read; then nothing may be collected.
@@ -119,14 +118,14 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
 
 
 def _is_old(fd: int) -> bool:
-    """Where there are no locks, nobody can tell a dead process from a living one."""
-    return time.time() - os.fstat(fd).st_mtime > _LONGEST
+    """Return whether a lease is too old to count; without locks, no process is known to be dead."""
+    return time.time() - os.fstat(fd).st_mtime > _MAX_AGE
 
 
 def _is_dead(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is held; or there are no locks, and nobody can tell
+    except OSError:  # it is held, or there are no locks
         return False
     return True
 

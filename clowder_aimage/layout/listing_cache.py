@@ -1,4 +1,4 @@
-"""What a listing shows of a manifest, kept beside the index: a manifest never changes."""
+"""Summaries of manifests for listings, kept beside the index: a manifest never changes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _UNKNOWN = {"size": None, "kind": "?"}
 
 
 def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
-    """``size`` (of all blobs, in bytes) and ``kind`` (a dialect, or ``index``) of a manifest;
-    None and ``?`` where it is missing or means nothing."""
+    """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
+
+    They are None and ``?`` where the manifest is missing or malformed.
+    """
     if descriptor.media_type in mediatype.INDEXES:
         return {"size": None, "kind": "index"}
     path = os.path.join(root, PRIVATE, _KIND, descriptor.digest.encoded)
@@ -36,11 +38,11 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
         manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
         return remember(root, descriptor, manifest)
     except AImageError:
-        return _UNKNOWN  # 'aimage show' says what is wrong; the others are listed all the same
+        return _UNKNOWN  # the other names are listed all the same
 
 
 def remember(root: Path, descriptor: Descriptor, manifest: Manifest) -> dict[str, Any]:
-    """Keep the summary of a manifest, where we may. Raises FormatError: it is of no kind."""
+    """Keep the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
     value = {"size": sum(blob.size for blob in manifest.children), "kind": detect(manifest).name}
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _KIND)

@@ -1,8 +1,8 @@
-"""Small facts beside the index, each in a file of its own.
+"""Metadata beside the index: small JSON objects, each in a file of its own.
 
-Two processes that write different keys never meet, locks or none; one key is replaced whole.
-What is not there is one thing, and what cannot be read another: where nobody knows what is wanted,
-or pinned, nothing may go.
+Processes that write different keys do not interfere, with or without locks; one key is replaced as
+a whole. A missing file means nothing is known; one that cannot be read is an error, so that nothing
+is removed that may be wanted or pinned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SIZE = 1024 * 1024
 
 
 class MetadataFiles:
-    """The files in ``.aimage/<kind>``: JSON objects with the key in ``key``."""
+    """The files in ``.aimage/<kind>``: JSON objects with their key in ``key``."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self._root = root
@@ -39,8 +39,7 @@ class MetadataFiles:
         self._directory = os.path.join(root, PRIVATE, kind)
 
     def names(self) -> set[str]:
-        """The names of the files; ``file_name`` gives that of a key. None where there is no store,
-        or nothing was ever written. Raises StoreError: they cannot be read."""
+        """Return the names of the files (see ``file_name``). Raises StoreError."""
         directory = check_own(self._root, self._kind)
         with store_errors(self._root):
             try:
@@ -49,21 +48,20 @@ class MetadataFiles:
                 return set()
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All keys and what is known of them, in no order. Raises StoreError as ``names``."""
+        """Yield all keys and their values, in no order. Raises StoreError."""
         for name in self.names():
             value = self.read(name)
             if value is not None:
                 yield value["key"], value
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What is known of ``key``. Raises StoreError as ``read``."""
+        """Return the value of ``key``, if there is one. Raises StoreError."""
         check_own(self._root, self._kind)
         value = self.read(file_name(key))
         return value if value is not None and value["key"] == key else None
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """What a file says; None where it is gone, or damaged. Raises StoreError: it cannot be
-        read, and may say anything."""
+        """Return the value in a file; None where it is missing or damaged. Raises StoreError."""
         path = os.path.join(self._directory, name)
         with store_errors(self._root):
             try:
@@ -81,21 +79,21 @@ class MetadataFiles:
         return value if isinstance(value, dict) and isinstance(value.get("key"), str) else None
 
     def put(self, key: str, value: dict[str, Any], *, durable: bool) -> None:
-        """Write down what is known of ``key``. Raises StoreError or NoSpaceError."""
+        """Write the value of ``key``. Raises StoreError or NoSpaceError."""
         data = json.dumps({"key": key} | value).encode()
         with store_errors(self._root):
             make_directory(self._root, PRIVATE, self._kind)
             write_shared(os.path.join(self._directory, file_name(key)), data, durable=durable)
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
-        """Put back what ``get`` gave. Raises StoreError or NoSpaceError."""
+        """Write back what ``get`` returned. Raises StoreError or NoSpaceError."""
         if value is None:
             self.remove(key)
         elif self.get(key) != value:
             self.put(key, value, durable=True)
 
     def remove(self, key: str) -> None:
-        """Forget ``key``, durably. Raises StoreError."""
+        """Remove ``key``, durably. Raises StoreError."""
         check_own(self._root, self._kind)
         with store_errors(self._root):
             try:
@@ -107,7 +105,7 @@ class MetadataFiles:
 
 @functools.lru_cache(maxsize=4096)
 def file_name(key: str) -> str:
-    """The name of the file of a key."""
+    """Return the name of the file of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 

@@ -1,4 +1,4 @@
-"""What killed processes left in a store's private directory."""
+"""Orphans in a store's private directory: what killed processes left."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ALGORITHMS = ("sha256", "sha512")
 
 
 def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
-    """Remove downloads that broke off before ``latest`` and that nobody is at.
+    """Remove ingests that were last written before ``latest`` and that no process has open.
 
     Returns:
-        the bytes that each of them took.
+        The bytes on disk of each of them.
 
     Raises:
         StoreError: one cannot be removed.
@@ -34,7 +34,7 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
     for path in sorted(directory.glob("*")):
         if path.suffix == ".journal":
             continue
-        is_anonymous = path.suffix != "" and can_lock  # nobody can find it again
+        is_anonymous = path.suffix != "" and can_lock  # no ingest will continue it
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
@@ -50,7 +50,7 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
 
 
 def _remove_idle(path: Path, *, dry_run: bool) -> bool:
-    """Remove an ingest that no process has open; whether that is so."""
+    """Remove an ingest that no process has open, and return whether that is so."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
@@ -70,14 +70,14 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
 
 
 def _own(private: Path) -> Iterator[Path]:
-    """What is written in our directories, but for the ingests."""
+    """Yield the files in our directories, except ingests."""
     for directory in private.glob("[!i]*"):
         if not directory.is_symlink():
             yield from directory.glob("*.*")
 
 
 def tidy(root: Path, latest: float) -> None:
-    """Remove facts about manifests that are gone, and temporary files from before ``latest``."""
+    """Remove metadata of missing manifests, and temporary files from before ``latest``."""
     private = root / PRIVATE
     for kind in ("used", "listing"):
         for path in Path(check_own(root, kind)).glob("*"):

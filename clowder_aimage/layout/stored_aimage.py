@@ -1,4 +1,4 @@
-"""From a name in a layout to the AImage behind it."""
+"""AImages in a store: from a name to the manifest and what it means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CONFIG_SIZE = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredAImage:
-    """An AImage in a store: its manifest as it lies there, and what that means."""
+    """An AImage in a store, with its manifest as it is there."""
 
     descriptor: Descriptor
     manifest: Manifest
@@ -27,13 +27,16 @@ class StoredAImage:
 
 
 def read_manifest(store: ContentStore, descriptor: Descriptor) -> Manifest:
-    """The manifest, verified. Raises NotFoundError, ContentError."""
+    """Read a manifest, verified. Raises NotFoundError, ContentError."""
     return Manifest.parse(read_all(store.open(descriptor), descriptor), descriptor.media_type)
 
 
 def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
-    """What a name means, leased while it means that. A lease that is taken a moment after the name
-    has moved on may come after a collection, and keep what is gone. Raises NotFoundError."""
+    """Resolve a name and lease its manifest, again if the name has moved in between.
+
+    A lease that is taken after the name has moved may come after a collection of the manifest.
+    Raises NotFoundError.
+    """
     found = store.resolve(reference)
     while True:
         lease.add(found.digest)
@@ -44,7 +47,7 @@ def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
 
 
 def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
-    """The AImage that ``reference`` names in ``store``.
+    """Read the AImage that ``reference`` names in ``store``.
 
     Raises:
         NotFoundError: there is none, or its config is missing.
@@ -62,21 +65,19 @@ def interpret(store: ContentStore, descriptor: Descriptor, manifest: Manifest) -
 
 
 def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:
-    """The blobs that another tool compressed on the way, and what each of them stands for, where
-    that is not here; nothing of what an AImage that is here in part lacks.
+    """Return the compressed blobs that are here and their plain ones that are not.
 
     Raises:
-        FormatError: a compression that we do not read.
+        FormatError: an unsupported compression.
     """
-    packed: dict[Descriptor, Descriptor] = {}  # by what they stand for: two layers may be one blob
+    packed: dict[Descriptor, Descriptor] = {}  # by the plain one: two layers may be one blob
     for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
         plain = wanted.descriptor
         if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
             continue
         if not compression_of(layer.media_type):
             raise FormatError(
-                f"layer {layer.digest} ({layer.media_type[:100]}) is compressed in a way we do not "
-                "read",
+                f"layer {layer.digest} ({layer.media_type[:100]}) has an unsupported compression",
                 hint="copy the AImage again without compression, or with gzip or zstd",
             )
         packed[plain] = layer
@@ -84,14 +85,14 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
 
 
 def inflate(store: ContentStore, stored: StoredAImage) -> None:
-    """Bring back the blobs that another tool compressed on the way.
+    """Restore the blobs that another tool has compressed.
 
-    The result is verified against the diff_id, and can be no larger than the AImage says.
+    Each is verified against its diff_id, and cannot be larger than the AImage says.
 
     Raises:
-        FormatError: a compression that we do not read, or not what it claims to be.
+        FormatError: an unsupported compression, or malformed data.
         UsageError: it is zstd, and the package for that is not installed.
-        VerificationError: it does not unpack to what it stands for, or is damaged.
+        VerificationError: the result is not the plain blob, or the blob is damaged.
     """
     for layer, plain in packed_layers(store, stored):
         store.push(plain, _plain_body(store, layer, plain))

@@ -26,6 +26,7 @@ REMEDIES = {
     "store_directory": "name a directory with --store",
     "store_permissions": "check the directory's permissions, or name another one with --store",
     "not_in_store_pull": "'aimage ls' lists what is there; 'aimage pull' fetches from a registry",
+    "other_store": "to change that one: aimage --store {root} {verb} {reference}",
     "not_in_store": "'aimage ls' lists what is there",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "

@@ -34,7 +34,7 @@ def pin(refs: tuple[str, ...]) -> None:
 def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     """A name in the store, or all that a digest has. Raises NotFoundError, also where it is in a
     store that is only read: nothing would keep it there."""
-    from clowder_aimage.layout.layered_store import only_read
+    from clowder_aimage.layout.layered_store import read_only_error
     from clowder_aimage.layout.layout import index_name
 
     digest = layout.resolve(reference).digest
@@ -44,7 +44,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     borrowed = layout.borrowed()
     ours = [name for name in names if name not in borrowed]
     if names and not ours:
-        raise only_read(reference, borrowed[names[0]], "pin")
+        raise read_only_error(reference, borrowed[names[0]], "pin")
     return ours
 
 
