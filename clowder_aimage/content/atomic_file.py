@@ -31,6 +31,7 @@ def atomic_file(
     durable: bool = True,
     directory: Path | None = None,
     prepare: Callable[[int], None] | None = None,
+    removes_leftovers: bool = False,
 ) -> Iterator[BinaryIO]:
     """Open an unbuffered file that is called ``path`` once the block has ended without an error.
 
@@ -42,6 +43,7 @@ def atomic_file(
         durable: Sync the file, and the directory of ``path``.
         directory: The directory of the temporary file, on the same file system as ``path``.
         prepare: Called with the descriptor of the new file, before any byte is written.
+        removes_leftovers: Remove the temporary files of killed processes.
 
     Raises:
         OSError: it cannot be written; ``path`` is as it was.
@@ -49,6 +51,8 @@ def atomic_file(
     temporary, fd = _create(path, directory, mode)
     with open(fd, "wb", buffering=0) as file:
         try:
+            if removes_leftovers:
+                remove_leftovers(temporary, temporary_prefix(path))
             if prepare is not None:
                 prepare(fd)
             yield file

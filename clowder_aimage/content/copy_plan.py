@@ -15,12 +15,14 @@ class CopyPlan:
     """The documents and blobs to copy.
 
     ``documents`` are children before parents, the root last; ``blobs`` are each listed once.
-    ``left_out`` are blobs that the documents need, and that are not copied.
+    ``left_out`` are blobs that the documents need, and that are not copied; ``absent`` are
+    manifests of an index that the source does not have.
     """
 
     documents: tuple[tuple[Descriptor, Manifest | Index], ...]
     blobs: tuple[Descriptor, ...]
     left_out: tuple[Descriptor, ...] = ()
+    absent: tuple[Descriptor, ...] = ()
 
     @property
     def root(self) -> Descriptor:
@@ -58,19 +60,29 @@ class CopyPlan:
 
 
 def plan_copy(
-    source: Source, root: Descriptor, document: Manifest | Index | None = None
+    source: Source,
+    root: Descriptor,
+    document: Manifest | Index | None = None,
+    *,
+    is_sparse: bool = False,
 ) -> CopyPlan:
     """Read ``root`` and all documents below it; ``document`` is the root where it is known.
+
+    With ``is_sparse``, the source may lack manifests of an index.
 
     Raises:
         NotFoundError, AccessError: a document cannot be read.
         VerificationError, FormatError: it differs from its descriptor, or is malformed.
     """
     documents: list[tuple[Descriptor, Manifest | Index]] = []
+    absent: dict[Digest, Descriptor] = {}
     # Two sizes for one digest are two blobs here: one of them will be refused.
     blobs: dict[tuple[Digest, int], Descriptor] = {}
 
-    def read(content: Descriptor) -> Manifest | Index:
+    def read(content: Descriptor) -> Manifest | Index | None:
+        if is_sparse and content is not root and not source.exists(content):
+            absent[content.digest] = content
+            return None
         return document if document and content is root else read_document(source, content)
 
     for node in walk(read, root, children_first=True):
@@ -80,4 +92,4 @@ def plan_copy(
             blobs[node.content.digest, node.content.size] = node.content
     # The largest first, so that the last blob to arrive is not one that all others wait for.
     order = sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
-    return CopyPlan(tuple(documents), tuple(order))
+    return CopyPlan(tuple(documents), tuple(order), absent=tuple(absent.values()))

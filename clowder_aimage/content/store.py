@@ -21,6 +21,7 @@ from clowder_aimage.errors import AccessError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 DEFAULT_CONCURRENCY = 8
+LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'  # oci-layout (OCI image-spec, image-layout.md)
 
 
 class Body(Protocol):

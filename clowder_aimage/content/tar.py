@@ -1,7 +1,7 @@
 """A tar that is read once, from its beginning to its end, and not trusted.
 
-Headers are tarfile's to read; what they may cost is bounded here. Nothing is extracted by its path:
-a member is what its header says, and the bytes that follow it.
+Headers are parsed by tarfile; their size is bounded here. Nothing is extracted by its path: a
+member is its header, and the bytes that follow it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,29 @@ from typing import IO, cast
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.errors import FormatError
 
-_HEADER = 64 * 1024  # bytes of a member's header with all its extensions
-_FAULTS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
+_MAX_HEADER = 64 * 1024  # bytes of a member's header with all its extensions
+_ERRORS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
+
+
+def tar_header(name: str, **fields: object) -> bytes:
+    """Return a ustar header without owner and time.
+
+    A pax header comes before it where a name or a size is too long for one.
+    """
+    info = tarfile.TarInfo(name)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict")
 
 
 class TarReader:
-    """The tar whose bytes ``read(view)`` gives, some at a time and 0 at the end. Errors call
-    it ``name``, and say ``hint`` where it breaks off. ``skip(count)`` passes over bytes without
-    reading them, or says that it cannot.
+    """The members of a tar.
+
+    Args:
+        read: Fills a view with some bytes of the tar; returns 0 at the end.
+        name: What errors call it.
+        hint: What errors say when it breaks off.
+        skip: Passes over bytes without reading them; returns False where it cannot.
     """
 
     def __init__(
@@ -36,20 +51,22 @@ class TarReader:
         self._source, self._skip = read, skip
         self._name, self._hint = name, hint
         self.position = 0  # the byte that is read next
-        self._budget = _HEADER
-        self._last = b""  # what tarfile read last: the end, or what is no header
+        self._budget = _MAX_HEADER
+        self._last = b""  # what tarfile read last: the end, or a block that is not a header
 
     def members(self) -> Iterator[tarfile.TarInfo]:
-        """All entries, to the last header; what follows the archive's end is not read.
+        """Yield all entries, to the last header; what follows the end of the archive is not read.
 
         Raises:
-            FormatError: it is no tar, is damaged, or breaks off.
+            FormatError: it is not a tar, is damaged, or breaks off.
         """
-        with self._faults("is no tar archive"):
-            tar = tarfile.open(fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8")
+        with self._errors("is no tar archive"):
+            tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
+                fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
+            )
         while True:
-            self._budget = _HEADER
-            with self._faults(f"is damaged at byte {self.position}"):
+            self._budget = _MAX_HEADER
+            with self._errors(f"is damaged at byte {self.position}"):
                 found = tar.next()
             if found is None:
                 break
@@ -73,33 +90,35 @@ class TarReader:
         return done
 
     @contextmanager
-    def _faults(self, what: str) -> Iterator[None]:
+    def _errors(self, message: str) -> Iterator[None]:
         try:
             yield
-        except _FAULTS as error:
-            raise FormatError(f"{self._name} {what}: {error}") from None
+        except _ERRORS as error:
+            raise FormatError(f"{self._name} {message}: {error}") from None
 
     def _broken(self) -> FormatError:
         return FormatError(f"{self._name} breaks off at byte {self.position}", hint=self._hint)
 
-    # -- what tarfile calls, for headers alone
+    # -- the file of tarfile, for headers alone
 
     def tell(self) -> int:
+        """Return the position."""
         return self.position
 
     def read(self, size: int) -> bytes:
-        """Raises FormatError where a member's header is longer than any needs to be."""
+        """Read bytes of a header. Raises FormatError where it is too long."""
         self._budget -= max(size, 1)
         if size < 0 or self._budget < 0:
             raise FormatError(
-                f"{self._name} has a header of more than {_HEADER} bytes at byte {self.position}"
+                f"{self._name} has a header of more than {_MAX_HEADER} bytes "
+                f"at byte {self.position}"
             )
         buffer = bytearray(size)
         self._last = bytes(buffer[: self._fill(memoryview(buffer))])
         return self._last
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> None:
-        """Pass over what was not read. Raises FormatError for a way back."""
+        """Pass over bytes that were not read. Raises FormatError for a way back."""
         count = position - self.position
         if count < 0 or whence != io.SEEK_SET:
             raise FormatError(f"{self._name} is damaged: its headers contradict each other")

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
+from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.lock import PRIVATE, held, make_directory, store_errors
 from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
-LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 MAX_INDEX_SIZE = 64 * 1024 * 1024
 _NAMES = (  # in order: what containerd exports has the tag alone as ref.name
     mediatype.CONTAINERD_NAME,

@@ -101,7 +101,7 @@ def test_a_reader_that_leaves_is_told(here):
     shell = f"{' '.join(PROGRAM)} save tiny -o - | head -c 1000 | wc -c; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (1, "1000")
-    assert "has gone before its end" in done.stderr
+    assert "has closed it before its end" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -13,9 +13,9 @@ import threading
 
 import pytest
 
-from clowder_aimage.archive import load, save
-from clowder_aimage.archive.file import whole_file
 from clowder_aimage.content import bytes_body
+from clowder_aimage.content.atomic_file import atomic_file
+from clowder_aimage.content.tar import tar_header
 from clowder_aimage.errors import (
     FormatError,
     NotFoundError,
@@ -24,7 +24,9 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.load import load
 from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.save import save
 from tests.content import artifact
 
 
@@ -83,7 +85,7 @@ def put_index(layout, name, *children, absent=()):
 
 def test_there_and_back(here, there, file):
     made = artifact.put_artifact(here, "a.b/x:v1", b"one", b"", b"x" * 3_000_001)
-    saved = save(here, names("a.b/x:v1"), file, hashed=True)
+    saved = save(here, names("a.b/x:v1"), file, is_hashed=True)
     assert saved.size == file.stat().st_size
     assert saved.digest == Digest("sha256", hashlib.sha256(file.read_bytes()).hexdigest())
     loaded = load(there, file)
@@ -121,7 +123,7 @@ def test_the_same_content_is_the_same_file(here, there, file):
         for layer in order:
             artifact.put_artifact(layout, f"x:{layer.decode()}", layer)
     other = file.with_name("y.tar")
-    digest = save(here, names("x:1", "x:2"), file, hashed=True).digest
+    digest = save(here, names("x:1", "x:2"), file, is_hashed=True).digest
     assert save(there, names("x:2", "x:1", "x:2"), other).digest is None
     assert file.read_bytes() == other.read_bytes()
     assert str(digest) == GOLDEN
@@ -144,13 +146,11 @@ def test_sha512_takes_a_pax_header(here, there, file):
 
 
 def test_a_size_beyond_ustar_has_a_pax_header():
-    from clowder_aimage.archive.save import _header
-
-    header = _header("blobs/sha256/x", size=8 << 30, mode=0o644)
+    header = tar_header("blobs/sha256/x", size=8 << 30, mode=0o644)
     with tarfile.open(fileobj=io.BytesIO(header)) as tar:
         assert tar.next().size == 8 << 30
     assert b"size=8589934592\n" in header
-    assert b"size" not in _header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
+    assert b"size" not in tar_header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
 
 
 def test_a_digest_is_a_name_too(here, there, file):
@@ -170,7 +170,7 @@ def test_an_index_with_all_that_is_there(here, there, file):
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"3")])
     made = put_index(here, "all", kept, inner, absent=[away])
     saved = save(here, names("all"), file)
-    assert [left.digest for left in saved.left_out] == [away.digest]
+    assert [left.digest for left in saved.absent] == [away.digest]
     loaded = load(there, file)
     assert loaded.problem is None
     assert (loaded.names[0][1].digest, loaded.blobs) == (made.digest, 4)
@@ -222,8 +222,11 @@ def test_a_file_that_exists_is_replaced_whole(here, file):
 def test_what_a_killed_save_left_is_removed_by_the_next_one(here, file):
     """And nothing else: not what another process is writing, nor what is called otherwise."""
     artifact.put_artifact(here, "x", b"1")
-    left, busy = (file.with_name(f".x.tar.{digit * 8}") for digit in "1a")
-    others = [file.with_name(name) for name in (".x.tar.1234567", ".y.tar.12345678", ".x.tar.old")]
+    left, busy = (file.with_name(f".x.tar.{digit * 16}") for digit in "1a")
+    others = [
+        file.with_name(name)
+        for name in (".x.tar.123456789abcdef", ".y.tar.123456789abcdef0", ".x.tar.old")
+    ]
     for path in (left, busy, *others):
         path.write_text("half")
     with busy.open("rb") as writing:
@@ -242,7 +245,7 @@ def test_two_saves_to_one_file(here, file, monkeypatch):
     artifact.put_artifact(here, "x", b"1")
     for flock in (fcntl.flock, lambda fd, operation: None):
         monkeypatch.setattr(fcntl, "flock", flock)
-        with whole_file(file, 1, hashed=False) as outer:
+        with atomic_file(file, removes_leftovers=True) as outer:
             save(here, names("x"), file)
             outer.write(b"1")
         assert file.read_bytes() == b"1"
@@ -290,7 +293,7 @@ def test_gzip_is_read_as_it_comes(here, there, file):
     assert load(there, file).names
     assert blobs(there) == blobs(here)
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(FormatError, match="not whole"):
+    with pytest.raises(FormatError, match="not complete"):
         load(ImageLayout(file.parent / "new"), file)
 
 

@@ -21,6 +21,10 @@ REMEDIES = {
     "the same one",
     "layer_of_other_type": "--layer is for other media types",
     "name_adapter": "--adapter NAME=PATH names it",
+    "layout_as_store": "a layout in a directory is used with --store",
+    "load_as": "give it one: aimage load FILE --as NAME",
+    "load_decompressed": "unpack it on the way: {tool} -dc FILE | aimage load -",
+    "load_without_as": "load it without --as, and use 'aimage tag'",
     "no_layers": "leave --component and --include out to fetch all of it",
     "no_variant": "leave --variant out to have what is there",
     "store_directory": "name a directory with --store",
@@ -31,6 +35,7 @@ REMEDIES = {
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "
     "--token-file",
+    "pull_whole": "to fetch all of them: aimage pull --whole {reference}",
     "registry_without_token": "listen on 127.0.0.1, ask for a token with --token-file, or accept "
     "that with --allow-remote",
     "login": "log in with: aimage login {registry}",

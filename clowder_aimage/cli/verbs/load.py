@@ -25,7 +25,7 @@ def load(file: str, name: str | None) -> None:
     FILE may be compressed with gzip; - is stdin. Every blob is verified before it gets its name
     in the store, and a name is given once all that it needs is there.
     """
-    from clowder_aimage.archive import load as load_archive
+    from clowder_aimage.load import load as load_archive
 
     chosen = settings()
     wanted = None if name is None else _wanted(name)

@@ -15,7 +15,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.archive import SaveResult
+    from clowder_aimage.save import SaveResult
 
 
 @click.command(short_help="Write AImages to a tar file.")
@@ -35,7 +35,7 @@ def save(refs: tuple[str, ...], file: str) -> None:
     Blobs that they share are in it once. Each is verified on the way. FILE is there whole or not
     at all; one that exists is replaced. The same content makes the same bytes.
     """
-    from clowder_aimage.archive import save as save_archive
+    from clowder_aimage.save import save as save_archive
 
     chosen = settings()
     references = [Reference.parse(ref) for ref in refs]
@@ -43,13 +43,13 @@ def save(refs: tuple[str, ...], file: str) -> None:
     subject = references[0] if len(references) == 1 else None
     with Progress("saving", subject, quiet=chosen.quiet) as progress:
         saved = save_archive(
-            chosen.layout, references, target, hashed=chosen.as_json, on_event=progress.on_event
+            chosen.layout, references, target, is_hashed=chosen.as_json, on_event=progress.on_event
         )
-    if saved.left_out:
-        digests = ", ".join(str(left.digest) for left in saved.left_out)
-        are = "is" if len(saved.left_out) == 1 else "are"
+    if saved.absent:
+        digests = ", ".join(str(left.digest) for left in saved.absent)
+        are = "is" if len(saved.absent) == 1 else "are"
         progress.note(
-            f"left out: {plural(len(saved.left_out), 'manifest')} of an index that {are} not "
+            f"left out: {plural(len(saved.absent), 'manifest')} of an index that {are} not "
             f"in the store: {digests}"
         )
     progress.say("saved")

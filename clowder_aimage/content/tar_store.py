@@ -1,0 +1,335 @@
+"""An OCI image layout in a tar (OCI image-spec, image-layout.md), written and read as a stream.
+
+Nothing is extracted by its path: a member is a name, a size and bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import io
+import os
+import stat
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from clowder_aimage.content.atomic_file import DISK_FULL
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.content.copy_plan import CopyPlan
+from clowder_aimage.content.store import LAYOUT_FILE, Body, CopyOptions, Source, Target
+from clowder_aimage.content.tar import TarReader, tar_header
+from clowder_aimage.content.verified_reader import VerifyingReader, readinto
+from clowder_aimage.errors import AImageError, FormatError, NoSpaceError, NotFoundError, StoreError
+from clowder_aimage.oci import Descriptor, Digest, Reference
+
+_END = bytes(2 * tarfile.BLOCKSIZE)  # POSIX pax, "ustar Interchange Format": two blocks of zeros
+_MIN_UNPACKED = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is checked
+_MAX_RATIO = 200  # weights do not shrink to a hundredth; the limit of deflate is 1032
+_TRAILER = 1024 * 1024  # bytes that are read after the end, as tar pads its last record
+_GZIP = b"\x1f\x8b"
+_GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
+_COMPRESSIONS = {b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+_KINDS = {
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a named pipe",
+}
+
+
+def write_error(error: OSError, name: object) -> AImageError:
+    """Return the error to raise when an archive cannot be written."""
+    if error.errno in DISK_FULL:
+        return NoSpaceError(
+            f"no space left for the archive {name}",
+            hint="free some space, or write it to another disk",
+        )
+    if error.errno == errno.EPIPE:
+        return StoreError(f"the reader of the archive {name} has closed it before its end")
+    return StoreError(f"cannot write the archive {name}: {error.strerror or error}")
+
+
+class TarTarget(Target):
+    """A tar that is written in one pass, and is the same for the same content.
+
+    The index and the documents of ``plan`` come first, parents before children, so that a reader of
+    the stream knows what follows; then the blobs in the order of their digests.
+    """
+
+    def __init__(self, index: bytes, plan: CopyPlan) -> None:
+        self._documents = {
+            content.digest: document.raw
+            for content, document in reversed(plan.documents)
+            if document.raw != index
+        }
+        self._blobs = [
+            blob
+            for blob in sorted(plan.blobs, key=lambda blob: blob.digest)
+            if blob.digest not in self._documents
+        ]
+        digests = [*self._documents, *(blob.digest for blob in self._blobs)]
+        directories = ["blobs", *sorted({f"blobs/{digest.algorithm}" for digest in digests})]
+        self._head = b"".join(
+            [
+                _small_file("oci-layout", LAYOUT_FILE),
+                _small_file("index.json", index),
+                *(tar_header(name, type=tarfile.DIRTYPE, mode=0o755) for name in directories),
+                *(_small_file(_name(digest), raw) for digest, raw in self._documents.items()),
+            ]
+        )
+        self._file: BinaryIO | None = None
+        self._file_name: object = ""
+        self._hasher: Any = None
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the archive."""
+        blobs = sum(
+            len(_header(blob)) + blob.size + len(_padding(blob.size)) for blob in self._blobs
+        )
+        return len(self._head) + blobs + len(_END)
+
+    @property
+    def digest(self) -> Digest | None:
+        """Return the digest of all bytes that were written, where they were hashed."""
+        return Digest("sha256", self._hasher.hexdigest()) if self._hasher else None
+
+    def open_file(self, file: BinaryIO, name: object, *, is_hashed: bool) -> None:
+        """Write to ``file``, an unbuffered stream that errors call ``name``."""
+        self._file, self._file_name = file, name
+        self._hasher = hashlib.sha256() if is_hashed else None
+
+    def resolve(self, reference: Reference, /) -> Descriptor:
+        raise NotFoundError(f"no {reference} can be read from an archive that is written")
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return content.digest in self._documents
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        raise NotFoundError(f"no {content.digest} can be read from an archive that is written")
+
+    def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
+        """Do nothing: the documents and names are written before the blobs."""
+
+    def tag(self, content: Descriptor, reference: Reference, /) -> None:
+        """Do nothing: the names are in the index."""
+
+    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+        buffer = new_buffer()
+        self._write(self._head)
+        for blob in self._blobs:
+            options.on_event(CopyEvent("start", blob, blob.size))
+            self._write(_header(blob))
+            with VerifyingReader(source.open(blob), blob) as reader:
+                while count := reader.readinto(buffer):
+                    self._write(buffer[:count])
+                    options.on_event(CopyEvent("progress", blob, count))
+            self._write(_padding(blob.size))
+            options.on_event(CopyEvent("done", blob, blob.size))
+        self._write(_END)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._file is not None  # noqa: S101 - open_file comes first
+        if self._hasher is not None:
+            self._hasher.update(data)
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise write_error(error, self._file_name) from error
+
+
+def _name(digest: Digest) -> str:
+    return f"blobs/{digest.algorithm}/{digest.encoded}"
+
+
+def _header(blob: Descriptor) -> bytes:
+    return tar_header(_name(blob.digest), size=blob.size, mode=0o644)
+
+
+def _small_file(name: str, data: bytes) -> bytes:
+    return tar_header(name, size=len(data), mode=0o644) + data + _padding(len(data))
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % tarfile.BLOCKSIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """A regular file in an archive.
+
+    ``name`` has no ``.`` and no ``..``. ``open`` gives its ``size`` bytes, once, until the next
+    member is read.
+    """
+
+    name: tuple[str, ...]
+    size: int
+    open: Callable[[], BinaryIO]
+
+
+class _Input(io.RawIOBase):
+    """The bytes of ``file``, an unbuffered stream, counted; the first can be read before."""
+
+    def __init__(self, file: BinaryIO, name: str, on_read: Callable[[int], None]) -> None:
+        self.name = name
+        self._file = file
+        self._on_read = on_read
+        self._front = b""
+        self.count = 0
+        status = os.fstat(file.fileno())
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else 0  # 0: unknown
+
+    def readable(self) -> bool:
+        return True
+
+    def peek(self, count: int) -> bytes:
+        """Return the first ``count`` bytes, or all of a shorter file."""
+        buffer = memoryview(bytearray(count))
+        while len(self._front) < count and (read := self._fill(buffer[len(self._front) :])):
+            self._front += buffer[len(self._front) :][:read]
+        return self._front
+
+    def _fill(self, view: memoryview) -> int:
+        try:
+            return readinto(self._file, view)
+        except OSError as error:
+            raise StoreError(f"cannot read {self.name}: {error.strerror or error}") from error
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)
+        if self._front:
+            count = min(len(view), len(self._front))
+            view[:count], self._front = self._front[:count], self._front[count:]
+        else:
+            count = self._fill(view)
+        self._passed(count)
+        return count
+
+    def skip(self, count: int) -> bool:
+        """Pass over bytes without reading them; return False where that is not possible."""
+        if not self.size:
+            return False
+        front = min(count, len(self._front))
+        self._front = self._front[front:]
+        self._file.seek(count - front, os.SEEK_CUR)
+        self._passed(count)
+        return True
+
+    def _passed(self, count: int) -> None:
+        self.count += count
+        self._on_read(count)
+
+
+class TarStream:
+    """The members of an archive, plain or compressed with gzip, that is read once and not trusted.
+
+    Args:
+        file: An unbuffered stream.
+        name: What errors call it.
+        on_read: Called with the number of bytes read.
+
+    Raises:
+        FormatError: a compression that is not supported.
+        StoreError: it cannot be read.
+    """
+
+    def __init__(
+        self, file: BinaryIO, name: str, on_read: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self.name = name
+        self._input = _Input(file, name, on_read)
+        front = self._input.peek(6)
+        for magic, tool in _COMPRESSIONS.items():
+            if front.startswith(magic):
+                raise FormatError(
+                    f"{name} is compressed with {tool}, which is not read here",
+                    remedy="load_decompressed",
+                    tool=tool,
+                )
+        self._is_packed = front.startswith(_GZIP)
+        packed = gzip.GzipFile(fileobj=self._input, mode="rb") if self._is_packed else self._input
+        self._stream = cast(BinaryIO, packed)
+        skip = (lambda _: False) if self._is_packed else self._input.skip
+        self._tar = TarReader(self._read, name, hint="copy or save it again", skip=skip)
+        self._unpacked = 0  # bytes
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file; 0 where they are not known before."""
+        return self._input.size
+
+    def members(self) -> Iterator[TarMember]:
+        """Yield the regular files in the archive, in its order.
+
+        Raises:
+            FormatError: it is not a tar, breaks off, or has members that no layout has: links,
+                devices, names that lead out of it.
+            StoreError: it cannot be read.
+        """
+        for found in self._tar.members():
+            if (member := self._member(found)) is not None:
+                yield member
+        buffer, left = new_buffer(), _TRAILER  # a writer into a pipe must not fail at the end
+        while left > 0 and (count := self._input.readinto(buffer)):
+            left -= count
+
+    def _member(self, found: tarfile.TarInfo) -> TarMember | None:
+        """Return the member of a header; None for a directory. Raises FormatError."""
+        parts = tuple(part for part in found.name.split("/") if part not in ("", "."))
+        where = f"{self.name} has {found.name[:200]!r}"
+        if found.name.startswith("/") or ".." in parts:
+            raise FormatError(f"{where}, a name that leads out of it: it is refused")
+        if found.isdir():
+            return None
+        if found.issparse():
+            raise FormatError(f"{where}, a sparse file: it is refused")
+        if not found.isreg():
+            kind = _KINDS.get(found.type, f"an entry of the kind {found.type!r}")
+            raise FormatError(f"{where}, {kind}: no OCI image layout has any")
+        end = self._tar.position + found.size
+        if found.size < 0 or (self.size and not self._is_packed and end > self.size):
+            raise FormatError(
+                f"{where} with {found.size} bytes, more than there are: it is damaged or incomplete"
+            )
+        return TarMember(parts, found.size, lambda: cast(BinaryIO, _Section(self._tar, found.size)))
+
+    def _read(self, view: memoryview) -> int:
+        """Read some unpacked bytes; return 0 at the end."""
+        try:
+            count = readinto(self._stream, view)
+        except _GZIP_ERRORS as error:
+            raise FormatError(f"{self.name} is not complete, or not gzip: {error}") from None
+        self._unpacked += count
+        limit = max(_MIN_UNPACKED, _MAX_RATIO * self._input.count)
+        if self._is_packed and self._unpacked > limit:
+            raise FormatError(
+                f"{self.name} unpacks to more than {_MAX_RATIO} times its size",
+                remedy="load_decompressed",
+                tool="gzip",
+            )
+        return count
+
+
+class _Section(io.RawIOBase):
+    """The next ``size`` bytes of a tar."""
+
+    def __init__(self, tar: TarReader, size: int) -> None:
+        self._tar = tar
+        self._left = size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: self._left]
+        self._tar.read_exactly(view)
+        self._left -= len(view)
+        return len(view)

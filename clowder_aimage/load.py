@@ -1,0 +1,351 @@
+"""load: an OCI image layout in a tar into a layout, blob by blob, each verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from clowder_aimage.content import CopyPlan, copy, plan_copy
+from clowder_aimage.content.fetch import check_space
+from clowder_aimage.content.graph import UNKNOWN, is_document, read_document, successors
+from clowder_aimage.content.store import Lease
+from clowder_aimage.content.tar_store import TarMember, TarStream
+from clowder_aimage.content.verified_reader import check_size, verify
+from clowder_aimage.errors import (
+    ContentError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.index import MAX_INDEX_SIZE, entry_name
+from clowder_aimage.layout.stored_aimage import inflate, interpret
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Manifest, Reference
+from clowder_aimage.oci.descriptor import MAX_SIZE
+from clowder_aimage.oci.strict_json import read_json
+
+_MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
+_MAX_ENTRIES = 4096  # each name is a durable write of its own
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Names that were given, and counts of blobs that were stored and that were there already.
+
+    ``unnamed`` are entries without a name, as text; ``problem`` says why names were not given.
+    """
+
+    names: tuple[tuple[Reference, Descriptor], ...]
+    unnamed: tuple[str, ...]
+    blobs: int
+    skipped: int
+    problem: ContentError | None
+
+
+def load(
+    layout: ImageLayout,
+    archive: Path | BinaryIO,
+    name: Reference | None = None,
+    *,
+    on_plan: Callable[[int], None] = lambda size: None,
+    on_read: Callable[[int], None] = lambda count: None,
+) -> LoadResult:
+    """Store the content of an archive and give it its names, when all that they need is there.
+
+    Args:
+        layout: The store.
+        archive: A path or an unbuffered stream, read once.
+        name: The name to give, instead of those in the archive.
+        on_plan: Called with the number of bytes to read, once it is known.
+        on_read: Called with the number of bytes read.
+
+    Raises:
+        UsageError: no entry has a name, or several manifests would have the one name.
+        NotFoundError: there is no such archive.
+        FormatError: it is not a layout in a tar, or has members that no layout has.
+        VerificationError: a blob differs from its digest; it was not stored.
+        NoSpaceError: it would not fit.
+        StoreError: the archive cannot be read, or the layout cannot be written.
+    """
+    with _open(archive) as (file, file_name):
+        tar = TarStream(file, file_name, on_read)
+        if tar.size:
+            on_plan(tar.size)
+        with layout.lease() as lease, layout.batch():
+            loader = _Loader(layout, lease, tar, name, None if tar.size else on_plan)
+            return loader.run()
+
+
+@contextmanager
+def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
+    """Open an archive as an unbuffered stream, and return what errors call it."""
+    if not isinstance(archive, Path):
+        yield archive, "the archive on stdin"
+        return
+    try:
+        file = archive.open("rb", buffering=0)
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no archive {archive}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{archive} is a directory", remedy="layout_as_store") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {archive}: {error.strerror or error}") from error
+    with file:
+        yield cast(BinaryIO, file), str(archive)
+
+
+class _Loader:
+    """One archive on its way in. ``on_plan`` is for one whose size is not known before."""
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        lease: Lease,
+        tar: TarStream,
+        name: Reference | None,
+        on_plan: Callable[[int], None] | None,
+    ) -> None:
+        self._layout = layout
+        self._lease = lease
+        self._tar = tar
+        self._name = name
+        self._on_plan = on_plan
+        self._files: dict[str, bytes] = {}  # beside the blobs
+        self._roots: list[Descriptor] = []
+        self._names: dict[Reference, Descriptor] = {}
+        self._expected: dict[Digest, Descriptor] = {}  # by the documents that were read
+        self._documents: set[Digest] = set()
+        self._seen: set[Digest] = set()
+        self._stored: set[Digest] = set()
+        self._is_planned = False
+
+    def run(self) -> LoadResult:
+        for member in self._tar.members():
+            self._read_member(member)
+        if not self._roots:
+            raise FormatError(
+                f"{self._tar.name} is no OCI image layout: it has no index.json",
+                hint="what older dockers save can be turned into one: "
+                "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
+            )
+        names, problems = self._give_names()
+        problem = None
+        if problems:
+            problem = VerificationError(
+                f"{self._tar.name} is not complete: {'; '.join(problems[:20])}",
+                hint="the content that was read is kept; complete artifacts have their names",
+            )
+        stored = self._stored - self._documents
+        skipped = self._seen - self._documents - stored
+        named = set(self._names.values())
+        unnamed = [_describe(root) for root in self._roots if root not in named]
+        return LoadResult(tuple(names), tuple(unnamed), len(stored), len(skipped), problem)
+
+    # -- members
+
+    def _read_member(self, member: TarMember) -> None:
+        """Store what belongs to a layout; other files are passed over."""
+        if not member.name or member.name[-1].startswith("._"):
+            return  # what macOS's tar adds to each file
+        if member.name == ("oci-layout",):
+            _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self._tar.name)
+        elif member.name == ("index.json",):
+            self._read_index(self._read_small(member, MAX_INDEX_SIZE))
+        elif member.name[0] == "blobs":
+            self._read_blob(self._digest(member), member)
+
+    def _read_small(self, member: TarMember, limit: int) -> bytes:
+        """Read a small file. Raises FormatError where it is large, or differs from an earlier."""
+        (name,) = member.name
+        if member.size > limit:
+            raise FormatError(f"{name} in {self._tar.name} has {member.size} bytes, over {limit}")
+        with member.open() as file:
+            data = file.read(member.size)
+        if self._files.setdefault(name, data) != data:
+            raise FormatError(f"{self._tar.name} has {name} twice, and not the same")
+        return data
+
+    def _read_index(self, data: bytes) -> None:
+        self._roots = _entries(data, self._tar.name)
+        self._names = _choose_names(self._roots, self._name, self._tar.name)
+        self._expect(self._roots)
+
+    def _expect(self, contents: Iterable[Descriptor]) -> None:
+        for content in contents:
+            check_size(self._expected.setdefault(content.digest, content), content.size)
+
+    def _digest(self, member: TarMember) -> Digest:
+        try:
+            _, algorithm, encoded = member.name
+            return Digest(algorithm, encoded)
+        except (ValueError, FormatError):
+            name = "/".join(member.name)[:200]
+            raise FormatError(f"{self._tar.name} has {name!r}: no blob is called so") from None
+
+    def _read_blob(self, digest: Digest, member: TarMember) -> None:
+        content = self._expected.get(digest) or Descriptor(UNKNOWN, digest, member.size)
+        limit = MAX_MANIFEST_SIZE if is_document(content) else MAX_SIZE
+        if member.size > limit:
+            raise FormatError(f"{digest} in {self._tar.name} has {member.size} bytes, over {limit}")
+        try:
+            check_size(content, member.size)
+            self._store(content, member)
+        except VerificationError as error:
+            raise VerificationError(
+                f"{self._tar.name} is damaged: {error.message}", hint="copy or save it again"
+            ) from None
+        if is_document(content):
+            self._expect(successors(read_document(self._layout, content)))
+
+    def _store(self, content: Descriptor, member: TarMember) -> None:
+        """Store a blob, or verify one that came before. Raises VerificationError."""
+        if content.digest in self._seen:
+            verify(member.open(), content)
+            return
+        self._seen.add(content.digest)
+        self._lease.add(content.digest)  # until it is named
+        if self._layout.exists(content):
+            return
+
+        def body(_: int = 0, /) -> BinaryIO:
+            return member.open()
+
+        self._check_space(content)
+        self._layout.push(content, body)
+        self._stored.add(content.digest)
+
+    def _check_space(self, content: Descriptor) -> None:
+        """Raise NoSpaceError where the rest would not fit: all of it, once that is known."""
+        coming = [content]
+        if content.digest in self._expected and not is_document(content) and not self._is_planned:
+            self._is_planned = True
+            expected = self._expected.values()
+            coming = [each for each in expected if not self._layout.exists(each)]
+            if self._on_plan is not None:
+                self._on_plan(sum(each.size for each in expected))
+        check_space(coming, self._layout)
+
+    # -- names
+
+    def _give_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
+        """Give the names of which all content is there; return them, and why others were not."""
+        named, problems = [], []
+        for reference, root in self._names.items():
+            try:
+                self._lease.add(root.digest)
+                missing, plan = self._plan(root)
+                if plan is None or missing:
+                    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                    problems.append(f"{reference} lacks {missing[0].digest}{more}")
+                    continue
+                copy(self._layout, reference, self._layout, plan=plan)
+                self._inflate(plan)
+            except ContentError as error:
+                problems.append(f"{reference}: {error.message}")
+            else:
+                named.append((reference, root))
+        return named, problems
+
+    def _plan(self, root: Descriptor) -> tuple[list[Descriptor], CopyPlan | None]:
+        """Plan the naming of ``root``, and return what is missing for it."""
+        if not self._layout.exists(root):
+            return [root], None
+        plan = plan_copy(self._layout, root, is_sparse=True)
+        self._documents |= {content.digest for content, _ in plan.documents}
+        self._lease.add(*plan.digests)
+        if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
+            return list(plan.absent), plan  # an index may lack manifests, but not all of them
+        return plan.missing(self._layout), plan
+
+    def _inflate(self, plan: CopyPlan) -> None:
+        """Unpack blobs that another tool has compressed, where it is an AImage."""
+        root, document = plan.documents[-1]
+        if isinstance(document, Manifest):
+            try:
+                stored = interpret(self._layout, root, document)
+            except FormatError:
+                return  # another kind of artifact: kept as it is
+            inflate(self._layout, stored)
+
+
+def _check_version(raw: bytes, archive: str) -> None:
+    try:
+        version = read_json(raw, "oci-layout")["imageLayoutVersion"]
+    except (FormatError, LookupError, TypeError):
+        version = None
+    if version != "1.0.0":
+        raise FormatError(f"oci-layout in {archive} does not say version 1.0.0")
+
+
+def _entries(raw: bytes, archive: str) -> list[Descriptor]:
+    """Parse the entries of index.json, at least one. Raises FormatError."""
+    try:
+        value: Any = read_json(raw, "index.json")
+    except FormatError:
+        value = None
+    entries = value.get("manifests") if isinstance(value, dict) else None
+    if not isinstance(entries, list):
+        raise FormatError(f"the index.json of {archive} is not an OCI index")
+    if not 0 < len(entries) <= _MAX_ENTRIES:
+        raise FormatError(
+            f"the index.json of {archive} lists {len(entries)} manifests, not 1 to {_MAX_ENTRIES}"
+        )
+    return [Descriptor.from_json(entry, f"index.json of {archive}") for entry in entries]
+
+
+def _choose_names(
+    entries: list[Descriptor], name: Reference | None, archive: str
+) -> dict[Reference, Descriptor]:
+    """Return the names to give: ``name``, or those of the entries.
+
+    Raises:
+        UsageError: there is none, or more than one manifest for ``name``.
+        FormatError: a name has two manifests.
+    """
+    if name is not None:
+        if len({entry.digest for entry in entries}) > 1:
+            raise UsageError(
+                f"{archive} has {len(entries)} entries, and one name can be given: "
+                + ", ".join(map(_describe, entries[:20])),
+                remedy="load_without_as",
+            )
+        return {name: entries[0]}
+    names: dict[Reference, Descriptor] = {}
+    for entry in entries:
+        reference = _reference(entry)
+        if reference and names.setdefault(reference, entry).digest != entry.digest:
+            raise FormatError(
+                f"{archive} calls both {names[reference].digest} and {entry.digest} {reference}"
+            )
+    if not names:
+        raise UsageError(
+            f"{archive} has no name for {', '.join(map(_describe, entries[:20]))}",
+            remedy="load_as",
+        )
+    return names
+
+
+def _reference(entry: Descriptor) -> Reference | None:
+    """Return the name of an entry, where it has one that is valid here.
+
+    Raises:
+        FormatError: the name has the digest of another manifest.
+    """
+    try:
+        reference = Reference.parse(entry_name(entry.annotations))
+    except UsageError:
+        return None
+    if reference.digest not in (None, entry.digest):
+        raise FormatError(f"{entry.digest} is called {reference}, which is another digest")
+    return reference
+
+
+def _describe(entry: Descriptor) -> str:
+    """Return the digest of an entry, and its name where it has one."""
+    name = entry_name(entry.annotations)
+    return f"{entry.digest} ({name[:100]!r})" if name else str(entry.digest)

@@ -1,0 +1,204 @@
+"""save: artifacts of a layout into one tar, which is the same for the same content."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
+from clowder_aimage.content.atomic_file import atomic_file
+from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.tar_store import TarTarget, write_error
+from clowder_aimage.content.verified_reader import check_size
+from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
+from clowder_aimage.layout.lock import store_errors
+from clowder_aimage.layout.stored_aimage import hold, read_aimage
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
+from clowder_aimage.oci.manifest import encode, parse_document
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """An archive of ``size`` bytes, with its ``digest`` where that was requested.
+
+    ``absent`` are manifests of indexes that the store does not have.
+    """
+
+    size: int
+    digest: Digest | None
+    names: tuple[tuple[Reference, Descriptor], ...]
+    absent: tuple[Descriptor, ...]
+
+
+def save(
+    layout: ImageLayout,
+    references: Sequence[Reference],
+    target: Path | BinaryIO,
+    *,
+    is_hashed: bool = False,
+    on_event: OnEvent = ignore,
+) -> SaveResult:
+    """Write what ``references`` name, and all that it needs, as an OCI image layout in a tar.
+
+    Each blob is in it once, verified as it is read. Manifests of an index that are not in the
+    layout are left out.
+
+    Args:
+        layout: The store.
+        references: The names; they have the same order in every archive.
+        target: A path, where the archive appears when it is complete, or an unbuffered stream.
+        is_hashed: Return the digest of the archive itself.
+        on_event: The listener.
+
+    Raises:
+        UsageError: two manifests would have one name.
+        NotFoundError: a name, or content that it needs, is not in the layout.
+        VerificationError, FormatError: content differs from its digest, or is malformed.
+        NoSpaceError: it would not fit.
+        StoreError: the layout cannot be read, or the archive cannot be written.
+    """
+    with layout.lease() as lease:
+        names = _resolve(layout, references, lease)
+        plans = [_plan(layout, reference, root, lease) for reference, root in names]
+        documents = {
+            content.digest: (content, document)
+            for plan in plans
+            for content, document in reversed(plan.documents)
+        }
+        index = encode(
+            {
+                "schemaVersion": 2,
+                "mediaType": mediatype.OCI_INDEX,
+                "manifests": [_entry(name, *documents[root.digest]) for name, root in names],
+            }
+        )
+        plan = _merge(plans, documents, index)
+        archive = TarTarget(index, plan)
+        with _output(target, archive.size) as (file, name), store_errors(layout.root):
+            archive.open_file(file, name, is_hashed=is_hashed)
+            copy(layout, names[0][0], archive, on_event=on_event, plan=plan)
+    for _, root in names:
+        layout.use(root)
+    return SaveResult(archive.size, archive.digest, tuple(names), plan.absent)
+
+
+def _resolve(
+    layout: ImageLayout, references: Sequence[Reference], lease: Lease
+) -> list[tuple[Reference, Descriptor]]:
+    """Return the names in the archive, sorted, and their roots; a tag wins over the digest."""
+    names: dict[Reference, Descriptor] = {}
+    for reference in references:
+        name = replace(reference, digest=None) if reference.tag else reference
+        root = hold(layout, reference, lease)
+        if names.setdefault(name, root).digest != root.digest:
+            raise UsageError(f"{name} cannot name both {names[name].digest} and {root.digest}")
+    return sorted(names.items(), key=lambda named: str(named[0]))
+
+
+def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Lease) -> CopyPlan:
+    """Plan the copy of one name. Raises NotFoundError where content is missing."""
+    plan = plan_copy(layout, root, is_sparse=True)
+    lease.add(*plan.digests)
+    if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
+        raise NotFoundError(
+            f"no manifest of the index {reference} is in the store",
+            remedy="pull_whole",
+            reference=reference,
+        )
+    for blob in plan.missing(layout):
+        try:
+            check_size(blob, layout.path(blob).stat().st_size)
+        except NotFoundError:
+            _check_aimage(layout, reference)
+            raise
+    return plan
+
+
+def _check_aimage(layout: ImageLayout, reference: Reference) -> None:
+    """Raise NotFoundError with the components that are missing, where it is an AImage."""
+    try:
+        stored = read_aimage(layout, reference)
+    except AImageError:  # another kind of artifact, or an index
+        return
+    words = describe_missing(stored, check_stored(layout, stored))
+    raise NotFoundError(
+        f"{reference} is not complete: {words} of it are not in the store",
+        **completion(layout, reference, stored.descriptor),
+    ) from None
+
+
+def _entry(reference: Reference, root: Descriptor, document: Manifest | Index) -> dict[str, object]:
+    """Return an entry of index.json as the layout writes it for that name."""
+    entry = document.descriptor.to_json() | {"digest": str(root.digest)}
+    if isinstance(document, Manifest) and document.artifact_type:
+        entry["artifactType"] = document.artifact_type
+    name = str(reference)
+    return entry | {"annotations": {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}}
+
+
+def _merge(
+    plans: Sequence[CopyPlan],
+    documents: dict[Digest, tuple[Descriptor, Manifest | Index]],
+    index: bytes,
+) -> CopyPlan:
+    """Merge the plans of all names; the root of several is the index of the archive."""
+    ordered = list(reversed(documents.values()))
+    if len({plan.root.digest for plan in plans}) > 1:
+        root = Descriptor.of(mediatype.OCI_INDEX, index)
+        ordered.append((root, parse_document(index)))
+    blobs = {blob.digest: blob for plan in plans for blob in plan.blobs}
+    absent = {content.digest: content for plan in plans for content in plan.absent}
+    return CopyPlan(tuple(ordered), tuple(blobs.values()), absent=tuple(absent.values()))
+
+
+@contextmanager
+def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
+    """Open a stream of ``size`` bytes, and what errors call it.
+
+    A link is followed. A file appears when it is complete; another kind of file, such as a named
+    pipe, is written as it is.
+
+    Raises:
+        UsageError: the path is a directory.
+        NoSpaceError: it would not fit; nothing was written.
+        StoreError: it cannot be written.
+    """
+    if not isinstance(target, Path):
+        yield target, "on stdout"
+        return
+    final = Path(os.path.realpath(target))
+    try:
+        mode = final.stat().st_mode if final.exists() else None
+        if mode is not None and stat.S_ISDIR(mode):
+            raise UsageError(
+                f"{target} is a directory", hint=f"name a file in it: {target}/NAME.tar"
+            )
+        if mode is not None and not stat.S_ISREG(mode):
+            with final.open("wb", buffering=0) as pipe:
+                yield pipe, target
+            return
+        if not final.parent.is_dir():
+            raise StoreError(f"there is no directory {target.parent}")
+        free = shutil.disk_usage(final.parent).free
+        if size > free:
+            raise NoSpaceError(
+                f"the archive has {size} bytes, and {target.parent} has room for {free}",
+                hint="free some space, or write it to another disk",
+            )
+
+        def keep_mode(fd: int) -> None:
+            if mode is not None:
+                os.fchmod(fd, stat.S_IMODE(mode))
+
+        with atomic_file(final, prepare=keep_mode, removes_leftovers=True) as file:
+            yield file, target
+    except OSError as error:
+        raise write_error(error, target) from error
