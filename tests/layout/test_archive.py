@@ -225,7 +225,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_one(here, file):
     left, busy = (file.with_name(f".x.tar.{digit * 16}") for digit in "1a")
     others = [
         file.with_name(name)
-        for name in (".x.tar.123456789abcdef", ".y.tar.123456789abcdef0", ".x.tar.old")
+        for name in (".x.tar.123456789abcde", ".y.tar.123456789abcdef0", ".x.tar.old")
     ]
     for path in (left, busy, *others):
         path.write_text("half")
