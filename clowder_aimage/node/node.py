@@ -232,7 +232,7 @@ class Node:
 
     async def _load(self) -> None:
         directory, config = self.options.desired, self.config
-        assert directory is not None
+        assert directory is not None  # noqa: S101 - it is watched
         try:
             config.state = await asyncio.to_thread(read_directory, directory)
         except AImageError as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def routes(
     service: Service, node: Node, neighbours: Callable[[], list[dict[str, Any]]]
 ) -> list[Route]:
-    """Every route of this interface."""
+    """Return the node's routes."""
     api = NodeApi(service, node, neighbours)
     return [
         Route("GET", "/v1/node", api.status, INFER),
@@ -35,7 +35,7 @@ class _RetryBody(RequestBody):
 
 
 class NodeApi:
-    """The routes, over one node."""
+    """The requests that one node answers."""
 
     def __init__(
         self, service: Service, node: Node, neighbours: Callable[[], list[dict[str, Any]]]
@@ -43,7 +43,7 @@ class NodeApi:
         self._service, self._node, self._neighbours = service, node, neighbours
 
     async def status(self, _: web.Request) -> web.Response:
-        """Everything about the node (schemas: docs/api.md, "Node")."""
+        """Return the status of the node (docs/api.md, "Node")."""
         node, service = self._node, self._service
         reasons = await asyncio.to_thread(service.readiness.against, (), node.missing())
         reasons = node.against() + reasons
@@ -62,7 +62,7 @@ class NodeApi:
         return web.json_response(body)
 
     def _disk(self) -> dict[str, Any]:
-        """How full it is; without figures where it cannot be asked."""
+        """Return the usage of the disk, without figures where it cannot be measured."""
         try:
             return self._node.disk()
         except (StoreError, OSError):
@@ -71,7 +71,7 @@ class NodeApi:
             return unknown | {"high": marks.high, "low": marks.low}
 
     async def retry(self, request: web.Request) -> web.Response:
-        """Try again now: one model, or all. An empty body means all."""
+        """Retry one model now, or all for an empty body."""
         name = ""
         if (await request.read()).strip():
             name = (await read_body(request, _RetryBody)).ref

@@ -1,4 +1,4 @@
-"""How a node is set up: options, AIMAGE_NODE_..., "node" in the configuration, in this order."""
+"""The settings of a node: options, AIMAGE_NODE_..., "node" in the configuration, in this order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clowder_aimage.node.disk_usage import AGE, Watermarks
 from clowder_aimage.node.node import NodeOptions
 
 DEFAULT_ADDRESS = "127.0.0.1:8050"
-OFTEN = 1.0  # seconds: more often nothing is collected
+MIN_COLLECT = 1.0  # seconds between two collections
 
 
 def _upper(value: float) -> float:
@@ -29,14 +29,16 @@ def _lower(value: float) -> float:
 
 
 def _period(value: float) -> float:
-    if value < OFTEN:
+    if value < MIN_COLLECT:
         raise ValueError("at least 1 second")
     return value
 
 
 class NodeSettings(ServerSettings):
-    """What a node can be told. ``high`` and ``low`` are per cent of the disk, ``min_age`` and
-    ``collect`` are in seconds."""
+    """The settings of a node.
+
+    ``high`` and ``low`` are per cent of the disk, ``min_age`` and ``collect`` are in seconds.
+    """
 
     SECTION = "node"
     PREFIX = "AIMAGE_NODE_"
@@ -55,12 +57,12 @@ class NodeSettings(ServerSettings):
     def _check_marks(self) -> NodeSettings:
         if self.low > self.high:
             raise ValueError("low must not be above high")
-        if self.desired is not None and os.path.isfile(self.desired):
+        if self.desired is not None and os.path.isfile(self.desired):  # noqa: PTH113 - never raises
             raise ValueError(f"desired must be a directory, and {self.desired} is a file")
         return self
 
     @property
     def options(self) -> NodeOptions:
-        """For the node itself."""
+        """The options of the node itself."""
         marks = Watermarks(self.high / 100, self.low / 100, self.min_age)
         return NodeOptions(self.desired, self.prune, marks, self.collect)

@@ -68,7 +68,7 @@ def node(
 
 
 def _said(context: click.Context) -> str:
-    """An option of the daemon itself that was given."""
+    """Return an option of the daemon itself on the command line; else an empty text."""
     source = click.core.ParameterSource.COMMANDLINE
     for each in context.command.params:
         if each.name and context.get_parameter_source(each.name) == source:
