@@ -1,22 +1,34 @@
-"""The eviction of models from a node's store. All of it blocks but ``Evictor.prune``."""
+"""The eviction of models from a node's store. All of it blocks but ``Evictor.prune``.
+
+As kubelet does it ("Garbage collection", image lifecycle): above the watermark ``high`` the least
+recently used models are evicted until ``low`` is reached. Models that are specified, pinned, or
+leased by a running process stay.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Collection as Names
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.digest_scan import blobs
 from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import leased
-from clowder_aimage.node.disk_usage import Watermarks, relieve, stored
+from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.node.node_metric import NodeMetrics
 from clowder_aimage.node.pinner import is_own_pin
 from clowder_aimage.node.spec_store import SpecStore
@@ -24,7 +36,99 @@ from clowder_aimage.oci import Digest, Reference
 
 EVERY = 10.0  # seconds between two measurements of the disk
 OFTEN = 1.0  # seconds between two searches for names to prune
+GRACE = 60.0  # seconds that an unreferenced blob is left for lack of space
+STALE = 600.0  # seconds after which an interrupted download is removed then
+AGE = 120.0  # seconds after its last use in which a model stays, as in kubelet
 _log = logging.getLogger("aimage.node")
+
+
+class DiskReading(NamedTuple):
+    """The usage of a file system, in bytes."""
+
+    total: int
+    used: int
+    free: int
+
+    @property
+    def part(self) -> float:
+        """The used part for an ordinary user, as df has it."""
+        return self.used / max(1, self.used + self.free)
+
+
+def usage(root: Path) -> DiskReading:
+    """Measure the file system that the store is on, or will be."""
+    place = root
+    while not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - never raises
+        place = place.parent
+    found = shutil.disk_usage(place)
+    return DiskReading(found.total, found.used, found.free)
+
+
+def stored(root: Path) -> tuple[int, int]:
+    """Return the bytes of blobs and of interrupted downloads in a store."""
+    partial = 0
+    with contextlib.suppress(OSError), os.scandir(root / PRIVATE / "ingest") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                partial += entry.stat(follow_symlinks=False).st_blocks * 512
+    return sum(found.st_size for _, found in blobs(root)), partial
+
+
+@dataclass(slots=True)
+class Watermarks:
+    """The watermarks of a store's disk, as parts of it.
+
+    ``age``: seconds in which a model stays after its last use. ``measure`` returns the usage.
+    """
+
+    high: float = 0.85
+    low: float = 0.80
+    age: float = AGE
+    measure: Callable[[Path], DiskReading] = field(default=usage)
+
+    def excess(self, root: Path) -> int:
+        """Return the bytes to evict; 0 below the upper watermark."""
+        found = self.measure(root)
+        if found.part <= self.high:
+            return 0
+        return max(0, found.used - int(self.low * (found.used + found.free)))
+
+
+def relieve(
+    store: ImageLayout,
+    excess: int,
+    keep: Iterable[str],
+    *,
+    age: float = AGE,
+    is_all: bool = False,
+) -> Collection:
+    """Free ``excess`` bytes.
+
+    Unreferenced blobs go first, then names that are not in ``keep`` and were not used for ``age``
+    seconds, the least recently used first. With ``is_all`` no name goes if ``excess`` bytes cannot
+    be freed.
+
+    Raises:
+        StoreError, VerificationError: nothing could be collected.
+    """
+    plain = Collector(store, grace=GRACE, stale=STALE).run()
+    left = excess - plain.size - plain.partial_size
+    if left <= 0:
+        return plain
+    limit = max(0, plain.left_size - left)
+    latest = time.time() - age
+    young = (name for name, manifest in store.tags() if store.used(manifest) > latest)
+    patterns = [glob.escape(name) for name in (*keep, *(young if age else ()))]
+    if is_all:
+        would = Collector(store, grace=GRACE, dry_run=True).run(max_size=limit, keep=patterns)
+        if would.size < left:
+            return plain
+    done = Collector(store, grace=GRACE).run(max_size=limit, keep=patterns)
+    done.size += plain.size
+    done.blobs += plain.blobs
+    done.partials += plain.partials
+    done.partial_size += plain.partial_size
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +232,11 @@ class Evictor:
             self._service.news.tell_from_thread("gc", reason=reason, **facts)
 
     def _measure(self) -> None:
-        found, taken = self._marks.measure(self._store.root), stored(self._store.root)
+        found, (kept, partial) = self._marks.measure(self._store.root), stored(self._store.root)
         self._metrics.free.set(found.free)
         self._metrics.size.set(found.total)
-        self._metrics.bytes.labels("blob").set(taken.blobs)
-        self._metrics.bytes.labels("partial").set(taken.partial)
+        self._metrics.bytes.labels("blob").set(kept)
+        self._metrics.bytes.labels("partial").set(partial)
         self._metrics.images.set(sum(1 for _ in self._store.tags()))
 
     # -- names

@@ -20,8 +20,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout.gc import Collection
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.disk_usage import Watermarks
-from clowder_aimage.node.eviction import Evictor, indexed
+from clowder_aimage.node.eviction import Evictor, Watermarks, indexed
 from clowder_aimage.node.model_event import Signal, Specified
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_status import ModelStatus

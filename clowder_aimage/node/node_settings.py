@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from clowder_aimage.engine.settings import ServerSettings, Words, duration
-from clowder_aimage.node.disk_usage import AGE, Watermarks
+from clowder_aimage.node.eviction import AGE, Watermarks
 from clowder_aimage.node.node import NodeOptions
 
 DEFAULT_ADDRESS = "127.0.0.1:8050"

@@ -9,7 +9,7 @@ import pytest
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.disk_usage import Watermarks
+from clowder_aimage.node.eviction import Watermarks
 from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
 from tests.node.conftest import LiveNode, until
@@ -31,7 +31,7 @@ def disk(tmp_path):
 @pytest.fixture
 def old_blobs(monkeypatch):
     """Blobs are old enough to go."""
-    monkeypatch.setattr("clowder_aimage.node.disk_usage.GRACE", 0.0)
+    monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
 
 
 def put(store, name, size, used):

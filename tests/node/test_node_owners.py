@@ -11,7 +11,7 @@ import pytest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node import eviction
-from clowder_aimage.node.disk_usage import relieve
+from clowder_aimage.node.eviction import relieve
 from tests.node.nodes import MIB
 from tests.node.test_node_clock import Bench, want
 from tests.node.test_node_disk import names, put
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_not_nothing(tmp_path, shop, monkeypatch, when):
 
 
 def test_no_model_goes_for_one_that_would_not_fit_anyway(tmp_path, monkeypatch):
-    monkeypatch.setattr("clowder_aimage.node.disk_usage.GRACE", 0.0)
+    monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
     store = ImageLayout(tmp_path / "store")
     old, new = (put(store, name, 2 * MIB, at) for at, name in enumerate(("old", "new")))
     relieve(store, 5 * MIB, (), age=0.0, is_all=True)

@@ -23,7 +23,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.daemon import Daemon
-from clowder_aimage.node.disk_usage import DiskReading, Watermarks, relieve
+from clowder_aimage.node.eviction import DiskReading, Watermarks, relieve
 from clowder_aimage.node.model_spec import parse_specs
 from clowder_aimage.node.node import is_of
 from clowder_aimage.node.node_settings import NodeSettings
