@@ -32,6 +32,8 @@ _MESSAGES = ("note", "summary")  # events that are shown on terminals and in log
 _STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that takes no more
 _MIN_AGE = 0.5  # seconds until a copy, or a blob, gets a bar
 _MAX_BLOBS = 8
+_MIN_TITLE, _MAX_TITLE = 12, 40  # cells; the rest of the line is the bar's
+_FIGURES = 40  # cells of position, rate and time
 
 
 class ProgressView(Protocol):
@@ -67,10 +69,9 @@ class BarView:
         from rich.progress import Progress as Bars
         from rich.table import Column
 
-        def text(field: str, justify: Literal["left", "right"], **column: Any) -> TextColumn:
-            return TextColumn(
-                f"{{task.{field}}}", justify=justify, markup=False, table_column=Column(**column)
-            )
+        def text(field: str, justify: Literal["left", "right"], column: Column) -> TextColumn:
+            template = f"{{task.{field}}}"
+            return TextColumn(template, justify=justify, markup=False, table_column=column)
 
         class PlainConsole(Console):
             """A console that never hides the cursor, so that nothing must bring it back."""
@@ -78,12 +79,13 @@ class BarView:
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
                 return False
 
+        self._title = Column(no_wrap=True, overflow="ellipsis")
         self._bars = Bars(
-            text("description", "left", max_width=40, no_wrap=True, overflow="ellipsis"),
+            text("description", "left", self._title),
             BarColumn(),
-            text("fields[position]", "right", no_wrap=True),
-            text("fields[rate]", "right", no_wrap=True),
-            text("fields[eta]", "left", no_wrap=True),
+            text("fields[position]", "right", Column(no_wrap=True)),
+            text("fields[rate]", "right", Column(no_wrap=True)),
+            text("fields[eta]", "left", Column(no_wrap=True)),
             console=PlainConsole(file=stream, force_terminal=True, highlight=False),
             auto_refresh=False,
             transient=True,
@@ -96,6 +98,8 @@ class BarView:
     def update(self, meter: Meter) -> None:
         if meter.elapsed < _MIN_AGE:
             return
+        room = self._bars.console.width - _FIGURES
+        self._title.max_width = max(_MIN_TITLE, min(_MAX_TITLE, room * 6 // 10))
         count = f" {meter.finished}/{meter.blobs} blobs" if meter.blobs else ""
         self._total = self._show(
             self._total,
