@@ -1,4 +1,4 @@
-"""``aimage``: the group of all verbs, and what becomes of errors."""
+"""``aimage``: the group of all verbs, and its exit codes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from clowder_aimage.errors import AImageError
 # verb: (module, first line of its help); the module is imported when the verb is used
 VERBS = {
     "create": ("create", "Pack a model as an AImage."),
-    "convert": ("convert", "Make an AImage with other types of weights."),
-    "export": ("export", "Write an AImage as the directory it was made from."),
-    "validate": ("validate", "Check a document against its schema."),
-    "push": ("push", "Send an AImage to the registry in its name."),
-    "pull": ("pull", "Fetch an AImage from the registry in its name."),
-    "copy": ("copy", "Copy an AImage from a registry to a registry."),
+    "convert": ("convert", "Convert the weights of an AImage."),
+    "export": ("export", "Write an AImage as a model directory."),
+    "validate": ("validate", "Validate a document against its schema."),
+    "push": ("push", "Push an AImage to its registry."),
+    "pull": ("pull", "Pull an AImage from its registry."),
+    "copy": ("copy", "Copy an AImage from one registry to another."),
     "tags": ("tags", "List the tags of a repository in a registry."),
-    "attach": ("attach", "Attach files to what a registry holds."),
-    "referrers": ("referrers", "List what is attached."),
-    "run": ("run", "Make a picture from a prompt."),
-    "replay": ("replay", "Render a picture again and compare."),
+    "attach": ("attach", "Attach files to an artifact in a registry."),
+    "referrers": ("referrers", "List the artifacts attached to another."),
+    "run": ("run", "Generate a picture from a prompt."),
+    "replay": ("replay", "Generate a picture again, and compare."),
     "ls": ("ls", "List the AImages in the store."),
-    "show": ("show", "Show what an AImage consists of."),
-    "diff": ("diff", "Show how two AImages differ."),
-    "du": ("du", "Show what the names in the store take on disk."),
-    "df": ("df", "Show how full the store is."),
+    "show": ("show", "Show the content of an AImage."),
+    "diff": ("diff", "Show the differences of two AImages."),
+    "du": ("du", "Show the disk usage of each name."),
+    "df": ("df", "Show the disk space of the store."),
     "tag": ("tag", "Give an AImage another name."),
-    "rm": ("rm", "Forget a name."),
+    "rm": ("rm", "Remove a name."),
     "save": ("save", "Write AImages to a tar file."),
     "load": ("load", "Read AImages from a tar file."),
-    "pin": ("pin", "Let no collection take a name."),
-    "unpin": ("pin", "Let a pinned name go."),
-    "gc": ("gc", "Remove what nothing in the store needs."),
-    "verify": ("verify", "Check every byte of the store."),
-    "login": ("login", "Keep credentials for a registry."),
-    "logout": ("login", "Forget the credentials of a registry."),
-    "registry": ("registry", "Be a registry."),
-    "serve": ("serve", "Make pictures for clients."),
-    "node": ("node", "Keep models on this machine."),
+    "pin": ("pin", "Keep a name and its content from gc."),
+    "unpin": ("pin", "Remove the pin of a name."),
+    "gc": ("gc", "Remove content that no name needs."),
+    "verify": ("verify", "Verify every byte of the store."),
+    "login": ("login", "Store credentials for a registry."),
+    "logout": ("login", "Remove the credentials of a registry."),
+    "registry": ("registry", "Serve the store as a registry."),
+    "serve": ("serve", "Serve models to clients."),
+    "node": ("node", "Keep specified models on this machine."),
     "ps": ("ps", "List the models that a worker has loaded."),
-    "stop": ("stop", "Have a worker let a model go."),
+    "stop": ("stop", "Unload a model from a worker."),
     "config": ("config", "Show the configuration."),
 }
 
@@ -62,19 +62,19 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
 
 
 class _Verbs(click.Group):
-    """A group that knows its verbs' names and imports only the one that is asked for."""
+    """A group that imports only the verb that is run."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(VERBS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
         module = importlib.import_module(f"clowder_aimage.cli.verbs.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Verbs"):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 

@@ -477,7 +477,7 @@ def test_a_pull_that_fails_at_a_worker(at, last, code, text):
 def test_options_about_this_machine_are_not_for_a_worker(at, arguments):
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         said = at(worker)(*arguments, code=2)
-    assert "cannot be said to a worker" in said.err
+    assert "does not apply to a worker" in said.err
     assert not worker.asked
 
 

@@ -1,4 +1,4 @@
-"""What the commands have in common that serve until they are interrupted."""
+"""Options and checks of the commands that serve."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ def spell(field: str) -> str:
 
 
 def node_options(command: _F) -> _F:
-    """The options that say what a node is to do."""
+    """Add the options of a node."""
     for option in reversed(
         (
             click.option(
                 "--desired",
                 type=click.Path(file_okay=False, path_type=Path),
                 metavar="DIR",
-                help="The files that say which models are to be here.",
+                help="The directory of specifications of models to keep.",
             ),
             click.option(
                 "--prune/--no-prune",
                 default=None,
-                help="Let models go that nobody wants any more. [default: they stay]",
+                help="Remove models that are in no specification any more. [default: keep them]",
             ),
             click.option(
                 "--high",
                 type=_PER_CENT,
                 metavar="PERCENT",
-                help="How full the disk may be before unwanted models go. [default: 85]",
+                help="Disk usage at which unused models are evicted. [default: 85]",
             ),
             click.option(
                 "--low",
                 type=_PER_CENT,
                 metavar="PERCENT",
-                help="How full it is then to be. [default: 80]",
+                help="Disk usage at which eviction ends. [default: 80]",
             ),
             click.option(
                 "--min-age",
                 metavar="DURATION",
-                help="How long a model stays after its last use, full disk or not. [default: 2m]",
+                help="Time after its last use in which a model is not evicted. [default: 2m]",
             ),
             click.option(
                 "--collect",
                 metavar="DURATION",
-                help="How often blobs go that nothing needs. [default: 10m]",
+                help="Interval of garbage collection. [default: 10m]",
             ),
             click.option(
                 "--neighbour",
@@ -84,7 +84,7 @@ def node_options(command: _F) -> _F:
 
 
 def listening_options(what: str, address: str) -> Callable[[_F], _F]:
-    """The options that say where a server listens, to whom, how it ends, and what it says."""
+    """Return a decorator that adds the options of a server: addresses, access, shutdown and log."""
 
     def added(command: _F) -> _F:
         for option in reversed(_listening(what, address)):
@@ -103,20 +103,18 @@ def _listening(what: str, address: str) -> list[Callable[[_F], _F]]:
             help=f"Where to listen; port 0 picks a free one. [default: {address} without --socket]",
         ),
         click.option("--socket", type=path, help="Listen on this unix socket."),
-        click.option(
-            "--token-file", type=path, help="Serve only those who know a token in this file."
-        ),
+        click.option("--token-file", type=path, help="Require a token of this file."),
         click.option(
             "--allow-host",
             "allow_hosts",
             multiple=True,
             metavar="NAME",
-            help=f"A name that clients may call this {what} by. Repeat.",
+            help=f"A host name that clients may use for this {what}. May be repeated.",
         ),
         click.option(
             "--grace",
             metavar="DURATION",
-            help=f"How long requests get to end when the {what} is to. [default: 30s]",
+            help=f"Time for running requests when the {what} stops. [default: 30s]",
         ),
         click.option(
             "--log-format", type=click.Choice(["console", "json"]), help="[default: console]"
@@ -131,7 +129,7 @@ def _listening(what: str, address: str) -> list[Callable[[_F], _F]]:
 
 @contextlib.contextmanager
 def needs(what: str, extra: str) -> Iterator[None]:
-    """Imports that an extra brings. Raises UsageError: it is not installed."""
+    """Import what an extra installs. Raises UsageError: it is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -162,7 +160,7 @@ def check_stores(stores: Sequence[Path]) -> None:
 
 
 def _is_directory(store: Path) -> bool:
-    """Whether it is there. Raises OSError: something else is."""
+    """Return whether it exists. Raises OSError: it is not a directory."""
     try:
         with os.scandir(store):
             return True

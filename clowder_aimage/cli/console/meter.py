@@ -1,4 +1,4 @@
-"""How far something is, how fast it goes, and how long it will still take."""
+"""Counts of a transfer, its speed and its remaining time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TITLE = "org.opencontainers.image.title"
 
 
 class Speed:
-    """A count per second, smoothed; it sinks to nothing when nothing comes."""
+    """A count per second, smoothed; it sinks to zero while nothing is counted."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -22,7 +22,7 @@ class Speed:
         self._sum = self._weight = 0.0
 
     def sample(self, count: int, now: float) -> None:
-        """``count`` is what there was until ``now``."""
+        """Record that the count is ``count`` at ``now``."""
         passed = now - self._now
         if passed <= 0:
             return
@@ -37,7 +37,7 @@ class Speed:
 
 
 class BlobProgress:
-    """A blob under way."""
+    """A blob in transfer."""
 
     def __init__(self, content: Descriptor, now: float) -> None:
         self.content = content
@@ -47,12 +47,12 @@ class BlobProgress:
 
     @property
     def label(self) -> str:
-        """Its name, else the beginning of its digest."""
+        """The blob's name, else the beginning of its digest."""
         return name_of(self.content) or self.content.digest.encoded[:12]
 
 
 class Meter:
-    """Counts bytes or steps. Whoever calls holds a lock."""
+    """Counts of bytes or steps. Callers hold a lock."""
 
     def __init__(self, task: str, subject: str = "", *, stepwise: bool = False) -> None:
         self.task = task
@@ -62,7 +62,7 @@ class Meter:
         self.begin(0, 0.0)
 
     def begin(self, total: int, now: float, blobs: int = 0) -> None:
-        """There is so much to do. A second beginning starts over."""
+        """Set how much there is to do. A second call starts over."""
         self.total, self.blobs = total, blobs
         self.begun = self.now = now
         self.done = self.skipped = self.finished = 0
@@ -79,7 +79,7 @@ class Meter:
             self._moved += count
 
     def watch(self, event: CopyEvent, now: float) -> bool:
-        """Count what a copy tells. Returns whether it is more than bytes that came."""
+        """Count an event of a copy; return whether it is more than bytes received."""
         content = event.content
         if event.kind == "plan":
             self.begin(event.count, now, event.blobs)
@@ -101,7 +101,7 @@ class Meter:
         return True
 
     def _progress(self, blob: BlobProgress | None, count: int) -> None:
-        # More at a time than is ever read at a time was there from an earlier run: no speed.
+        # More than one read returns was left by an earlier run, and is no speed.
         moved = count <= CHUNK_SIZE
         self.advance(count, moved=moved)
         if blob is not None:
@@ -110,7 +110,7 @@ class Meter:
                 blob.moved += count
 
     def sample(self, now: float) -> None:
-        """Look at the clock. Regular looks keep the speeds true."""
+        """Update the speeds; call it at intervals."""
         self.now = now
         self._speed.sample(self._moved, now)
         for blob in self.active.values():
@@ -118,7 +118,7 @@ class Meter:
 
     @property
     def shown(self) -> int:
-        """What is done, but never less than it was: after a retry it holds still a while."""
+        """Bytes or steps done; it stands still, and does not sink, while a retry repeats some."""
         return min(self._most, self.total)
 
     @property
@@ -142,7 +142,7 @@ class Meter:
 
 
 def name_of(content: Descriptor) -> str | None:
-    """What a descriptor says that its blob is called."""
+    """Return the name in a descriptor: its title, its AImage name, or ollama's."""
     for name in (
         content.annotations.get(_TITLE),
         content.annotations.get(NAME),

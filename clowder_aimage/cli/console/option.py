@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what they mean."""
+"""Options that several verbs share, and the values they stand for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Keep an option for the whole command line; where it stands twice, the last one counts."""
+    """Store an option for the whole command line; the last one given counts."""
     if value:
         ctx.meta[META + str(param.name)] = value
 
 
 def common_options(function: _F) -> _F:
-    """``-q``, ``--json`` and ``--store``: before the verb or after it."""
+    """Add ``-q``, ``--json`` and ``--store``, which stand before the verb or after it."""
     for option in (
         click.option(
             "--store",
@@ -61,18 +61,18 @@ def common_options(function: _F) -> _F:
 
 
 def connection_options(function: _F) -> _F:
-    """How to reach a registry."""
+    """Add the options of the connection to a registry."""
     for option in (
         click.option(
             "--ca-file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             help="Trust the certificates in this PEM file.",
         ),
-        click.option("--insecure", is_flag=True, help="Do not check the registry's certificate."),
+        click.option("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
         click.option(
             "--plain-http",
             is_flag=True,
-            help="Speak HTTP without TLS. (The rule for loopback hosts.)",
+            help="Use HTTP without TLS. [default for loopback hosts]",
         ),
     ):
         function = option(function)
@@ -80,7 +80,7 @@ def connection_options(function: _F) -> _F:
 
 
 def _rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Bytes per second, as the configuration has them too."""
+    """Parse bytes per second, written as in the configuration."""
     from clowder_aimage.registry.host_settings import parse_rate
 
     try:
@@ -94,14 +94,14 @@ limit_option = click.option(
     "limit",
     callback=_rate,
     metavar="RATE",
-    help="Bytes per second in all, such as 500k or 20M. [default: what the configuration says]",
+    help="Bytes per second in all, such as 500k or 20M. [default: the configuration's]",
 )
 
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 64),
     default=None,
-    help="How many layers at once. [default: 8, or what the configuration says]",
+    help="Layers transferred at once. [default: 8, or the configuration's]",
 )
 
 
@@ -122,7 +122,7 @@ class VerbSettings:
 
 
 def settings() -> VerbSettings:
-    """The common options, wherever on the command line they stood."""
+    """Return the common options, given before the verb or after it."""
     meta = click.get_current_context().meta
     return VerbSettings(
         stores=(meta[META + "store"],) if META + "store" in meta else default_stores(),
@@ -132,8 +132,10 @@ def settings() -> VerbSettings:
 
 
 def default_stores() -> tuple[Path, ...]:
-    """Those in AIMAGE_STORE, the first to be written; else the platform's place for data (XDG Base
-    Directory; macOS Library)."""
+    """Return the directories in AIMAGE_STORE, else the platform's directory for data.
+
+    The first is written, all are read (XDG Base Directory; macOS Library).
+    """
     named = [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]
     if named:
         return tuple(Path(name) for name in named)
@@ -147,15 +149,15 @@ def default_stores() -> tuple[Path, ...]:
 def connection(
     plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int | None = None
 ) -> ClientOptions:
-    """The connection that the options and the environment describe."""
+    """Return the connection that the options and the environment describe."""
     from clowder_aimage.registry import ClientOptions
 
     if plain_http and (insecure or ca_file):
         raise UsageError(
-            "--plain-http leaves no certificate for --insecure or --ca-file to be about"
+            "--plain-http does not go with --insecure or --ca-file: there is no certificate"
         )
     if insecure:
-        note("the registry's certificate is not checked: whoever is in between reads along")
+        note("the registry's certificate is not verified: the connection is open to interception")
     return ClientOptions(
         plain_http=plain_http,
         insecure=insecure,
@@ -169,7 +171,7 @@ def connection(
 
 
 def _places() -> dict[str, Any]:
-    """Where credentials and certificates are: docker's places, containers' and OpenSSL's."""
+    """Return the paths of credentials and certificates: docker's, containers' and OpenSSL's."""
     home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
     user = home / ".config" / "containers"
     return {
@@ -189,7 +191,7 @@ def _places() -> dict[str, Any]:
 
 
 def ladder() -> DialectCache:
-    """The memory of what registries refused, in the platform's place for state."""
+    """Return the cache of refused dialects, in the platform's directory for state."""
     from clowder_aimage.registry import DialectCache
 
     home = Path.home()
@@ -203,13 +205,13 @@ def ladder() -> DialectCache:
 
 
 def _cert_dir() -> Path | None:
-    """The first directory in SSL_CERT_DIR that is one; OpenSSL has a list there."""
+    """Return the first directory of the list in SSL_CERT_DIR that exists."""
     named = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
     return next((Path(name) for name in named if name and Path(name).is_dir()), None)
 
 
 def _named(variable: str) -> Path | None:
-    """The path in an environment variable, where it is set to one."""
+    """Return the path in an environment variable, None where it is empty."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 
@@ -220,14 +222,14 @@ def _trusted_realms() -> frozenset[str]:
 
 
 def _registries() -> Mapping[str, HostSettings]:
-    """What the config file says about registries."""
+    """Read the registries of the configuration file."""
     from clowder_aimage.registry.host_settings import read_settings
 
     return read_settings(config_file())
 
 
 def config_file() -> Path:
-    """The configuration; one that AIMAGE_CONFIG names must be there. Raises UsageError."""
+    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
     named = _named("AIMAGE_CONFIG")
     if named is not None and not named.is_file():
         raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")

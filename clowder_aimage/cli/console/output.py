@@ -29,34 +29,34 @@ def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> No
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters: what a model says must not move a cursor."""
+    """Return ``text`` with its control characters replaced: it may come from a model."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def plain(descriptor: Descriptor) -> dict[str, Any]:
-    """What of a descriptor is true wherever it lies: not the names that an index gave it."""
+    """Return a descriptor without the annotations of the index that it is in."""
     value = descriptor.to_json()
     return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}
 
 
 def note(text: str) -> None:
-    """Say something that is not the result; with ``--json`` as an event."""
+    """Print a message to stderr; with ``--json`` as an event."""
     click.echo(event("note", message=text) if wants_json() else text, err=True)
 
 
 def wants_json() -> bool:
-    """Whether this command line has ``--json``. Only its own thread knows."""
+    """Return whether ``--json`` is given. Only the main thread has the answer."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(f"{META}as_json"))
 
 
 def event(kind: str, **fields: Any) -> str:
-    """A line of JSON on something that happens; in ASCII, so that nothing in it moves a cursor."""
+    """Return an event as a line of JSON, in ASCII, so that it has no control characters."""
     return json.dumps({"event": kind, **fields})
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1000 as disks and networks count."""
+    """Format bytes in powers of 1000."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
         count /= 1000
@@ -65,7 +65,7 @@ def size(count: float) -> str:
 
 
 def speed(rate: float, *, stepwise: bool = False) -> str:
-    """Bytes or steps per second for people."""
+    """Format bytes or steps per second."""
     if not stepwise:
         return f"{size(rate)}/s"
     if 0 < rate < 1:
@@ -74,14 +74,14 @@ def speed(rate: float, *, stepwise: bool = False) -> str:
 
 
 def position(done: int, total: int, *, stepwise: bool = False) -> str:
-    """How much of how much, always as wide."""
+    """Format a count and its total in a fixed width."""
     if not stepwise:
         return f"{size(done):>7} of {size(total):>7}"
     return f"{done:>{len(str(total))}} of {plural(total, 'step')}"
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes and seconds, with hours where there are any."""
+    """Format minutes and seconds, with hours where there are any."""
     if seconds is None or seconds >= 100 * 3600:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -90,7 +90,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(count: int) -> str:
-    """A count of parameters for people."""
+    """Format a count of parameters."""
     count = min(count, 10**18)
     for limit, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if count >= limit:
@@ -99,12 +99,12 @@ def number(count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 blob``, ``2 blobs``."""
+    """Format a count with its noun: ``1 blob``, ``2 blobs``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first row being their titles."""
+    """Format columns, with the titles in the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

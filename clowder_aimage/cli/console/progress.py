@@ -317,7 +317,7 @@ class Progress:
                 self._thread.start()
 
     def _run(self) -> None:
-        assert self._view is not None
+        assert self._view is not None  # noqa: S101 (for mypy)
         with contextlib.suppress(OSError, ValueError):  # the terminal is gone
             while not self._ended.wait(self._view.interval):
                 self.refresh()

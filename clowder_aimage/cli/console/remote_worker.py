@@ -1,4 +1,4 @@
-"""What verbs have to do with a worker: which one is meant, what it cannot be told, what it says."""
+"""Verbs by a worker: its address, options it does not take, its pictures and lists."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _FIELDS = {"negative": "negative_prompt"}
 remote_option = click.option(
     "--remote",
     is_flag=True,
-    help="In the worker that AIMAGE_HOST names. [default: the one at 127.0.0.1:11434]",
+    help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
 )
 
 
 def worker() -> WorkerClient:
-    """The worker that the environment names, or else the one that is where workers are."""
+    """Return a client of the worker in AIMAGE_HOST, else of the one at the default address."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
@@ -44,15 +44,15 @@ def worker() -> WorkerClient:
 
 
 def has_worker() -> bool:
-    """Whether the environment names one."""
+    """Return whether AIMAGE_HOST names a worker."""
     return bool(os.environ.get("AIMAGE_HOST", "").strip())
 
 
 def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
-    """Refuse options that are about this process, and that a worker would not hear of.
+    """Refuse options that hold for this process, and are not sent to a worker.
 
     Raises:
-        UsageError: there is one on the command line; ``hint`` says what to do instead.
+        UsageError: one is on the command line; ``hint`` is the error's.
     """
     context = click.get_current_context()
     known = {"remote", "as_json", "quiet", *but}
@@ -66,12 +66,12 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
     if not given and context.meta.get(f"{META}store"):
         given = ["--store"]
     if given:
-        raise UsageError(f"{given[0]} cannot be said to a worker", hint=hint)
+        raise UsageError(f"{given[0]} does not apply to a worker", hint=hint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemotePicture:
-    """A picture as the worker sent it: a PNG file, and the facts that it remembers."""
+    """A picture from the worker: a PNG file, and the facts in it."""
 
     data: bytes
     seed: int
@@ -80,14 +80,14 @@ class RemotePicture:
 
 
 class StepBar:
-    """Progress from sums: so much is done of so much."""
+    """Progress from running totals."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._done = self._total = 0
 
     def show(self, done: Any, total: Any) -> None:
-        """What is no number is passed over: a worker sent it."""
+        """Show a total from a worker; values that are not counts are ignored."""
         if type(done) is not int or type(total) is not int or total < 0:
             return
         if total != self._total:
@@ -107,7 +107,7 @@ def pictures(
     quiet: bool,
     on_accepted: Callable[[], None],
 ) -> Generator[RemotePicture, None, None]:
-    """Have ``count`` pictures made, from ``wishes["seed"]`` on, with a bar of the steps.
+    """Request ``count`` pictures, with rising seeds, and show a bar of the steps.
 
     Each is a request of its own: it can be kept as soon as it is finished, and others get their
     turn in between. Closing the iterator cancels what is under way. ``on_accepted`` is called when
@@ -137,17 +137,17 @@ class _Watch:
         self._task = ""
 
     def accepted(self) -> None:
-        """A request was taken."""
+        """Report, once, that a request was accepted."""
         if self._on_accepted is not None:
             self._on_accepted()
         self._on_accepted = None
 
     def pulled(self, value: Mapping[str, Any]) -> None:
-        """So many bytes are here."""
+        """Show the bytes of a pull."""
         self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
 
     def stepped(self, value: Mapping[str, Any], index: int) -> None:
-        """Picture ``index`` has got so far. Each has as many steps."""
+        """Show the steps of picture ``index``. All have the same number of steps."""
         step, total = value.get("step"), value.get("total")
         if type(step) is int and type(total) is int:
             self._bar("rendering", "steps").show(index * total + step, self._count * total)
@@ -165,7 +165,7 @@ class _Watch:
 
 
 def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for ``POST /v1/images/generations``."""
+    """Return the body for ``POST /v1/images/generations``."""
     said = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
     if "width" in said and "height" in said:
         said["size"] = f"{said.pop('width')}x{said.pop('height')}"
@@ -178,7 +178,7 @@ def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> di
 def _finished(
     client: WorkerClient, reference: Reference, body: Mapping[str, Any], watch: _Watch, index: int
 ) -> bytes:
-    """The picture of one request."""
+    """Send one request and return its picture."""
     with contextlib.closing(client.events("/v1/images/generations", body)) as events:
         for kind, value in events:
             if kind == "open":
@@ -194,8 +194,7 @@ def _finished(
 
 
 def _check_model(client: WorkerClient, reference: Reference, said: Mapping[str, Any]) -> None:
-    """A worker with a default model takes that for one that it lacks; here a name is a name, be it
-    one that the worker was told to know another model by."""
+    """Refuse an answer by the worker's default model; an alias in the worker is accepted."""
     taken = said.get("x-aimage-model")
     if taken not in (None, str(reference)) and said.get("x-aimage-alias") != str(reference):
         raise NotFoundError(
@@ -215,7 +214,7 @@ def _decoded(value: Mapping[str, Any]) -> bytes:
 
 
 def facts_of(png: bytes) -> dict[str, Any]:
-    """How a picture says that it was made; nothing where it says nothing.
+    """Return the facts in a PNG file on how it was made; empty where there are none.
 
     The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
     "Chunk layout" and 11.3.3.4 "iTXt").
@@ -236,7 +235,7 @@ def facts_of(png: bytes) -> dict[str, Any]:
 
 
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
-    """What the worker lists at ``path``: ``/api/tags``, ``/api/ps``. Raises FormatError."""
+    """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError."""
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(map(_is_model, found)):
@@ -256,13 +255,13 @@ def _is_model(item: Any) -> bool:
 
 
 def digest_of(model: Mapping[str, Any]) -> str:
-    """The digest of what a worker lists; ollama writes it without its algorithm."""
+    """Return the digest of a listed model; ollama writes it without its algorithm."""
     text: str = model["digest"]
     return text if ":" in text else f"sha256:{text}"
 
 
 def family_of(model: Mapping[str, Any]) -> str | None:
-    """What kind of network it is, if the worker says so."""
+    """Return the model family, None where the worker does not send it."""
     details = model.get("details")
     family = details.get("family") if isinstance(details, dict) else None
     return family if isinstance(family, str) and family else None

@@ -1,4 +1,4 @@
-"""``aimage attach``"""
+"""The verb ``attach``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="Attach files to what a registry holds.")
+@click.command()
 @click.argument("ref")
 @click.argument(
     "file",

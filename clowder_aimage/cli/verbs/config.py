@@ -38,14 +38,17 @@ class Value:
 
 @click.group(short_help="Show the configuration.")
 def config() -> None:
-    """What holds on this machine, and where it was said."""
+    """Show the configuration of this machine."""
 
 
 @config.command(short_help="Show every setting, and where it comes from.")
 @common_options
 def show() -> None:
-    """Show every setting as it holds, and where it comes from: the command line, a variable of the
-    environment, the configuration, or nowhere (default). Secrets are not shown."""
+    """Show every setting and its source.
+
+    Sources are the command line, an environment variable, the configuration, or "default".
+    Secrets are not shown.
+    """
     chosen, file = settings(), config_file()
     found = [*_store(chosen.stores), *_servers(file), *_registries(file), *_environment(os.environ)]
     rows = [["SETTING", "VALUE", "FROM"]]
@@ -62,7 +65,7 @@ def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
 
 
 def _servers(file: Path) -> Iterator[Value]:
-    """What 'aimage serve' and 'aimage node' would go by. The extra they need may be missing."""
+    """Yield the settings of 'aimage serve' and 'aimage node', where their extra is installed."""
     try:
         from clowder_aimage.engine.settings import Settings, camel, gather
         from clowder_aimage.node.node_settings import NodeSettings
@@ -80,7 +83,7 @@ def _servers(file: Path) -> Iterator[Value]:
 
 
 def _registries(file: Path) -> Iterator[Value]:
-    """What the configuration says of each registry, in its words."""
+    """Yield the configuration of each registry, as written."""
     from clowder_aimage.registry.host_settings import read_settings
 
     if not read_settings(file):  # also where it is not what its schema describes
@@ -97,7 +100,7 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Value]:
 
 
 def masked(name: str, value: str) -> str:
-    """A variable's value without what is to stay secret: a token, the password in an address."""
+    """Return a variable's value without its secret: a token, the password in a URL."""
     if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
         return MASK
     if "@" not in value or value.startswith("/"):  # a path
@@ -109,7 +112,7 @@ def masked(name: str, value: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; for ever is -1, as it is written."""
+    """Return a value for JSON; an unlimited duration is -1."""
     if isinstance(value, float):
         return -1 if math.isinf(value) else value
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""``aimage convert``"""
+"""The verb ``convert``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="Make an AImage with other types of weights.")
+@click.command()
 @click.argument("ref")
 @click.argument("new")
 @recipe_options

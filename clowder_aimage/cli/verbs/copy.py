@@ -1,4 +1,4 @@
-"""``aimage copy``"""
+"""The verb ``copy``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="Copy an AImage from a registry to a registry.")
+@click.command()
 @click.argument("src")
 @click.argument("dst")
 @jobs_option

@@ -1,4 +1,4 @@
-"""``aimage create``"""
+"""The verb ``create``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def recipe_options(function: _F) -> _F:
-    """What is to become of the weights."""
+    """Add the options for dtypes and quantization."""
     for option in (
         click.option(
             "--group-size",
@@ -52,7 +52,7 @@ def recipe_options(function: _F) -> _F:
 
 
 def form_options(function: _F) -> _F:
-    """What is to be packed, and how."""
+    """Add the options for content and layers."""
     for option in (
         click.option(
             "--layer",
@@ -94,7 +94,7 @@ def form_options(function: _F) -> _F:
     return function
 
 
-@click.command(short_help="Pack a model as an AImage.")
+@click.command()
 @click.argument("name")
 @click.argument("path", metavar="[PATH]", default=".")
 @click.option(
@@ -252,7 +252,7 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
 
 
 def _created(given: str | None) -> str | None:
-    """The creation time: as given, or from SOURCE_DATE_EPOCH (reproducible-builds.org)."""
+    """Return the creation time: as given, or from SOURCE_DATE_EPOCH (reproducible-builds.org)."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if given is None and epoch:
         try:
@@ -271,7 +271,7 @@ def _created(given: str | None) -> str | None:
 
 
 def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
-    """What was made, for programs."""
+    """Return the result for programs."""
     layers = [written.layer for written in packed.layers]
     shared = [written.layer for written in packed.layers if written.was_there]
     report = packed.report
@@ -305,7 +305,7 @@ def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
 
 
 def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
-    """What was made, for people: a line, and one for each thing that became of weights."""
+    """Return the result for people: a line, and one for each change to weights."""
     there = value["alreadyThere"]
     lines = [
         f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "

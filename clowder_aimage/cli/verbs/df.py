@@ -1,4 +1,4 @@
-"""``aimage df``"""
+"""The verb ``df``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from clowder_aimage.usage import DiskUsage
 
 
-@click.command(short_help="Show how full the store is.")
+@click.command()
 @common_options
 def df() -> None:
     """Show what lies in the store, what of it nothing needs, and how much more would fit.

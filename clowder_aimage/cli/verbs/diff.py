@@ -1,4 +1,4 @@
-"""``aimage diff``"""
+"""The verb ``diff``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 60  # characters of a value in a config that are shown
 _DIFFERS = 1
 
 
-@click.command(short_help="Show how two AImages differ.")
+@click.command()
 @click.argument("a")
 @click.argument("b")
 @click.option("--all", "whole", is_flag=True, help="List all that differs, however much.")
@@ -84,7 +84,7 @@ def _verb(fields: Sequence[FieldChange]) -> str:
 
 
 def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
-    """``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``"""
+    """``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
     for word, changes in _kinds(found):
         these = [one for one in changes if one.is_tensor == is_tensor]
         after, before = sum(one.after for one in these), sum(one.before for one in these)
@@ -113,7 +113,7 @@ def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    """What other tools call things may have line breaks in it."""
+    """Join the lines of a name that another tool gave."""
     return " ".join(text.splitlines())
 
 
@@ -123,7 +123,7 @@ def _one(change: Change) -> str:
 
 
 def _changed(change: Change) -> str:
-    """What is the same on both sides is said once."""
+    """Format a change; a value that is equal on both sides stands once."""
     parts = [change.name]
     for old, new in (
         (_shape(change.a), _shape(change.b)),
@@ -175,7 +175,7 @@ def _plain_side(side: Side) -> dict[str, Any]:
 
 
 def _plain_layers(found: Difference, is_tensor: bool) -> dict[str, Any]:
-    """Counts and bytes; ``before`` are bytes in A, ``after`` in B. What is shared has no list."""
+    """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
     value: dict[str, Any] = {}
     for word, changes in _kinds(found):
         these = [one for one in changes if one.is_tensor == is_tensor]

@@ -1,4 +1,4 @@
-"""``aimage du``"""
+"""The verb ``du``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from clowder_aimage.usage import NameUsage, StoreUsage
 
 
-@click.command(short_help="Show what the names in the store take on disk.")
+@click.command()
 @click.argument("refs", metavar="[REF...]", nargs=-1)
 @common_options
 def du(refs: tuple[str, ...]) -> None:

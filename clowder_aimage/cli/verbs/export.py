@@ -1,4 +1,4 @@
-"""``aimage export``"""
+"""The verb ``export``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.export import ExportSummary
 
 
-@click.command(short_help="Write an AImage as the directory it was made from.")
+@click.command()
 @click.argument("ref")
 @click.argument("place", metavar="DIR")
 @click.option(
@@ -55,7 +55,7 @@ def export(ref: str, place: str, links: bool) -> None:
 
 
 def summary(reference: Reference, directory: Path, exported: ExportSummary) -> dict[str, Any]:
-    """The result for programs."""
+    """Return the result for programs."""
     from clowder_aimage.exporter import LinkMethod
 
     return {
@@ -71,7 +71,7 @@ def summary(reference: Reference, directory: Path, exported: ExportSummary) -> d
 
 
 def text(directory: Path, exported: ExportSummary, links: bool) -> str:
-    """The result for people, in a line or two."""
+    """Return the result for people, in a line or two."""
     from clowder_aimage.exporter import LinkMethod
 
     weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""

@@ -1,4 +1,4 @@
-"""``aimage gc``"""
+"""The verb ``gc``."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def _parsed(parse: Callable[[str], float]) -> Callable[..., float | None]:
     return callback
 
 
-@click.command(short_help="Remove what nothing in the store needs.")
-@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option(
     "--max-size",
     metavar="SIZE",
     callback=_parsed(parse_size),
-    help="Forget the least recently used names until the rest fits, such as 200GB.",
+    help="Remove the least recently used names until the rest fits, such as 200GB.",
 )
 @click.option(
     "--max-age",
     metavar="TIME",
     callback=_parsed(parse_time),
-    help="Forget names that were not used for so long, such as 30d.",
+    help="Remove names that were not used for this time, such as 30d.",
 )
-@click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep all the same.")
+@click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep in any case.")
 @click.option(
     "--grace",
     metavar="TIME",
     default="1h",
     show_default=True,
     callback=_parsed(parse_time),
-    help="Leave blobs that came later than that: another tool may be about to name them.",
+    help="Keep newer blobs: another tool may be about to name them.",
 )
 @common_options
 def gc(

@@ -1,4 +1,4 @@
-"""``aimage load``"""
+"""The verb ``load``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="Read AImages from a tar file.")
+@click.command()
 @click.argument("file")
 @click.option("--as", "name", metavar="NAME", help="What to call the one AImage in it.")
 @common_options
@@ -48,7 +48,7 @@ def load(file: str, name: str | None) -> None:
 
 
 def _wanted(name: str) -> Reference:
-    """The name to give. Raises UsageError."""
+    """Parse the name to give. Raises UsageError."""
     reference = Reference.parse(name)
     if reference.digest is not None:
         raise UsageError(f"{name} names a digest: a tag is needed", hint="leave the @... away")

@@ -1,4 +1,4 @@
-"""``aimage login`` and ``aimage logout``"""
+"""``aimage login`` and ``aimage logout``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clowder_aimage.oci import Reference
 
 
 def _host(text: str) -> str:
-    """The registry's host, checked by the rules for references."""
+    """Parse a registry's host by the rules for references."""
     registry = Reference.parse(f"{text}/x").registry
     if registry is None:
         raise UsageError(
@@ -35,7 +35,7 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
     return str(click.prompt(what, hide_input=hide, err=True))
 
 
-@click.command(short_help="Keep credentials for a registry.")
+@click.command()
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The user's name.")
 @click.option("-p", "--password", help="Seen by others on this machine: better asked for.")
@@ -66,7 +66,7 @@ def login(
         result({"registry": host, "username": username, "kept": place}, "", as_json=True)
 
 
-@click.command(short_help="Forget the credentials of a registry.")
+@click.command()
 @click.argument("registry", metavar="HOST")
 @common_options
 def logout(registry: str) -> None:

@@ -1,4 +1,4 @@
-"""``aimage ls``"""
+"""The verb ``ls``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clowder_aimage.layout.listing_cache import summary
 from clowder_aimage.oci import Descriptor
 
 
-@click.command(short_help="List the AImages in the store.")
+@click.command()
 @remote_option
 @common_options
 def ls(remote: bool) -> None:

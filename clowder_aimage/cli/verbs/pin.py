@@ -1,4 +1,4 @@
-"""``aimage pin`` and ``aimage unpin``"""
+"""``aimage pin`` and ``aimage unpin``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
 
 
-@click.command(short_help="Let no collection take a name.")
+@click.command()
 @click.argument("refs", metavar="[REF...]", nargs=-1)
 @common_options
 def pin(refs: tuple[str, ...]) -> None:
@@ -32,8 +32,11 @@ def pin(refs: tuple[str, ...]) -> None:
 
 
 def _names(layout: ImageLayout, reference: Reference) -> list[str]:
-    """A name in the store, or all that a digest has. Raises NotFoundError, also where it is in a
-    store that is only read: nothing would keep it there."""
+    """Return a name in the store, or all names of a digest.
+
+    Raises:
+        NotFoundError: it is not there, or in a store that is only read: a pin would have no effect.
+    """
     from clowder_aimage.layout.layered_store import read_only_error
     from clowder_aimage.layout.layout import index_name
 
@@ -48,7 +51,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     return ours
 
 
-@click.command(short_help="Let a pinned name go.")
+@click.command()
 @click.argument("refs", metavar="REF...", nargs=-1, required=True)
 @common_options
 def unpin(refs: tuple[str, ...]) -> None:

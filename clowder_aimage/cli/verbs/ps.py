@@ -1,4 +1,4 @@
-"""``aimage ps``"""
+"""The verb ``ps``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from clowder_aimage.cli.console.remote_worker import digest_of, models, refuse_o
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; more than that is ollama's way to say it
 
 
-@click.command(short_help="List the models that a worker has loaded.")
+@click.command()
 @common_options
 def ps() -> None:
-    """List the models that a worker has in memory: the one that AIMAGE_HOST names, or else the one
-    at 127.0.0.1:11434."""
+    """List the models that a worker has in memory.
+
+    The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
+    """
     chosen = settings()
     refuse_options("leave it out: it is the worker's memory that is listed")
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""``aimage pull``"""
+"""The verb ``pull``."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ if TYPE_CHECKING:
     from clowder_aimage.pull import PullResult
 
 
-@click.command(short_help="Fetch an AImage from the registry in its name.")
+@click.command()
 @click.argument("ref")
-@click.option("--platform", metavar="OS/ARCH", help="Of an index, what is for this platform.")
-@click.option("--variant", metavar="NAME", help="Of an index, what is called so.")
-@click.option("--whole", is_flag=True, help="Of an index, all of it.")
+@click.option(
+    "--platform", metavar="OS/ARCH", help="From an index, choose the manifest for this platform."
+)
+@click.option(
+    "--variant", metavar="NAME", help="From an index, choose the manifest of this variant."
+)
+@click.option("--whole", is_flag=True, help="Pull all manifests of an index.")
 @click.option(
     "--component",
     "components",
@@ -58,9 +62,9 @@ if TYPE_CHECKING:
     "patterns",
     metavar="GLOB",
     multiple=True,
-    help="Only layers called like this ('vae/*', '*.json'). May be repeated.",
+    help="Only layers whose name matches ('vae/*', '*.json'). May be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be fetched, and fetch nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be fetched, and fetch nothing.")
 @remote_option
 @limit_option
 @jobs_option
@@ -119,7 +123,7 @@ def pull(
 
 
 def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
-    """Have a worker pull, and show how far it is."""
+    """Pull in a worker, and show its progress."""
     refuse_options("leave out --remote to pull into a store of this machine")
     client = worker()
     is_done = False
@@ -138,8 +142,11 @@ def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
 
 
 class _Sums:
-    """What the lines on single blobs add up to. A line may say the ``size`` of all; else what is
-    known of grows with each blob that is begun, and is shown anew when it has grown by a tenth."""
+    """Totals over the lines on single blobs.
+
+    A line may have the ``size`` of all blobs; else the total grows with each blob that starts, and
+    is shown again when it has grown by a tenth.
+    """
 
     def __init__(self, bar: StepBar) -> None:
         self._bar = bar
@@ -162,7 +169,7 @@ class _Sums:
 
 
 def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
-    """What a worker has by a name. Raises NotFoundError."""
+    """Return the model that a worker has by a name. Raises NotFoundError."""
     for model in models(client, "/api/tags"):
         if model["name"] == str(reference) or digest_of(model) == str(reference.digest):
             return {"reference": str(reference), "digest": digest_of(model), "size": model["size"]}
@@ -172,7 +179,7 @@ def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
 
 
 def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
-    """What fetches all of it."""
+    """Return the command that fetches all of it."""
     options = {"--platform": platform, "--variant": variant}
     words = [word for option in options.items() if option[1] is not None for word in option]
     return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
@@ -206,7 +213,7 @@ def _selector(platform: str | None, variant: str | None, whole: bool) -> Manifes
 def _selection(
     components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
 ) -> LayerSelection | None:
-    """The layers to fetch; None for all. Raises UsageError."""
+    """Return the layers to fetch, None for all. Raises UsageError."""
     from clowder_aimage.dialect.selection import LayerSelection
 
     if not components and not patterns:

@@ -1,4 +1,4 @@
-"""``aimage push``"""
+"""The verb ``push``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from clowder_aimage.errors import AImageError
 
 
-@click.command(short_help="Send an AImage to the registry in its name.")
+@click.command()
 @click.argument("ref")
 @click.option(
     "--dialect",

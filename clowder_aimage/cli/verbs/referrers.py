@@ -1,4 +1,4 @@
-"""``aimage referrers``"""
+"""The verb ``referrers``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
 
-@click.command(short_help="List what is attached.")
+@click.command()
 @click.argument("ref")
 @click.option(
     "--type",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
 
 
-@click.group(short_help="Be a registry.")
+@click.group()
 def registry() -> None:
     """Let other tools use the store as a registry."""
 

@@ -1,4 +1,4 @@
-"""``aimage replay``"""
+"""The verb ``replay``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clowder_aimage.errors import AImageError, UsageError, VerificationError
 from clowder_aimage.oci import Digest, Reference
 
 
-@click.command(short_help="Render a picture again and compare.")
+@click.command()
 @click.argument("picture", type=click.Path(path_type=Path))
 @connection_options
 @common_options
@@ -76,7 +76,7 @@ def _size(pixels: Any) -> str:
 
 
 def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
-    """The AImage that made the picture, by digest."""
+    """Return the AImage that made the picture, by digest."""
     try:
         name = re.sub("@.*", "", str(facts["reference"]))
         return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))

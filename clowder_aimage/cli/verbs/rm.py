@@ -1,4 +1,4 @@
-"""``aimage rm``"""
+"""The verb ``rm``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
 
 
-@click.command(short_help="Forget a name.")
+@click.command()
 @click.argument("refs", metavar="REF...", nargs=-1, required=True)
 @remote_option
 @common_options

@@ -1,4 +1,4 @@
-"""``aimage run``"""
+"""The verb ``run``."""
 
 from __future__ import annotations
 
@@ -40,19 +40,23 @@ if TYPE_CHECKING:
 # An option's value is None when it was not given: then the AImage decides.
 
 
-@click.command(short_help="Make a picture from a prompt.")
+@click.command()
 @click.argument("ref")
 @click.argument("prompt")
-@click.option("--width", type=int, help="Pixels; mostly multiples of 16. [default: the model's]")
-@click.option("--height", type=int, help="Pixels; mostly multiples of 16. [default: the model's]")
+@click.option(
+    "--width", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
+)
+@click.option(
+    "--height", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
+)
 @click.option("--steps", type=int, help="Denoising steps. [default: 8]")
 @click.option("--seed", type=int, help="The same seed makes the same picture. [default: drawn]")
 @click.option("--negative", metavar="TEXT", help="What to avoid; needs --guidance.")
-@click.option("--guidance", type=float, help="How hard to follow the prompt. [default: 0]")
-@click.option("--shift", type=float, help="Of the noise schedule. [default: the model's]")
+@click.option("--guidance", type=float, help="Guidance scale. [default: 0]")
+@click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option(
     "--dtype",
-    help="To compute in: float32 (f32) or bfloat16 (bf16). [default: by device]",
+    help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]",
 )
 @click.option(
     "-n",
@@ -116,7 +120,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     reference: Reference
     prompt: str
@@ -135,7 +139,7 @@ class _Job:
 def _here(
     job: _Job, dtype: str | None, reach: Callable[[], ClientOptions]
 ) -> Generator[RemotePicture, None, None]:
-    """The pictures, made in this process."""
+    """Generate the pictures in this process."""
     generate = needs_mlx()
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import KEEP, device_memory
@@ -162,7 +166,7 @@ def _here(
 
 
 def _by_worker(job: _Job) -> Generator[RemotePicture, None, None]:
-    """The pictures, made by the worker that the environment names."""
+    """Generate the pictures in the worker in AIMAGE_HOST."""
     client, drawn = worker(), job.draw_seed()
     seed, quiet = job.wishes["seed"], job.chosen.quiet
     if not 1 <= job.count <= 1024:
@@ -185,7 +189,7 @@ def _by_worker(job: _Job) -> Generator[RemotePicture, None, None]:
 
 
 def needs_mlx() -> Any:
-    """The module ``generate``. Raises UsageError where the extra [mlx] is not installed."""
+    """Return the module ``generate``. Raises UsageError: the extra [mlx] is not installed."""
     try:
         from clowder_aimage import generate
     except ModuleNotFoundError as error:
@@ -201,7 +205,7 @@ def needs_mlx() -> Any:
 def render(
     events: Iterable[Step | Image], request: GenerateRequest, *, quiet: bool
 ) -> Iterator[Image]:
-    """The pictures of a run as they are finished, with a bar of its steps."""
+    """Yield the pictures of a run as they are finished, with a bar of its steps."""
     from clowder_aimage.model.pipeline import Image
 
     with Progress("rendering", quiet=quiet, unit="steps") as progress:
@@ -252,7 +256,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _path(output: Path | None, reference: Reference, seed: int, index: int, count: int) -> Path:
-    """Where a picture goes. A path that we make up never overwrites another picture."""
+    """Return a picture's path. A name chosen here never overwrites another picture."""
     if output is None or output.is_dir():
         stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
         directory, number = output or Path(), 2

@@ -1,4 +1,4 @@
-"""``aimage save``"""
+"""The verb ``save``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clowder_aimage.save import SaveResult
 
 
-@click.command(short_help="Write AImages to a tar file.")
+@click.command()
 @click.argument("refs", metavar="REF...", nargs=-1, required=True)
 @click.option(
     "-o",
@@ -66,7 +66,7 @@ def _stdout() -> BinaryIO:
 
 
 def _say(file: str, saved: SaveResult, chosen: VerbSettings) -> None:
-    """The result; as an event where stdout has the archive itself."""
+    """Print the result; as an event where the archive goes to stdout."""
     value: dict[str, Any] = {
         "file": file,
         "size": saved.size,

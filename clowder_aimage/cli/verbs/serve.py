@@ -28,7 +28,7 @@ from clowder_aimage.errors import UsageError
 _PATH = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(short_help="Make pictures for clients.")
+@click.command()
 @listening_options("worker", "127.0.0.1:11434")
 @click.option("--max-models", type=click.IntRange(1), help="Models in memory. [default: 1]")
 @click.option(
@@ -88,10 +88,10 @@ def serve(
     is_node: bool,
     **options: Any,
 ) -> None:
-    """Make pictures for clients, until it is interrupted.
+    """Serve models to clients until interrupted.
 
-    It speaks OpenAI's images API, the picture part of ollama's, and Clowder's; /openapi.json says
-    what. The URL is printed, on a line of its own, once connections are accepted.
+    The APIs are OpenAI's for images, ollama's for images, and Clowder's; /openapi.json describes
+    them. The URL is printed, on a line of its own, once connections are accepted.
 
     What is not said here comes from AIMAGE_SERVE_ADDR and so on, then from "worker" in the
     configuration: see 'aimage config show'.

@@ -1,4 +1,4 @@
-"""``aimage show``"""
+"""The verb ``show``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MORE = (
 )
 
 
-@click.command(short_help="Show what an AImage consists of.")
+@click.command()
 @click.argument("ref")
 @click.option("--layers", is_flag=True, help="List every layer.")
 @common_options
@@ -86,7 +86,7 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
-    """What an index is, and each manifest that could be chosen from it."""
+    """Return the facts of an index, and of each manifest that can be chosen from it."""
     index = parse_document(read_all(layout.open(descriptor), descriptor), descriptor.media_type)
     found = candidates_in(layout, index) if isinstance(index, Index) else []
     return {
@@ -151,7 +151,7 @@ def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> st
 
 
 def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The adapter that this is, without a name, or those that travel with the model."""
+    """Return the adapter that this is, without a name, or those packed with the model."""
     found = []
     if isinstance(own := config.get("adapter"), dict):
         found.append(("", _adapter(own)))
@@ -198,7 +198,7 @@ def _components(aimage: AImage) -> str:
 
 
 def _quantized(part: Mapping[str, Any]) -> str:
-    """What the config says of a component: ``int8 (39 of 120 tensors)``; "" where nothing is."""
+    """Format the quantization of a component: ``int8 (39 of 120 tensors)``; "" for none."""
     facts = part.get("quantization")
     if not isinstance(facts, dict) or "type" not in facts:
         return ""
@@ -219,7 +219,7 @@ def _layers(aimage: AImage) -> str:
 
 
 def _type(layer: Layer) -> str:
-    """The dtype of a tensor, what is in a file, or a media type that is not ours."""
+    """Return the dtype of a tensor, the format of a file, or another tool's media type."""
     if layer.dtype is not None:
         return layer.dtype
     match = _OURS.fullmatch(layer.descriptor.media_type)

@@ -1,4 +1,4 @@
-"""``aimage stop``"""
+"""The verb ``stop``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="Have a worker let a model go.")
+@click.command()
 @click.argument("ref")
 @common_options
 def stop(ref: str) -> None:

@@ -1,4 +1,4 @@
-"""``aimage tag``"""
+"""The verb ``tag``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
 
 
-@click.command(short_help="Give an AImage another name.")
+@click.command()
 @click.argument("src")
 @click.argument("dst")
 @common_options

@@ -1,4 +1,4 @@
-"""``aimage tags``"""
+"""The verb ``tags``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command(short_help="List the tags of a repository in a registry.")
+@click.command()
 @click.argument("repo")
 @connection_options
 @common_options

@@ -1,4 +1,4 @@
-"""``aimage validate``."""
+"""The verb ``validate``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INVALID = FormatError.exit_code
 
 
-@click.command(short_help="Check a document against its schema.")
+@click.command()
 @click.argument("what", metavar="FILE|REF")
 @click.option(
     "--schema",

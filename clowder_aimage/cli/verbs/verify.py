@@ -1,4 +1,4 @@
-"""``aimage verify``"""
+"""The verb ``verify``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FAILED = VerificationError.exit_code
 
 
-@click.command(short_help="Check every byte of the store.")
+@click.command()
 @click.argument("refs", metavar="[REF...]", nargs=-1)
 @click.option("--repair", is_flag=True, help="Fetch what is damaged or missing again.")
 @connection_options
