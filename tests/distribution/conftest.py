@@ -21,15 +21,21 @@ def serve_layout() -> Iterator[Callable[..., Server]]:
 
     yield serve
     for server in servers:
-        server.http.close()
-        if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
-        for stream in (server.process.stdout, server.process.stderr):
-            if stream is not None:
-                stream.close()
+        _end(server)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, serve_layout: Callable[..., Server]) -> Server:
-    """One server that the tests of a module share, each with repositories of its own."""
-    return serve_layout(tmp_path_factory.mktemp("server") / "store")
+def _end(server: Server) -> None:
+    server.http.close()
+    if server.process.poll() is None:
+        server.stop(signal.SIGKILL)
+    for stream in (server.process.stdout, server.process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server that all tests share, each with repositories of its own."""
+    server = start(tmp_path_factory.mktemp("server") / "store")
+    yield server
+    _end(server)

@@ -21,24 +21,12 @@ from clowder_aimage.errors import (
 from clowder_aimage.http.api_error import OCI, api_error
 
 HEX = "0123456789abcdef" * 4
+# One for each rule; the corpus of the parser is in tests/oci
 BAD_DIGESTS = [
-    "sha256:../../x",
     "sha256:" + "../" * 21 + "x",
-    "sha256:/etc/passwd",
     "sha256:" + HEX.upper(),
-    "sha256:" + HEX[:-1],
-    "sha256:" + HEX + "0",
     "sha256:" + HEX[:-1] + "\0",
-    "sha256:" + HEX + "\0",
-    "sha256:" + HEX + "\n",
-    "sha256:" + "g" * 64,
-    "sha256:" + "０" * 64,
-    "sha256:",
-    "SHA256:" + HEX,
     "md5:" + HEX[:32],
-    "../blobs:" + HEX,
-    "sha512:" + HEX,
-    "sha256-" + HEX + ":x",
 ]
 
 

@@ -149,6 +149,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.integration
 def test_schemathesis_finds_no_server_error(worker, tmp_path):
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is where nothing is deleted
