@@ -1,4 +1,4 @@
-"""A blob on its way from the upstream into the layout, which clients read as it grows."""
+"""The fetch of a blob from the upstream into the layout, which clients read as it grows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from clowder_aimage.content.store import IngestBusyError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import BlobSource
 
 PIECE = 64 * 1024  # bytes read at a time: a slow upstream must not look like a dead cache
-KEEP = 256 * 1024 * 1024  # bytes after which what is there shall survive a crash
+KEEP = 256 * 1024 * 1024  # bytes between checkpoints, which survive a crash
 
 _log = logging.getLogger(__name__)
 
@@ -27,22 +28,22 @@ class _GrowingIngest(FileIngest):
     """An ingest that is read while it is written."""
 
     def lacks(self, size: int) -> list[tuple[int, int]]:
-        """The spans that must still be fetched."""
+        """Return the spans that are missing."""
         return self.missing() if self._expected is not None else [(0, size)]
 
     def reader(self) -> BinaryIO:
-        return open(self._path, "rb", buffering=0)
+        return Path(self._path).open("rb", buffering=0)
 
 
 class CachedFetch:
     """One fetch that any number of clients follow, each at its own speed.
 
-    ``front`` bytes from the start may be sent. The last byte is among them only when the whole is
-    verified and has its name: what is wrong is never sent complete.
+    ``front`` bytes from the start may be sent, the last byte only after the whole blob is verified
+    and stored: a wrong blob is never sent in full.
     """
 
     def __init__(self, layout: ImageLayout, content: Descriptor) -> None:
-        """Begin. To be called in the event loop; the rest of the work is that of ``run``."""
+        """Create a fetch in the event loop; ``run`` does the work in a thread."""
         self.content = content
         self.front = 0
         self._layout = layout
@@ -51,19 +52,19 @@ class CachedFetch:
         self._begun: asyncio.Future[None] = self._loop.create_future()
         self._error: AImageError | None = None
         self._ingest: _GrowingIngest | None = None
-        self._word: tuple[int, bool, AImageError | None] = (0, False, None)
-        self._is_told = False
+        self._progress: tuple[int, bool, AImageError | None] = (0, False, None)
+        self._is_reported = False
         self.stopped = False
 
     async def begun(self) -> None:
-        """Wait until the upstream sends it. Raises what came of asking."""
+        """Wait until the upstream sends the blob. Raises its error."""
         await asyncio.shield(self._begun)
 
     async def wait(self, offset: int) -> int:
-        """How far clients may read, once that is past ``offset``.
+        """Wait until more than ``offset`` bytes may be sent, and return how many.
 
         Raises:
-            ConnectionError: it will not come.
+            ConnectionError: the fetch has failed.
         """
         while self.front <= offset:
             if self._error is not None:
@@ -72,10 +73,10 @@ class CachedFetch:
         return self.front
 
     def open(self) -> BinaryIO:
-        """The growing file. It stays readable when it gets its name, or is thrown away."""
-        assert self._ingest is not None
-        with contextlib.suppress(FileNotFoundError):
-            return self._ingest.reader()
+        """Open the growing file. It stays readable when it is renamed or removed."""
+        if self._ingest is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return self._ingest.reader()
         try:
             return self._layout.path(self.content).open("rb", buffering=0)
         except AImageError as error:
@@ -84,12 +85,11 @@ class CachedFetch:
     # -- in a thread of its own
 
     def run(self, source: BlobSource, arrived: Callable[[Digest], None]) -> None:
-        """Fetch, verify and publish it, and tell ``arrived``. Nothing is raised: those who wait
-        are told."""
+        """Fetch, verify and store the blob, and call ``arrived``. Waiting clients get errors."""
         try:
             self._fetch(source)
         except VerificationError as error:
-            _log.error("what the upstream sent is wrong: %s", error)
+            _log.error("the upstream sent wrong content: %s", error)
             source.distrust()
             self.fail(error)
         except AImageError as error:
@@ -101,17 +101,17 @@ class CachedFetch:
         else:
             try:
                 arrived(self.content.digest)
-            except Exception:  # the blob is here, and right: whoever waits for it gets it
-                _log.exception("cannot name what %s completes", self.content.digest)
-            self._tell(self.content.size, done=True)
+            except Exception:  # the blob is here, and right
+                _log.exception("cannot name the manifests that %s completes", self.content.digest)
+            self._report(self.content.size, done=True)
 
     def fail(self, error: AImageError) -> None:
-        """Tell those who wait that it will not come."""
-        self._tell(0, error=error)
+        """End with an error."""
+        self._report(0, error=error)
 
     def _fetch(self, source: BlobSource) -> None:
         ingest = self._ingest = self._begin()
-        if self._layout.exists(self.content):  # another one was quicker
+        if self._layout.exists(self.content):  # another process was faster
             ingest.abort()
             return
         try:
@@ -127,7 +127,7 @@ class CachedFetch:
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
             return _GrowingIngest(self._layout.root, digest.encoded, self.content)
-        except IngestBusyError:  # another process is at it, and does not tell us how far it is
+        except IngestBusyError:  # another process fetches it, and its progress is not known
             return _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
 
     def _receive(self, source: BlobSource, ingest: _GrowingIngest) -> None:
@@ -135,38 +135,38 @@ class CachedFetch:
         kept = 0
         for start, end in ingest.lacks(self.content.size):
             with source.open(start, end) as stream:
-                self._tell(start)
+                self._report(start)
                 while count := readinto(stream, buffer[: end - start]):
                     ingest.write_at(start, buffer[:count])
                     start, kept = start + count, kept + count
-                    self._tell(start)
+                    self._report(start)
                     if kept >= KEEP:
                         ingest.checkpoint()
                         kept = 0
                     if self.stopped:
                         raise AImageError("the server ends")
 
-    def _tell(self, front: int, *, done: bool = False, error: AImageError | None = None) -> None:
-        """Say how far it has come; what is said before the loop hears of it is heard as one."""
-        self._word = (front, done, error)
-        if not self._is_told:
-            self._is_told = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
-                self._loop.call_soon_threadsafe(self._hear)
+    def _report(self, front: int, *, done: bool = False, error: AImageError | None = None) -> None:
+        """Report the progress to the event loop; reports that it has not read yet are merged."""
+        self._progress = (front, done, error)
+        if not self._is_reported:
+            self._is_reported = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._read_report)
 
     # -- in the event loop again
 
-    def _hear(self) -> None:
-        self._is_told = False  # before looking: what is said after that is told anew
-        front, done, error = self._word
+    def _read_report(self) -> None:
+        self._is_reported = False  # first: a report that comes now is read again
+        front, done, error = self._progress
         self._error = error
         self.front = max(self.front, front if done else min(front, self.content.size - 1))
         self._moved.set()
-        self._moved = asyncio.Event()  # for what comes next
+        self._moved = asyncio.Event()  # for the next report
         if self._begun.done():
             return
         if error is None:
             self._begun.set_result(None)
         else:
             self._begun.set_exception(error)
-            self._begun.exception()  # told, even where all who asked have left
+            self._begun.exception()  # retrieved, even if all clients have left

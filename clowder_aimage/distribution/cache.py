@@ -1,8 +1,7 @@
-"""Pull through: what is not in the layout comes from the upstream, and stays.
+"""A pull-through cache: content that is not in the layout is fetched from the upstream, and kept.
 
-A tag is asked of the upstream each time; what is stored is served when it does not answer. What a
-digest names is fetched once. Blocking work runs in threads; the methods are those of the event
-loop.
+A tag is resolved at the upstream each time; the stored one is served if that does not answer.
+Content that a digest names is fetched once. Methods run in the event loop, what blocks in threads.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
 
-AT_ONCE = 16  # blobs that are fetched at the same time
-MOST = 256  # that may be asked for at the same time
-CLOSE = 2.0  # seconds that fetches get to keep what they have
+CONCURRENCY = 16  # blobs that are fetched at a time
+MAX_FETCHES = 256  # that run or wait
+CLOSE_TIMEOUT = 2.0  # seconds in which fetches save what came
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class PullThroughCache:
-    """The layout before ``upstream``. ``catalog`` knows the names below the upstream's."""
+    """The layout before ``upstream``. ``catalog`` has the names below the upstream's."""
 
     def __init__(
         self,
@@ -59,17 +58,17 @@ class PullThroughCache:
         self._waiting = PendingManifests(layout, catalog, kept)
         self._asking: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(CONCURRENCY)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- manifests
 
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
-        """A manifest and its bytes; all who ask at the same time ask once.
+        """Return a manifest and its bytes. Concurrent requests for one are sent once.
 
         Raises:
-            ApiError: MANIFEST_UNKNOWN; DENIED or UNKNOWN (502), the upstream does not give it and
-                it is not stored.
+            DistributionError: MANIFEST_UNKNOWN; DENIED or UNKNOWN (502), the upstream does not send
+                it and it is not stored.
         """
         task = self._asking.get(reference)
         if task is None:
@@ -81,7 +80,7 @@ class PullThroughCache:
     def _answered(self, reference: Reference, task: asyncio.Task[tuple[Descriptor, bytes]]) -> None:
         del self._asking[reference]
         if not task.cancelled():
-            task.exception()  # told, even where all who asked have left
+            task.exception()  # retrieved, even if all clients have left
 
     def _manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         stored = self._stored(reference) if reference.digest else None
@@ -118,10 +117,10 @@ class PullThroughCache:
     # -- blobs
 
     async def size(self, repository: str, digest: Digest) -> int:
-        """How many bytes a blob has, here or there.
+        """Return the size of a blob, here or at the upstream.
 
         Raises:
-            ApiError: BLOB_UNKNOWN; DENIED or UNKNOWN (502), the upstream does not say.
+            DistributionError: BLOB_UNKNOWN; DENIED or UNKNOWN (502), an error of the upstream.
         """
         try:
             return await asyncio.to_thread(self._shelf.size, digest)
@@ -129,10 +128,10 @@ class PullThroughCache:
             return await self._ask(lambda: self._upstream.size(repository, digest), digest)
 
     async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
-        """The fetch of a blob that is not here; None where it is.
+        """Return the fetch of a blob that is not here, None if it is.
 
         Raises:
-            ApiError: as ``size``; TOOMANYREQUESTS.
+            DistributionError: as ``size``; TOOMANYREQUESTS.
         """
         fetch = self._fetches.get(digest)
         if fetch is None and await asyncio.to_thread(self._has, digest):
@@ -149,14 +148,14 @@ class PullThroughCache:
         return fetch
 
     def _has(self, digest: Digest) -> bool:
-        """Whether a blob is here; one that another process brought may complete a manifest."""
+        """Return True if a blob is here, and name the manifests that it completes."""
         here = self._shelf.has(digest)
         if here and self._waiting.size(digest) is not None:
             self._waiting.arrived(digest)
         return here
 
     def _start(self, repository: str, digest: Digest, size: int) -> CachedFetch:
-        if len(self._fetches) >= MOST:
+        if len(self._fetches) >= MAX_FETCHES:
             raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
         fetch = self._fetches[digest] = CachedFetch(
             self._layout, Descriptor(MEDIA_TYPE, digest, size)
@@ -167,13 +166,13 @@ class PullThroughCache:
         return fetch
 
     async def _run(self, repository: str, fetch: CachedFetch) -> None:
-        """Fetch it, when there is a place."""
+        """Fetch a blob as soon as fewer than CONCURRENCY others are being fetched."""
 
         def work() -> None:
             try:
                 with self._upstream.blob(repository, fetch.content) as source:
                     fetch.run(source, self._waiting.arrived)
-            except AImageError as error:  # no connection could even be begun
+            except AImageError as error:  # there is no connection
                 fetch.fail(error)
 
         try:
@@ -185,15 +184,15 @@ class PullThroughCache:
     # -- lists
 
     async def tags(self, repository: str) -> list[str] | None:
-        """The tags that the upstream has; None where those that are stored must do.
+        """Return the tags at the upstream, None if it does not answer.
 
         Raises:
-            ApiError: NAME_UNKNOWN, it has no such repository.
+            DistributionError: NAME_UNKNOWN, it has no such repository.
         """
         return await self._list(lambda: self._upstream.tags(repository))
 
     async def referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
-        """What the upstream says refers to a manifest; None where what is stored must do."""
+        """Return the referrers of a manifest at the upstream, None if it does not answer."""
         return await self._list(lambda: self._upstream.referrers(repository, subject))
 
     async def _list(self, call: Callable[[], list[_T]]) -> list[_T] | None:
@@ -219,18 +218,18 @@ class PullThroughCache:
         return self._refusal(error)
 
     def _refusal(self, error: AImageError) -> AImageError:
-        """What a client is told: not what the upstream said to us, which is for the log."""
+        """Return the error for a client. Messages of the upstream are for the log."""
         host = self._upstream.host
         if isinstance(error, UnauthorizedError):
-            return DistributionError("DENIED", message=f"{host} does not give it to this cache")
+            return DistributionError("DENIED", message=f"{host} refuses it to this cache")
         if isinstance(error, NoSpaceError | StoreError):
             return error
-        return DistributionError("UNKNOWN", message=f"{host} cannot be asked", status=502)
+        return DistributionError("UNKNOWN", message=f"{host} does not answer", status=502)
 
     async def close(self) -> None:
-        """End the fetches; what has come of them is kept where it is worth it."""
+        """Stop the fetches. What came of large blobs is kept."""
         for fetch in self._fetches.values():
             fetch.stopped = True
         self._upstream.close()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE)
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)

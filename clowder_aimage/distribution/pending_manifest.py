@@ -1,7 +1,7 @@
-"""Manifests of a cache that have no name in the layout yet, since not all of their blobs are here.
+"""Manifests of a cache that have no name in the layout yet, since blobs of them are missing.
 
-A name of the layout never leads to half an artifact. A cache gets the manifest first, and the
-blobs as its clients ask for them: so the name waits for the last one. No HTTP in here.
+A name in the layout stands for a whole artifact. A cache fetches the manifest first, and the blobs
+as clients request them: the manifest is named when the last one has come.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from clowder_aimage.errors import ContentError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
 
-MOST = 64  # manifests that may wait; the one that has waited longest is forgotten
+MAX_PENDING = 64  # manifests; the oldest is forgotten
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A manifest waits for all of ``missing``; an index for any, as clients take one of it."""
+    """A manifest, complete with all of ``missing``; an index is with any of them."""
 
     reference: Reference
     descriptor: Descriptor
@@ -31,14 +31,14 @@ class _Waiter:
     waits_for_any: bool
 
     def take(self, digest: Digest) -> bool:
-        """Whether it is complete now that ``digest`` is here."""
+        """Return True if it is complete now that ``digest`` is here."""
         if self.missing.pop(digest, None) is None:
             return False
         return self.waits_for_any or not self.missing
 
 
 class PendingManifests:
-    """The names to be given. Threads may share it."""
+    """The manifests without names. Threads may share it."""
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, kept: ServedLeases) -> None:
         self._layout = layout
@@ -48,7 +48,7 @@ class PendingManifests:
         self._waiters: OrderedDict[Reference, _Waiter] = OrderedDict()
 
     def add(self, reference: Reference, descriptor: Descriptor, raw: bytes) -> None:
-        """A manifest came for a reference of the API: name it, at once or later."""
+        """Name a manifest by a reference of the API, as soon as it is complete."""
         document = parse_document(raw, descriptor.media_type)
         self._kept.add(descriptor.digest, *(child.digest for child in document.children))
         with self._layout.keep():
@@ -57,7 +57,7 @@ class PendingManifests:
                 self._waiters.pop(reference, None)
                 if waiter is not None:
                     self._waiters[reference] = waiter
-                    if len(self._waiters) > MOST:
+                    if len(self._waiters) > MAX_PENDING:
                         self._waiters.popitem(last=False)
                     return
             if reference.digest is None or self._catalog.find(reference) is None:
@@ -66,7 +66,7 @@ class PendingManifests:
     def _waiter(
         self, reference: Reference, descriptor: Descriptor, document: Manifest | Index
     ) -> _Waiter | None:
-        """What it waits for; None where it need not."""
+        """Return the blobs that are missing, None if it is complete."""
         is_here: Callable[[Descriptor], bool] = self._layout.exists
         is_index = isinstance(document, Index)
         if is_index:
@@ -76,7 +76,7 @@ class PendingManifests:
         return None if complete else _Waiter(reference, descriptor, missing, is_index)
 
     def _is_whole(self, descriptor: Descriptor) -> bool:
-        """Whether a manifest of an index is here with all of its blobs."""
+        """Return True if a manifest of an index is here with all of its blobs."""
         if not self._layout.exists(descriptor):
             return False
         try:
@@ -87,7 +87,7 @@ class PendingManifests:
         return all(self._layout.exists(child) for child in document.children)
 
     def find(self, reference: Reference) -> Descriptor | None:
-        """The manifest that a reference means, and that has no name yet."""
+        """Return the manifest without a name that a reference means."""
         with self._lock:
             if reference.digest is None:
                 waiter = self._waiters.get(reference)
@@ -99,16 +99,16 @@ class PendingManifests:
             return None
 
     def size(self, digest: Digest) -> int | None:
-        """How many bytes a blob that is waited for has, as its manifest says."""
+        """Return the size of a missing blob, as its manifest states it."""
         with self._lock:
             found = (waiter.missing.get(digest) for waiter in self._waiters.values())
             return next((size for size in found if size is not None), None)
 
     def arrived(self, digest: Digest) -> None:
-        """A blob is here: give the names that waited for it alone.
+        """Name the manifests of which a blob was the last one.
 
         Raises:
-            AccessError, ContentError: what it completes cannot be read, or not be named.
+            AccessError, ContentError: a manifest cannot be read, or not be named.
         """
         with self._lock:
             complete = [waiter for waiter in self._waiters.values() if waiter.take(digest)]
@@ -118,4 +118,4 @@ class PendingManifests:
         for waiter in sorted(complete, key=lambda one: one.reference.digest is not None):
             self.arrived(waiter.descriptor.digest)  # an index may wait for it
             raw = read_all(self._layout.open(waiter.descriptor), waiter.descriptor)
-            self.add(waiter.reference, waiter.descriptor, raw)  # looks once more at all of it
+            self.add(waiter.reference, waiter.descriptor, raw)  # checks all of it again

@@ -1,7 +1,7 @@
-"""What clients were told is here, and no name leads to yet: no collection may take it from them.
+"""Leases on content that clients rely on, and that no manifest names yet.
 
-A client pushes blobs, or hears that they are here, and then the manifest. Until that has a name
-the blobs are leased: for a while, since most of what is asked for is never needed.
+A client pushes blobs, or finds that they are here, and then pushes the manifest. Until then a lease
+keeps them from garbage collection, for a while: most requests are not followed by a push.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
 
-PERIOD = 3600.0  # seconds that a digest is kept at least; twice that at most
+PERIOD = 3600.0  # seconds for which a digest is kept at least; twice that at most
 
 
 class ServedLeases:
@@ -28,13 +28,13 @@ class ServedLeases:
         self._older = layout.lease()
 
     def add(self, *digests: Digest) -> None:
-        """Keep these; ask only then whether they are there. Raises StoreError."""
+        """Keep content; check only afterwards that it is here. Raises StoreError."""
         with self._lock:
             self._turn()
             self._lease.add(*digests)
 
     def turn(self) -> None:
-        """Let go of what was kept for long."""
+        """Release what was kept for PERIOD."""
         with self._lock:
             self._turn()
 
@@ -45,7 +45,7 @@ class ServedLeases:
             self._older, self._lease = self._lease, self._layout.lease()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         with self._lock, contextlib.suppress(OSError):
             self._older.close()
             self._lease.close()

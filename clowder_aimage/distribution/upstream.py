@@ -1,31 +1,33 @@
-"""The registry behind a cache. Everything here blocks, and is called in threads."""
+"""The registry behind a cache. All calls block: they run in threads."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import BinaryIO, TypeVar
 
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.distribution.client_pool import ClientPool
 from clowder_aimage.distribution.repository_name import PEER
 from clowder_aimage.errors import NetworkError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
-REST = 10.0  # seconds in which a registry that did not answer is not asked again
-USES = 256  # of one, after which it begins anew: it remembers every manifest it has fetched
+DOWN_PAUSE = 10.0  # seconds for which a registry that did not answer is left alone
+MAX_USES = 256  # of one repository
+MAX_REPOSITORIES = 32  # whose connections are kept
 _T = TypeVar("_T")
 
 
-class _OfCache(ClientOptions):
-    """A connection that tells mirrors who asks.
+class _CacheOptions(ClientOptions):
+    """Options whose requests to mirrors are marked as those of a cache.
 
-    Caches that are mirrors of each other would else ask each other in a circle: what a peer asks
-    for is answered from what is stored.
+    Caches that are mirrors of each other would otherwise ask each other in a circle: such a request
+    is answered from the store.
     """
 
     def to_mirror(self, host: str) -> ClientOptions:
@@ -33,23 +35,84 @@ class _OfCache(ClientOptions):
         return replace(found, user_agent=f"{found.user_agent} {PEER}")
 
 
+@dataclass(eq=False)
+class _Lent:
+    """A repository that several threads use; the last one closes it if it is retired."""
+
+    repository: Repository
+    uses: int = 0
+    users: int = 0
+    is_retired: bool = False
+
+
+class ClientPool:
+    """Repositories that threads share, with their connections and tokens.
+
+    One that was used ``uses`` times is opened anew: it keeps every manifest that it has fetched,
+    and credentials may have changed.
+    """
+
+    def __init__(self, connection: ClientOptions, *, uses: int) -> None:
+        self._connection, self._uses = connection, uses
+        self._lock = threading.Lock()
+        self._lent: OrderedDict[str, _Lent] = OrderedDict()
+
+    @contextlib.contextmanager
+    def lend(self, reference: Reference) -> Iterator[Repository]:
+        """Lend the repository of ``reference``."""
+        name = reference.name
+        with self._lock:
+            lent = self._lent.get(name)
+            if lent is None:
+                lent = self._lent[name] = _Lent(Repository(reference, self._connection))
+            self._lent.move_to_end(name)
+            lent.users += 1
+            lent.uses += 1
+            if lent.uses >= self._uses:
+                self._retire(name)
+            while len(self._lent) > MAX_REPOSITORIES:
+                self._retire(next(iter(self._lent)))
+        try:
+            yield lent.repository
+        finally:
+            with self._lock:
+                lent.users -= 1
+                is_over = lent.is_retired and not lent.users
+            if is_over:
+                lent.repository.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Close all connections; running requests fail."""
+        with self._lock:
+            lent = list(self._lent.values())
+            self._lent.clear()
+        for each in lent:
+            each.repository.__exit__(None, None, None)
+
+    def _retire(self, name: str) -> None:
+        lent = self._lent.pop(name)
+        lent.is_retired = True
+        if not lent.users:
+            lent.repository.__exit__(None, None, None)
+
+
 class UpstreamRegistry:
-    """The registry ``host``, below ``prefix`` where there is one."""
+    """The registry ``host``, or the part of it below ``prefix``."""
 
     def __init__(self, host: str, prefix: str, connection: ClientOptions) -> None:
         self.host = host
         self._prefix = f"{prefix}/" if prefix else ""
         known = {each.name: getattr(connection, each.name) for each in fields(connection)}
-        self._connection = _OfCache(**known)
-        self._lending = ClientPool(self._connection, uses=USES)
+        self._connection = _CacheOptions(**known)
+        self._pool = ClientPool(self._connection, uses=MAX_USES)
         self._down: tuple[float, NetworkError] | None = None
 
     @classmethod
     def parse(cls, text: str, connection: ClientOptions) -> UpstreamRegistry:
-        """``HOST[/PREFIX]``.
+        """Parse ``HOST[/PREFIX]``.
 
         Raises:
-            UsageError: it is no such thing.
+            UsageError: it is not valid.
         """
         try:
             reference = Reference.parse(f"{text.rstrip('/')}/x:latest")
@@ -64,18 +127,18 @@ class UpstreamRegistry:
 
     @property
     def name(self) -> str:
-        """What stands before the repositories in the names of the layout."""
+        """The prefix of the repositories in the names of the layout."""
         return f"{self.host}/{self._prefix}".rstrip("/")
 
     def reference(self, repository: str, tag: str | None, digest: Digest | None) -> Reference:
-        """What the upstream calls a manifest."""
+        """Return the name of a manifest at the upstream."""
         return Reference(self.host, self._prefix + repository, tag, digest)
 
     # All of these raise NotFoundError, UnauthorizedError, NetworkError or RegistryError, and
-    # VerificationError or FormatError where what came is not what it should be.
+    # VerificationError or FormatError if the content is wrong.
 
     def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
-        """A manifest by its name in the API, verified."""
+        """Return a manifest by its name in the API, verified."""
         named = self.reference(reference.repository, reference.tag, reference.digest)
         with self._lend(reference.repository) as repository:
             descriptor = self._asked(lambda: repository.resolve(named))
@@ -83,44 +146,44 @@ class UpstreamRegistry:
 
     @contextlib.contextmanager
     def blob(self, repository: str, content: Descriptor) -> Iterator[BlobSource]:
-        """A blob to be read, from any offset; its bytes are not verified."""
+        """Lend a blob; its bytes are not verified."""
         with self._lend(repository) as lent:
             yield BlobSource(lent, content, self._asked)
 
     def size(self, repository: str, digest: Digest) -> int:
-        """How many bytes a blob has there (HEAD)."""
+        """Return the size of a blob (HEAD)."""
         with self._lend(repository) as lent:
             return self._asked(lambda: lent.size(digest))
 
     def tags(self, repository: str) -> list[str]:
-        """The tags of a repository."""
+        """Return the tags of a repository."""
         with self._lend(repository) as lent:
             return self._asked(lent.tag_names)
 
     def referrers(self, repository: str, subject: Digest) -> list[Descriptor]:
-        """What refers to a manifest."""
+        """Return the referrers of a manifest."""
         with self._lend(repository) as lent:
             return self._asked(lambda: lent.referrers(subject))
 
     def close(self) -> None:
-        """Close all connections; requests under way fail."""
-        self._lending.close()
+        """Close all connections; running requests fail."""
+        self._pool.close()
 
     def _asked(self, call: Callable[[], _T]) -> _T:
-        """``call()``, unless the registry has just not answered another one."""
+        """Return ``call()``. Raises NetworkError at once if the registry has just not answered."""
         down = self._down
         if down is not None and time.monotonic() < down[0]:
             raise NetworkError(down[1].message)
         try:
             answer = call()
         except NetworkError as error:
-            self._down = (time.monotonic() + REST, error)
+            self._down = (time.monotonic() + DOWN_PAUSE, error)
             raise
         self._down = None
         return answer
 
     def _lend(self, name: str) -> AbstractContextManager[Repository]:
-        return self._lending.lend(self.reference(name, "latest", None))
+        return self._pool.lend(self.reference(name, "latest", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +195,9 @@ class BlobSource:
     _asked: Callable[[Callable[[], BinaryIO]], BinaryIO]
 
     def open(self, start: int, end: int) -> BinaryIO:
-        """Bytes [start, end) of it."""
+        """Open bytes [start, end)."""
         return self._asked(lambda: self._repository.open(self._content, start, end - start))
 
     def distrust(self) -> None:
-        """What came was wrong: the next time, another place may be asked."""
+        """Note that the content was wrong: a mirror that sent it is not asked again."""
         self._repository.distrust(self._content)

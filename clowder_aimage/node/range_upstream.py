@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from clowder_aimage.content.rate import Rate
-from clowder_aimage.distribution.client_pool import ClientPool
+from clowder_aimage.distribution.upstream import ClientPool
 from clowder_aimage.errors import AImageError
 from clowder_aimage.node.rendezvous import BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
