@@ -11,14 +11,14 @@ from typing import Any
 
 from clowder_aimage.create import create
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.engine.event import Event
+from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.engine.event_log import EventLog
 from clowder_aimage.engine.limits import EngineLimits
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.importer import Provenance
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
@@ -62,6 +62,47 @@ def played(store, play, *, free=None, **limits):
             assert not engine.loaded()
 
     return asyncio.run(run())
+
+
+class FakeRunner:
+    """A model without a process. A model whose ``is_running`` event is cleared makes no step."""
+
+    pid, size, device, dtype = 0, 1000, "none", "float32"
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ending: asyncio.Task[None] | None = None
+        self.is_running = asyncio.Event()
+        self.is_running.set()
+
+    @classmethod
+    async def start(cls, *_: object, **__: object) -> FakeRunner:
+        await asyncio.sleep(0.02)
+        return cls()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.done()
+
+    is_free = is_alive  # nothing of it goes on after a cancel
+
+    async def generate(
+        self,
+        _: str,
+        request: GenerateRequest,
+        __: object,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        on_event(StartedEvent())
+        for index in range(1, request.steps + 1):
+            await self.is_running.wait()
+            await asyncio.sleep(0.001)
+            on_event(Step(index, request.steps, 0))
+        on_event(ImageEvent(b"", request.seed, 0, request.width, request.height))
+
+    async def stop(self) -> None:
+        if self.is_alive:
+            self.ended.set_result(None)
 
 
 class Client:

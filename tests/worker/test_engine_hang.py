@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine import frame
-from clowder_aimage.engine.child_process import ChildProcess
 from clowder_aimage.engine.engine_error import DeadlineError, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
@@ -27,8 +24,7 @@ from clowder_aimage.engine.event import (
     StartedEvent,
 )
 from clowder_aimage.engine.limits import FOR_EVER
-from clowder_aimage.engine.process import _lacks_memory
-from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
+from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.pipeline import Step
 from tests.worker.playing import (
@@ -44,7 +40,10 @@ from tests.worker.playing import (
     until,
 )
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+pytestmark = [
+    pytest.mark.integration,  # each loads models in processes
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -371,57 +370,3 @@ def test_nothing_is_loaded_for_a_worker_that_ends(store):
     assert isinstance(heard[-1], ImageEvent)
     assert [type(event) for event in others] == [QueuedEvent]
     assert loads == 1
-
-
-# -- frames
-
-
-def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
-    whole = frame.encode({"is": "step", "index": 1}, b"x" * 100)
-    script = (
-        "import sys\n"
-        f"whole = {whole!r}\n"
-        "out = sys.stdout.buffer\n"
-        "out.write(whole[:30]); out.flush(); sys.stderr.write('half\\n'); sys.stderr.flush()\n"
-        "sys.stdin.buffer.read(1)\n"
-        "out.write(whole[30:] + whole); out.flush()\n"
-    )
-
-    async def play():
-        pipe = asyncio.subprocess.PIPE
-        child = ChildProcess(
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
-            )
-        )
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await child.receive()
-        child.send({"do": "go on"})
-        found = [await child.receive(), await child.receive()]
-        with pytest.raises(ModelError, match="process ended"):
-            await child.receive()
-        await child.end(0)
-        return found
-
-    assert (
-        asyncio.run(asyncio.wait_for(play(), 60)) == [({"is": "step", "index": 1}, b"x" * 100)] * 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "lacks"),
-    [
-        (MemoryError(), True),
-        (RuntimeError("[malloc_or_wait] Unable to allocate 5 bytes."), True),
-        (RuntimeError("cudaMallocAsync failed: out of memory"), True),
-        (RuntimeError("[matmul] shapes do not fit"), False),
-        (ValueError("a dog that is out of memory"), False),
-    ],
-)
-def test_a_process_knows_a_want_of_memory(error, lacks):
-    assert _lacks_memory(error) is lacks
-    if lacks:
-        said = {"kind": "MemoryError", "message": "there is not enough", "hint": None}
-        assert isinstance(_error(said), NoMemoryError)

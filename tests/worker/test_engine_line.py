@@ -1,17 +1,16 @@
-"""Who is served next: the line, those who wait for a download, preloading, and what is shown."""
+"""The scheduler and the queue of an engine, with models that have no processes."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import contextlib
+import dataclasses
 import socket
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
 
-pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
@@ -30,12 +29,28 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from tests.worker.playing import NAME, Client, job, played, sample, served, stocked, until
+from clowder_aimage.registry import ClientOptions
+from tests.worker.playing import (
+    NAME,
+    Client,
+    FakeRunner,
+    job,
+    played,
+    sample,
+    served,
+    stocked,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return stocked(tmp_path_factory.mktemp("line") / "store")
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch):
+    monkeypatch.setattr("clowder_aimage.engine.scheduler.Runner", FakeRunner)
 
 
 @contextmanager
@@ -45,6 +60,189 @@ def silence():
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+# -- the queue and the models in memory
+
+
+def test_past_the_queue_requests_are_refused_at_once(store):
+    async def play(engine):
+        async def one(seed):
+            try:
+                await served(engine, job(seed=seed))
+            except BusyError as error:
+                return error.retry_after
+            return "served"
+
+        found = await asyncio.gather(*(one(seed) for seed in range(20)))
+        after = await one(99)
+        return found, after, engine.waiting
+
+    found, after, waiting = played(store, play, queue=4)
+    assert found.count("served") == 5  # one at work, and four that wait
+    assert all(retry >= 1 for retry in found if retry != "served")
+    assert (after, waiting) == ("served", 0)
+
+
+def test_who_leaves_the_queue_makes_room(store):
+    async def play(engine):
+        running = engine.generate(**job(steps=300))
+        await anext(running)
+        while not isinstance(await anext(running), Step):
+            pass
+        waiting = asyncio.create_task(served(engine, job()))
+        while engine.waiting == 0:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        left = engine.waiting
+        await running.aclose()
+        return left
+
+    assert played(store, play, queue=1) == 0
+
+
+def test_keep_alive(store):
+    async def play(engine):
+        await served(engine, job(keep_alive=0))
+        gone = len(engine.loaded())
+        await served(engine, job(keep_alive=0.05))
+        await engine.expire()
+        there = len(engine.loaded())
+        await asyncio.sleep(0.06)
+        await engine.expire()
+        return gone, there, len(engine.loaded())
+
+    assert played(store, play) in ((0, 1, 0), (0, 0, 0))  # slow machines take longer than 0.05 s
+
+
+def test_for_ever_is_for_ever(store):
+    async def play(engine):
+        await served(engine, job(keep_alive=float("inf")))
+        await engine.expire()
+        (model,) = engine.loaded()
+        return model.until
+
+    assert played(store, play, keep_alive=0.0) is None
+
+
+def test_the_model_that_was_idle_for_longest_makes_room(store):
+    async def play(engine):
+        await served(engine, job("tiny"))
+        runner = engine.loaded()[0].runner
+        await served(engine, job("other"))
+        return runner.is_alive, [str(model.reference) for model in engine.loaded()]
+
+    assert played(store, play, models=1) == (False, ["other:latest"])
+
+
+def test_two_models_may_stay(store):
+    async def play(engine):
+        await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
+        return sorted(str(model.reference) for model in engine.loaded())
+
+    assert played(store, play, models=2) == ["other:latest", "tiny:latest"]
+
+
+def test_stop_ends_what_runs(store):
+    async def play(engine):
+        events = engine.generate(**job(steps=1000))
+        async for event in events:
+            if isinstance(event, Step):
+                break
+        assert await engine.stop(NAME)
+        with pytest.raises(StoppedError, match="was stopped"):
+            async for _ in events:
+                pass
+        return len(engine.loaded()), await engine.stop(NAME)
+
+    assert played(store, play) == (0, False)
+
+
+def test_a_deadline(store):
+    async def play(engine):
+        await served(engine, job())
+        engine.limits = dataclasses.replace(engine.limits, deadline=1.0)
+        with pytest.raises(DeadlineError, match="took longer than"):
+            await served(engine, job(steps=10_000))
+        failed = sample(
+            engine, "aimage_generation_duration_seconds_count", model="tiny", outcome="failed"
+        )
+        given_up = sample(engine, "aimage_generation_cancelled_total")
+        engine.limits = dataclasses.replace(engine.limits, deadline=float("inf"))
+        return failed, given_up, await served(engine, job(steps=1))
+
+    failed, given_up, heard = played(store, play)
+    assert (failed, given_up) == (1, 0)  # nobody has left
+    assert isinstance(heard[-1], ImageEvent)
+
+
+@pytest.mark.parametrize("name", ["absent", "localhost:1/absent"])
+def test_a_model_that_is_not_here(store, name):
+    async def play(engine):
+        with pytest.raises(NotFoundError, match="there is no model"):
+            await served(engine, job(name, pull="never"))
+
+    played(store, play)
+
+
+def test_a_model_is_pulled_first_and_its_progress_is_heard(store, registry, repository, tmp_path):
+    from clowder_aimage.engine.event import PullingEvent
+    from clowder_aimage.push import push
+
+    there = Reference.parse(f"{repository}:v1")
+    store.tag(store.resolve(NAME), there)
+    push(store, there, ClientOptions())
+    fresh = LayeredStore([tmp_path / "fresh"])
+
+    async def play(engine):
+        return await served(engine, job(str(there)))
+
+    events = played(fresh, play)
+    pulling = [event for event in events if isinstance(event, PullingEvent)]
+    assert pulling[-1].done == pulling[-1].total > 0
+    assert isinstance(events[-1], ImageEvent)
+
+
+def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
+    async def play(engine):
+        running = asyncio.create_task(served(engine, job(steps=50)))
+        while not engine.loaded():
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(engine.close(60))
+        await asyncio.sleep(0)
+        with pytest.raises(StoppedError):
+            await served(engine, job())
+        await closing
+        return await running
+
+    assert isinstance(played(store, play)[-1], ImageEvent)
+
+
+def test_who_leaves_frees_the_engine_within_a_step(store):
+    async def play(engine):
+        async with contextlib.aclosing(engine.generate(**job(steps=1000))) as events:
+            seen = 0
+            async for event in events:
+                seen += isinstance(event, Step)
+                if seen == 3:
+                    break
+        steps = _count(engine, "aimage_generation_step_seconds_count")
+        again = await served(engine, job())
+        return steps, again, _count(engine, "aimage_generation_cancelled_total")
+
+    steps, again, cancelled = played(store, play)
+    assert steps == 3
+    assert isinstance(again[-1], ImageEvent)
+    assert cancelled == 1
+
+
+def _count(engine, name):
+    for line in engine.metrics.text().decode().splitlines():
+        if line.startswith(name):
+            return int(float(line.rpartition(" ")[2]))
+    raise AssertionError(name)
+
+
 # -- turns
 
 
@@ -52,7 +250,8 @@ def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
     async def play(engine):
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
-        os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
+        is_running = engine.loaded()[0].runner.is_running
+        is_running.clear()
         order, clients = [], []
         for name in ("tiny", "other", "tiny", "tiny"):
             clients.append(client := Client(engine, job(name)))
@@ -60,7 +259,7 @@ def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
             number = len(clients)
             client.task.add_done_callback(lambda _, number=number: order.append(number))
         await first.leave()
-        os.kill(pid, signal.SIGCONT)
+        is_running.set()
         for each in clients:
             await each.result()
         return order, [each.heard[0].ahead for each in clients]
@@ -70,14 +269,22 @@ def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
     assert ahead == [0, 1, 2, 3]
 
 
-def test_a_load_holds_up_nobody_whose_model_is_here(store):
+def test_a_load_holds_up_nobody_whose_model_is_here(store, monkeypatch):
     async def play(engine):
         await served(engine, job("tiny"))
+        may_load, start = asyncio.Event(), FakeRunner.start
+
+        async def load(*arguments, **options):
+            await may_load.wait()
+            return await start(*arguments, **options)
+
+        monkeypatch.setattr(FakeRunner, "start", load)
         other = Client(engine, job("other"))
         await other.hears(LoadingEvent)
         before = len(other.heard)
         heard = await served(engine, job("tiny"))
         is_loading = len(other.heard) == before
+        may_load.set()
         await other.result()
         return heard, is_loading
 

@@ -70,6 +70,7 @@ def status(worker, path="/healthz"):
 # -- the end
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -101,6 +102,7 @@ def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
     assert code == 0 and "Traceback" not in errors
 
 
+@pytest.mark.integration
 @needs_proc
 def test_a_forced_end_is_told_as_an_end(worker):
     other = worker.start("--grace", "1h")
@@ -117,6 +119,7 @@ def test_a_forced_end_is_told_as_an_end(worker):
     until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+@pytest.mark.integration
 def test_a_hangup_ends_nothing(worker):
     other = worker.start()
     other.process.send_signal(signal.SIGHUP)
@@ -128,6 +131,7 @@ def test_a_hangup_ends_nothing(worker):
 # -- the model's process
 
 
+@pytest.mark.integration
 def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
     process = spawn(
         [sys.executable, "-m", "clowder_aimage.engine.process"],
@@ -157,6 +161,7 @@ def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
     process.stdin.close()
 
 
+@pytest.mark.integration
 @needs_proc
 def test_what_a_process_writes_is_in_the_workers_log(worker):
     other = worker.start("--log-format", "json", PYTHONFAULTHANDLER="1")
@@ -173,6 +178,7 @@ def test_what_a_process_writes_is_in_the_workers_log(worker):
 # -- wanted models
 
 
+@pytest.mark.integration
 def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, repository):
     first = worker.aimage.home / "first"
     worker.aimage("create", "-q", repository, TINY, "--store", first)
@@ -192,6 +198,7 @@ def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, r
 # -- what systemd gives
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("target", ["3<&-", "3</dev/null"])
 def test_a_socket_that_is_none_is_said(worker, target):
     command = shlex.join([*PROGRAM, "serve"])
@@ -200,7 +207,7 @@ def test_a_socket_that_is_none_is_said(worker, target):
         ["bash", "-c", script], capture_output=True, text=True, env=worker.aimage.env(), timeout=60
     )
     assert done.returncode == 2
-    assert "descriptor 3 is no listening socket" in done.stderr
+    assert "descriptor 3 is not a listening socket" in done.stderr
     assert "Traceback" not in done.stderr
 
 
