@@ -51,7 +51,7 @@ def convert(
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
     if not recipe.changes:
-        raise UsageError("nothing is to be converted: give --quantize, --dtype or both")
+        raise UsageError("the conversion changes nothing", remedy="nothing_to_convert")
     recipe.check_tools()
     with store.lease() as lease:
         hold(store, reference, lease)

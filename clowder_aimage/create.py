@@ -96,7 +96,7 @@ def _subject(
 ) -> Descriptor:
     """The manifest of the model that an adapter belongs to, if it fits there."""
     if "adapter" not in inventory.facts:
-        raise UsageError("--base is about an adapter, and this is none")
+        raise UsageError("only an adapter has a base model, and this is not one", remedy="base")
     found = store.resolve(base)
     lease.add(found.digest)
     subject = Descriptor(found.media_type, found.digest, found.size)

@@ -116,7 +116,7 @@ def test_mistakes_of_convert_alone(aimage, model):
     here = aimage()
     here("create", "plain", model.directory, "-q")
     digest = here("convert", "plain", "q", "--quantize", "int8", "-q").line
-    assert "nothing is to be converted" in here("convert", "plain", "m", code=2).err
+    assert "the conversion changes nothing" in here("convert", "plain", "m", code=2).err
     assert "quantized already" in here("convert", "q", "m", "--quantize", "int8", code=2).err
     assert here("convert", "absent", "m", "--dtype", "bf16", code=3).out == ""
     assert "digest" in here("convert", "plain", f"m@{digest}", "--dtype", "bf16", code=2).err

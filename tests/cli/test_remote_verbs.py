@@ -166,7 +166,7 @@ def test_a_pull_before_the_picture_is_shown(at):
         (Says([event("done", {"data": []})]), 5, "no PNG"),
         (Says([event("done", {"data": [{"b64_json": "!"}]})]), 5, "no PNG"),
         (Says([event("done", {"data": [{"b64_json": 7}]})]), 5, "no PNG"),
-        (Says([b"data: {\n\n"]), 5, "does not speak"),
+        (Says([b"data: {\n\n"]), 5, "is not one of a worker"),
         (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
     ],
 )

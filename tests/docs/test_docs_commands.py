@@ -38,6 +38,7 @@ def names(document: Document) -> str:
     return document.name
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=names)
 def test_commands(document: Document, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
@@ -124,6 +125,7 @@ def test_the_judge_of_output_can_refuse() -> None:
     assert first_missing(("two",), output) == "two"
 
 
+@pytest.mark.integration
 def test_the_shell_keeps_codes_output_and_variables(tmp_path: Path) -> None:
     commands = [
         Command("a=$(echo x); cd examples", (), 1),
@@ -138,6 +140,7 @@ def test_the_shell_keeps_codes_output_and_variables(tmp_path: Path) -> None:
     assert [command.code for command in commands] == [0, 1, 0]
 
 
+@pytest.mark.integration
 def test_the_shell_starts_a_server_and_ends_it(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     port = free_port()
@@ -185,6 +188,7 @@ def test_a_command_that_is_not_run_says_why(document: Document) -> None:
             assert not re.search(r"^\$ ", block.text, re.MULTILINE), f"{where}: not a console block"
 
 
+@pytest.mark.integration
 def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
     """Each line of the manifests and configs in docs/format.md, but for ``...``, is printed."""
     if not PROGRAM.is_file():

@@ -434,7 +434,7 @@ def test_there_is_no_such_aimage(model):
 
 
 def test_there_is_nothing_to_do(model):
-    with pytest.raises(UsageError, match="nothing is to be converted"):
+    with pytest.raises(UsageError, match="changes nothing"):
         converted(model)
 
 

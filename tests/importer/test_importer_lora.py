@@ -312,7 +312,7 @@ def test_what_the_file_is_called_makes_no_difference(adapter, model):
 def test_a_base_is_about_adapters(model, tmp_path):
     store = MemoryStore()
     create(store, Reference.parse("base"), model.directory)
-    with pytest.raises(UsageError, match="--base is about an adapter"):
+    with pytest.raises(UsageError, match="only an adapter has a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 

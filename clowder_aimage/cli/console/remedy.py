@@ -6,6 +6,8 @@ from clowder_aimage.errors import AImageError
 
 # code: sentence; {names} are facts of the error
 REMEDIES = {
+    "base": "leave --base out",
+    "nothing_to_convert": "give --quantize, --dtype or both",
     "ca_file": "name your organisation's CA with --ca-file",
     "choose_manifest": "'aimage show' lists what is in it; 'aimage pull' with --variant or "
     "--platform makes the name mean one of that",

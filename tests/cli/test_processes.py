@@ -1,0 +1,56 @@
+"""Each verb once as a process of its own: its imports, its exit code, its two streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from clowder_aimage.cli.main import VERBS
+
+# verb: arguments and exit code, in a store that has nothing
+CALLS = {
+    "create": ("x missing", 1),
+    "convert": ("x y --dtype bf16", 3),
+    "export": ("x out", 3),
+    "validate": ("missing.json", 3),
+    "push": ("x", 2),
+    "pull": ("x", 2),
+    "copy": ("x y", 2),
+    "tags": ("x", 2),
+    "attach": ("x file", 2),
+    "referrers": ("x", 2),
+    "run": ("x prompt --steps 0", 3),
+    "replay": ("x.png", 3),
+    "ls": ("", 0),
+    "show": ("x", 3),
+    "diff": ("x y", 3),
+    "du": ("", 0),
+    "df": ("", 0),
+    "tag": ("x y", 3),
+    "rm": ("x", 3),
+    "save": ("x -o x.tar", 3),
+    "load": ("x.tar", 3),
+    "pin": ("x", 3),
+    "unpin": ("x", 3),
+    "gc": ("", 0),
+    "verify": ("", 0),
+    "login": ("localhost:1", 2),
+    "logout": ("localhost:1", 3),
+    "registry": ("serve --addr nowhere", 2),
+    "serve": ("--addr nowhere", 2),
+    "node": ("--addr nowhere", 2),
+    "ps": ("--store x", 2),
+    "stop": ("x --store x", 2),
+    "config": ("show", 0),
+}
+
+
+def test_the_table_has_every_verb():
+    assert list(CALLS) == list(VERBS)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_process_of_a_verb(verb, aimage):
+    text, code = CALLS[verb]
+    done = aimage().process(verb, *text.split(), code=code)
+    assert bool(done.err) == bool(code)
+    assert not (code and done.out)
