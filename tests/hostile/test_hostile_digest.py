@@ -1,4 +1,7 @@
-"""What is no digest, wherever one may stand: nothing is asked for and no path is made of it."""
+"""Invalid digests at each place for one: they become neither requests nor paths.
+
+The corpus of the parser is in tests/oci/test_oci_digest.py; here is one bad value for each place.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.oci import mediatype
-from tests.hostile.hostile_corpus import HEX, TEXTS, VALUES
+from tests.hostile.hostile_corpus import HEX, TEXTS
 from tests.hostile.hostile_server import serving
 from tests.hostile.hostile_world import described, digest_of, entry, plant, write_index
 from tests.scripted import Answer, ScriptedRegistry
@@ -18,8 +21,8 @@ from tests.scripted import Answer, ScriptedRegistry
 CONFIG, LAYER = b"{}", b"weights"
 SUBJECT = {"mediaType": mediatype.OCI_MANIFEST, "digest": f"sha256:{HEX}", "size": 2}
 NAME = "local/x:v1"
-ALL = pytest.mark.parametrize("bad", VALUES.values(), ids=list(VALUES))
-SPELT = pytest.mark.parametrize("bad", TEXTS.values(), ids=list(TEXTS))
+BAD = TEXTS["climbs"]
+ALL = pytest.mark.parametrize("bad", [BAD, None], ids=["climbs", "null"])
 
 
 def manifest(**fields: Any) -> dict[str, Any]:
@@ -64,14 +67,6 @@ def documents(bad: object) -> dict[str, bytes]:
     }
 
 
-def some_of(found: dict[str, bytes], bad: object) -> dict[str, bytes]:
-    """One of the fields for each text, and all of them for the worst: they go through one door."""
-    if bad == TEXTS["climbs"]:
-        return found
-    field = list(found)[len(repr(bad)) % len(found)]
-    return {field: found[field]}
-
-
 def kind_of(raw: bytes) -> str:
     return str(json.loads(raw)["mediaType"])
 
@@ -104,7 +99,7 @@ def test_pulled(world, bad):
 
 @ALL
 def test_in_a_stored_document(world, bad):
-    for field, raw in some_of(documents(bad), bad).items():
+    for field, raw in documents(bad).items():
         store_with(world, raw)
         with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
             name = f"{registry.host}/x:v1"
@@ -163,13 +158,12 @@ def test_in_a_record_of_a_name(world, bad):
             world.aimage("rm", "z")
 
 
-@SPELT
-def test_in_a_lease(world, bad):
+def test_in_a_lease(world):
     good = json.dumps(manifest()).encode()
     store_with(world, good)
     leases = world.store / ".aimage" / "lease"
     leases.mkdir(parents=True)
-    (leases / "a").write_bytes(f"\n{bad}\n".encode("utf-8", "surrogatepass"))
+    (leases / "a").write_bytes(f"\n{BAD}\n".encode("utf-8", "surrogatepass"))
     world.aimage("gc", "--grace", "0")
 
 
@@ -231,11 +225,10 @@ def test_among_referrers(world, bad):
             assert {seen.path for seen in registry.seen} <= {*allowed, tag}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [text for text in TEXTS.values() if text.isprintable() and text.isascii()],
-    ids=lambda text: text[:40],
-)
+DECLARED = [BAD, TEXTS["other"], TEXTS["very_long"]]
+
+
+@pytest.mark.parametrize("bad", DECLARED, ids=["climbs", "other", "long"])
 def test_in_the_header_of_a_manifest(world, bad):
     """It is compared, where it is a digest of a kind that we know, and otherwise means nothing."""
     raw = json.dumps(manifest()).encode()
@@ -251,29 +244,7 @@ def test_in_the_header_of_a_manifest(world, bad):
         assert all(seen.path.count("/") == 4 and ".." not in seen.path for seen in registry.seen)
 
 
-LOCATIONS = [
-    "../../../outside/secret",
-    "file:///etc/passwd",
-    "file://localhost/etc/passwd",
-    "/v2/x/blobs/uploads/../../../../outside",
-    "//",
-    "http://",
-    "http://[",
-    "http://[::1",
-    "http://127.0.0.1:99999/x",
-    "http://127.0.0.1:port/x",
-    "http:///etc/passwd",
-    "gopher://127.0.0.1/x",
-    "\\\\host\\share",
-    "?",
-    "#",
-    "%00",
-    "http://%2e%2e/",
-    "http://a b/",
-    "javascript:alert(1)",
-    "data:text/plain,x",
-    "a" * 9000,
-]
+LOCATIONS = ["../../../outside/secret", "file:///etc/passwd", "http://[::1", "a" * 9000]
 
 
 @pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
@@ -306,21 +277,17 @@ def test_where_a_redirect_leads(world, where, of):
     assert not (world.store / "index.json").exists()
 
 
-@SPELT
-def test_in_a_name_on_the_command_line(world, bad):
-    if "\0" in bad:
-        pytest.skip("no argument can hold it")
+def test_in_a_name_on_the_command_line(world):
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         for verb in ("pull", "push", "show", "rm", "referrers"):
-            world.aimage(verb, f"{registry.host}/x@{bad[:5000]}", code=2)
+            world.aimage(verb, f"{registry.host}/x@{BAD}", code=2)
         assert registry.seen == []
 
 
-@SPELT
-def test_pushed_to_a_registry_of_ours(world, bad, running_registry):
+def test_pushed_to_a_registry_of_ours(world, running_registry):
     """A manifest, by HTTP: refused as the specification says, and nothing is kept of it."""
     ask = running_registry(world.store)
-    for field, raw in documents(bad).items():
+    for field, raw in documents(BAD).items():
         with world.watched():
             status, body = ask("PUT", "/v2/x/manifests/v1", raw, kind_of(raw))
         assert (status, json.loads(body)["errors"][0]["code"]) == (400, "MANIFEST_INVALID"), field
@@ -347,7 +314,7 @@ def test_in_an_archive(world, bad):
     wrong_entry = json.dumps(
         {"schemaVersion": 2, "manifests": [{**entry(good, NAME), "digest": bad}]}
     ).encode()
-    found = some_of(documents(bad), bad)
+    found = documents(bad)
     blobs = {f"blobs/{digest_of(data).replace(':', '/')}": data for data in (good, CONFIG, LAYER)}
     cases = [(wrong_entry, good)]
     for field, raw in found.items():
@@ -369,29 +336,8 @@ def test_in_an_archive(world, bad):
 # -- names of layers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "a/../../x",
-        "/etc/passwd",
-        "..",
-        ".",
-        "",
-        "a//b",
-        "a/",
-        "..\\x",
-        "C:\\x",
-        "a\0b",
-        "a\nb",
-        "\x7f",
-        "\ud800",
-        "a" * 1025,
-    ],
-    ids=lambda name: repr(name)[:30],
-)
 @pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
-def test_a_name_of_a_layer_that_climbs(world, name, dialect):
+def test_a_name_of_a_layer_that_climbs(world, dialect, name="../x"):
     """It is kept as it came, for it harms nobody; it is no AImage, and cannot be run."""
     annotations = {mediatype.NAME: name, mediatype.MEDIATYPE: mediatype.AIMAGE_FILE}
     row = {**described(LAYER, mediatype.OLLAMA_JSON), "name": name}
@@ -418,7 +364,7 @@ def test_a_name_of_a_layer_that_climbs(world, name, dialect):
     world.aimage("verify")
 
 
-@pytest.mark.parametrize("title", ["../../outside/x", "/etc/passwd", "a/../../b", "C:\\x", "\n"])
+@pytest.mark.parametrize("title", ["../../outside/x", "/etc/passwd"])
 def test_a_title_names_no_file(world, title):
     annotations = {"org.opencontainers.image.title": title}
     raw = json.dumps(manifest(layers=[{**described(LAYER), "annotations": annotations}])).encode()

@@ -125,14 +125,21 @@ TEXTS = {
 }
 SIZES = {f"size_{name}": swapped(RAW, SIZE, b'"size": ' + text) for name, text in NUMBERS.items()}
 DOCUMENTS = {**BOTH, **TEXTS, **SIZES}
-ALL = pytest.mark.parametrize("raw", DOCUMENTS.values(), ids=list(DOCUMENTS))
+DOORS = ["layers", "deep_in_a_layer", "size_infinite"]  # one of each kind for the verbs
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_parse_document_refuses(name):
+    for kind in (mediatype.OCI_MANIFEST, "application/json"):
+        with pytest.raises(FormatError):
+            parse_document(DOCUMENTS[name], kind)
 
 
 def answering(raw: bytes, kind: str) -> Any:
     return lambda _: Answer(200, {"Content-Type": kind}, raw)
 
 
-@ALL
+@pytest.mark.parametrize("raw", [DOCUMENTS[name] for name in DOORS], ids=DOORS)
 def test_a_document_that_is_none(world, raw, running_registry):
     """Pulled, listed, stored, named and pushed: it is refused in words, and harms nobody."""
     for kind in (mediatype.OCI_MANIFEST, "application/json"):
@@ -203,10 +210,11 @@ ODD = {
     "token_nul": b'{"token":"x\\u0000"}',
     "token_wide": b'{"token":"\\u0100\\ud800"}',
 }
-ODDITIES = pytest.mark.parametrize("raw", ODD.values(), ids=list(ODD))
+ERRORS = ["deep_errors", "deep_detail", "deepish_detail", "deepish_message"]
+TOKENS = [name for name in ODD if name not in ERRORS]
 
 
-@ODDITIES
+@pytest.mark.parametrize("raw", [ODD[name] for name in TOKENS], ids=TOKENS)
 def test_a_token_that_is_none(world, raw):
     def script(seen: Any) -> Answer:
         if seen.path.startswith("/token"):
@@ -216,13 +224,20 @@ def test_a_token_that_is_none(world, raw):
 
     with ScriptedRegistry(script).running() as registry:
         world.aimage("pull", f"{registry.host}/x:v1", code=(1, 4, 5))
-        world.aimage("tags", f"{registry.host}/x", code=(1, 4, 5))
         assert not any("X-Injected" in seen.headers for seen in registry.seen)
 
 
-@ODDITIES
-@pytest.mark.parametrize("status", [400, 401, 404, 503])
-def test_the_body_of_an_error(world, raw, status):
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        *((name, 400) for name in ("null", "bytes", *ERRORS)),
+        ("list", 401),
+        ("deep", 404),
+        ("", 503),
+    ],
+)
+def test_the_body_of_an_error(world, name, status):
+    raw = ODD.get(name, b"")
     stored = RAW
     for data in (RAW, CONFIG, LAYER):
         plant(world.store, data)
@@ -233,14 +248,21 @@ def test_the_body_of_an_error(world, raw, status):
         world.aimage("push", f"{registry.host}/x:v1", code=(1, 3, 4, 5))
 
 
-@ODDITIES
+@pytest.mark.parametrize(
+    "raw", [ODD["deep"], ODD["null"], ODD["bytes"]], ids=["deep", "null", "bytes"]
+)
 def test_a_list_of_tags_that_is_none(world, raw):
     with ScriptedRegistry(answering(raw, "application/json")).running() as registry:
         world.aimage("tags", f"{registry.host}/x", code=5)
 
 
-@pytest.mark.parametrize("depth", [50, 330, 900, 930, 960, 100_000])
-@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
+@pytest.mark.parametrize(
+    ("dialect", "depth"),
+    [
+        *(("clowder", 50), ("clowder", 930), ("ollama", 930)),
+        *(("container", 50), ("container", 930), ("container", 100_000)),
+    ],
+)
 def test_a_deep_config(world, depth, dialect):
     """What can just be read may be too deep to be written again."""
     gc.collect()  # of what others left: a finalizer that runs this deep fails
@@ -273,8 +295,13 @@ def test_a_deep_config(world, depth, dialect):
 # -- index.json
 
 
-@pytest.mark.parametrize("depth", [50, 330, 900, 930, 960, 100_000])
-@pytest.mark.parametrize("where", ["top", "entry", "annotation", "platform"])
+@pytest.mark.parametrize(
+    ("where", "depth"),
+    [
+        *(("top", 930), ("entry", 930), ("annotation", 930), ("platform", 930)),
+        *(("entry", 50), ("top", 100_000)),
+    ],
+)
 def test_a_deep_index(world, depth, where):
     """It can be read and written again, or it is refused."""
     for data in (RAW, CONFIG, LAYER):
@@ -343,7 +370,9 @@ def test_an_index_that_is_no_json(world, name):
     assert (world.store / "index.json").read_bytes() == broken
 
 
-@pytest.mark.parametrize("text", NUMBERS.values(), ids=list(NUMBERS))
+@pytest.mark.parametrize(
+    "text", [NUMBERS[name] for name in ("infinite", "negative", "float", "null")]
+)
 def test_a_size_in_an_entry_that_is_none(world, text):
     """An entry of another tool, which we pass over; or it makes the whole no JSON."""
     for data in (RAW, CONFIG, LAYER):

@@ -13,57 +13,21 @@ from hypothesis import strategies as st
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, parse_document
 from clowder_aimage.oci.digest import new_hasher
-
-HEX = "0123456789abcdef" * 4
-# CVE-2024-37032, CVE-2024-3727: a digest that is used as a path.
-EVIL = [
-    "sha256:../../x",
-    f"sha256:../{HEX[3:]}",
-    f"sha256:/{HEX[1:]}",
-    f"sha256-{HEX}",
-    "sha256-..",
-    f"sha256:{HEX.upper()}",
-    f"SHA256:{HEX}",
-    f"sha256:{HEX[:-1]}",
-    f"sha256:{HEX}0",
-    f"sha256:{HEX}\n",
-    f" sha256:{HEX}",
-    f"sha256:{HEX[:-1]}\0",
-    f"sha256:{HEX[:-1]}\uff11",  # a digit, but not one of ours
-    f"sha256:sha256:{HEX}",
-    f"sha512:{HEX}",
-    f"sha256:{HEX}{HEX}",
-    f"md5:{'0' * 32}",
-    f"blake3:{HEX}",
-    f"sha256+b64u:{HEX}",
-    f"../sha256:{HEX}",
-    f":{HEX}",
-    "sha256:",
-    "sha256",
-    "",
-    HEX,
-    None,
-    1,
-    True,
-    [f"sha256:{HEX}"],
-    {"sha256": HEX},
-    f"sha256:{HEX}".encode(),
-]
+from tests.hostile.hostile_corpus import HEX, TEXTS, VALUES
 
 
-@pytest.mark.parametrize("text", EVIL, ids=lambda text: repr(text)[:40])
-def test_anything_else_is_refused_wherever_it_stands(text):
+@pytest.mark.parametrize("text", [*VALUES.values(), HEX.encode()], ids=[*VALUES, "bytes"])
+def test_parse_refuses(text):
     with pytest.raises(FormatError):
         Digest.parse(text)
     with pytest.raises(FormatError):
         Descriptor.from_json({"mediaType": "a/b", "digest": text, "size": 1})
 
 
-@pytest.mark.parametrize("text", [text for text in EVIL if isinstance(text, str | int | None)])
 @pytest.mark.parametrize("field", ["config", "layer", "subject", "manifest"])
-def test_a_bad_digest_anywhere_refuses_the_whole_document(text, field):
+def test_a_bad_digest_in_any_field_refuses_the_document(field):
     good = {"mediaType": "a/b", "digest": f"sha256:{HEX}", "size": 1}
-    bad = {**good, "digest": text}
+    bad = {**good, "digest": TEXTS["climbs"]}
     document = {
         "config": {"schemaVersion": 2, "config": bad, "layers": [good]},
         "layer": {"schemaVersion": 2, "config": good, "layers": [good, bad]},
