@@ -11,11 +11,10 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
-from clowder_aimage.importer.blob_writer import OnWritten
+from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.conversion_plan import plan_conversion
-from clowder_aimage.importer.packer import pack
 from clowder_aimage.importer.planned_layer import layer_name
-from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
+from clowder_aimage.importer.precision import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
 from clowder_aimage.oci import Reference

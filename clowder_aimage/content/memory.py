@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO
 
 from clowder_aimage.content.copy import push_blobs
@@ -58,6 +59,9 @@ class MemoryStore(Target):
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> MemoryIngest:
         return MemoryIngest(self._blobs, expected)
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class MemoryIngest:

@@ -7,10 +7,9 @@ they are, and what a neighbour packed into a tar is unpacked.
 from clowder_aimage.exporter.directory import whole_directory
 from clowder_aimage.exporter.export_plan import MLX, MODELOPT, ExportPlan, plan_export
 from clowder_aimage.exporter.export_writer import ExportedFiles, write_files
-from clowder_aimage.exporter.file_link import LinkMethod
-from clowder_aimage.exporter.layer_kind import is_ours
-from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.shard import SHARD
+from clowder_aimage.exporter.layer_store import LayerStore, is_ours
+from clowder_aimage.exporter.output_file import LinkMethod
+from clowder_aimage.exporter.weight_file import SHARD
 
 __all__ = [
     "MLX",

@@ -16,11 +16,17 @@ from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.component_config import merged
 from clowder_aimage.exporter.file_name import FileNames
-from clowder_aimage.exporter.layer_kind import is_gathered, is_packed, is_tar
-from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.shard import SHARD, STEMS, WeightFile, index, weight_files
-from clowder_aimage.exporter.weight_name import entries, is_modelopt
-from clowder_aimage.formats.model_card import CARD, card
+from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
+from clowder_aimage.exporter.weight_file import (
+    SHARD,
+    STEMS,
+    WeightFile,
+    entries,
+    index,
+    is_modelopt,
+    weight_files,
+)
+from clowder_aimage.formats.model_tree import CARD, card
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.tensor.quantization_config import QuantizationConfig

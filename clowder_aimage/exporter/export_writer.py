@@ -27,9 +27,8 @@ from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.exporter.directory import faults, is_folding
 from clowder_aimage.exporter.export_plan import ExportPlan, FilePiece
-from clowder_aimage.exporter.file_link import LinkMethod, link
 from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.output_file import make_directories, new_file
+from clowder_aimage.exporter.output_file import LinkMethod, link, make_directories, new_file
 from clowder_aimage.exporter.tar_layer import TarExtractor
 from clowder_aimage.oci import Descriptor
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import gguf, gguf_header, onnx, savedmodel, torchscript
 from clowder_aimage.formats.diffusers import MODEL_INDEX
-from clowder_aimage.formats.format_result import home, is_pickled, reading, start_of, walk
-from clowder_aimage.formats.model_card import sole
-from clowder_aimage.formats.model_tree import check_inside, check_not_pointer
+from clowder_aimage.formats.format_result import is_pickled, reading, start_of, walk
+from clowder_aimage.formats.model_tree import check_inside, check_not_pointer, home, sole
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.model_tree import check_inside, check_not_pointer, list_directory
+from clowder_aimage.formats.model_tree import (
+    PICKLED,
+    SourceFile,
+    check_inside,
+    check_not_pointer,
+    list_directory,
+)
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
-from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor.weight import Weight
 
 MODEL_INDEX = "model_index.json"
@@ -40,23 +45,8 @@ _CLASSES = {
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
 }
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_FILE = 256 * 1024 * 1024
 _MAX_CARD = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file that becomes a layer as it is.
-
-    ``size`` in bytes; ``modified`` is when it was last written, in nanoseconds.
-    """
-
-    name: str
-    path: Path
-    size: int
-    modified: int
-    media_type: str = mediatype.AIMAGE_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,13 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import PICKLED, SourceFile
-from clowder_aimage.formats.model_tree import check_inside, check_not_pointer
+from clowder_aimage.formats.model_tree import (
+    PICKLED,
+    SourceFile,
+    check_inside,
+    check_not_pointer,
+    home,
+)
 from clowder_aimage.oci import mediatype
 
 AGAIN = "download the file again, in full"
@@ -92,19 +97,6 @@ def _check_file(path: Path) -> None:
         link = " is a link to nothing" if path.is_symlink() else " does not exist"
         raise ModelError(f"{path}{link}", hint="name the file or directory that holds the model")
     raise ModelError(f"{path} is not a regular file", hint="name the file that holds the model")
-
-
-def home(root: Path) -> Path:
-    """Return the directory that files of ``root`` may not lie outside of.
-
-    Itself, or the snapshot in a Hugging Face cache that it is part of (huggingface_hub, "Understand
-    caching").
-    """
-    for directory in root.absolute().parents:
-        cache = directory.parent.parent
-        if directory.parent.name == "snapshots" and (cache / "blobs").is_dir():
-            return directory
-    return root
 
 
 def is_pickled(path: Path) -> bool:

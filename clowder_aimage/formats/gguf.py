@@ -17,10 +17,9 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import gguf_type
-from clowder_aimage.formats.diffusers import SourceFile, read_license
+from clowder_aimage.formats.diffusers import read_license
 from clowder_aimage.formats.format_result import (
     FormatResult,
-    home,
     naming,
     reading,
     source_file,
@@ -28,7 +27,7 @@ from clowder_aimage.formats.format_result import (
     text,
 )
 from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
-from clowder_aimage.formats.model_tree import list_directory
+from clowder_aimage.formats.model_tree import SourceFile, home, list_directory
 from clowder_aimage.oci import mediatype
 
 FORMAT = "gguf"

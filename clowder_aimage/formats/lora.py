@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import PICKLED, read_license
-from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
-from clowder_aimage.formats.model_tree import list_directory
+from clowder_aimage.formats.diffusers import read_license
+from clowder_aimage.formats.format_result import FormatResult, source_file, taken
+from clowder_aimage.formats.model_tree import PICKLED, home, list_directory
 from clowder_aimage.formats.shard_index import read_file, tensors_of
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Header

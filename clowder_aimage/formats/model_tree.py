@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.oci import mediatype
 
 _LFS_POINTER = b"version https://git-lfs"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that becomes a layer as it is.
+
+    ``size`` in bytes; ``modified`` is when it was last written, in nanoseconds.
+    """
+
+    name: str
+    path: Path
+    size: int
+    modified: int
+    media_type: str = mediatype.AIMAGE_FILE
+
+
+def home(root: Path) -> Path:
+    """Return the directory that files of ``root`` may not lie outside of.
+
+    Itself, or the snapshot in a Hugging Face cache that it is part of (huggingface_hub, "Understand
+    caching").
+    """
+    for directory in root.absolute().parents:
+        cache = directory.parent.parent
+        if directory.parent.name == "snapshots" and (cache / "blobs").is_dir():
+            return directory
+    return root
 
 
 def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> list[Path]:
@@ -64,3 +95,37 @@ def check_inside(root: Path, path: Path) -> None:
         f"{path} is a link that leaves the model directory (to {target})",
         hint="copy the file into the model directory",
     )
+
+
+CARD, ADAPTERS = "README.md", "adapters"
+_LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
+_BARE = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
+_LONGEST = 4096  # bytes of a card that says so little
+
+
+def card(license_: object) -> bytes | None:
+    """Return a card that says this licence; None where it is no word that one could say."""
+    if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
+        return None
+    made = f"---\nlicense: {license_}\n---\n".encode()
+    return made if len(made) <= _LONGEST else None
+
+
+def is_bare(path: Path) -> bool:
+    """Return whether a file is a card that says nothing but the licence."""
+    if path.name != CARD or path.stat().st_size > _LONGEST:
+        return False
+    return _BARE.fullmatch(path.read_bytes()) is not None
+
+
+def sole(root: Path) -> Path | None:
+    """Return the only file in a directory, but for a card and adapters beside it.
+
+    Hidden ones do not count. Raises ModelError where it is a link that leads out.
+    """
+    beside = (CARD, ADAPTERS)
+    paths = [p for p in root.iterdir() if not p.name.startswith(".") and p.name not in beside]
+    if len(paths) != 1 or not paths[0].is_file():
+        return None
+    check_inside(home(root), paths[0])
+    return paths[0]

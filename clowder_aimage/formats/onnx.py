@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import SourceFile, read_license
+from clowder_aimage.formats.diffusers import read_license
 from clowder_aimage.formats.format_result import (
     FormatResult,
     naming,
@@ -22,6 +22,7 @@ from clowder_aimage.formats.format_result import (
     taken,
     walk,
 )
+from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.formats.onnx_graph import Need, OnnxModel, read_model
 from clowder_aimage.oci import mediatype
 

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import (
-    PICKLED,
-    Component,
-    Inventory,
-    SourceFile,
-    read_license,
-    read_object,
-)
-from clowder_aimage.formats.format_result import FormatResult, home, source_file, taken
-from clowder_aimage.formats.model_tree import list_directory
+from clowder_aimage.formats.diffusers import Component, Inventory, read_license, read_object
+from clowder_aimage.formats.format_result import FormatResult, source_file, taken
+from clowder_aimage.formats.model_tree import PICKLED, SourceFile, home, list_directory
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype

@@ -5,9 +5,8 @@ What weights are stored as is a recipe; with one, a survey looks at values befor
 """
 
 from clowder_aimage.formats.diffusers import Inventory, take_inventory
-from clowder_aimage.importer.blob_writer import write_layers
+from clowder_aimage.importer.blob_writer import PackedModel, check_config, pack, write_layers
 from clowder_aimage.importer.create_plan import CreatePlan, Provenance, make_plan
-from clowder_aimage.importer.packer import PackedModel, check_config, pack
 from clowder_aimage.importer.recipe import Recipe
 
 __all__ = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.decompress import zstandard_package
 from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer.planned_layer import (
     CastPiece,
@@ -20,8 +23,7 @@ from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.tensor import nbytes
 
 if TYPE_CHECKING:
-    from clowder_aimage.importer.quantization_guard import QuantizationGuard
-    from clowder_aimage.importer.quantizer import Quantizer
+    from clowder_aimage.importer.quantizer import QuantizationGuard, Quantizer
 
 Sink = Callable[[memoryview], None]
 BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole groups
@@ -117,9 +119,9 @@ class BlobEncoder:
 
         A group depends on no other, so blocks are any number of them: a row may be very long.
         """
-        from clowder_aimage.importer import precision, quantization_guard
+        from clowder_aimage.importer import precision, quantizer
 
-        guard = quantization_guard.QuantizationGuard(piece.name, piece.target, piece.quantization)
+        guard = quantizer.QuantizationGuard(piece.name, piece.target, piece.quantization)
         group = nbytes(piece.source, (piece.quantization.group_size,))
         scratch = memoryview(
             bytearray(min(piece.span.nbytes, max(1, self._block // group) * group))
@@ -150,3 +152,51 @@ class BlobEncoder:
 def _bytes(values: Any) -> memoryview:
     """Return a numpy array as it is in memory."""
     return memoryview(values).cast("B")
+
+
+_GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+_GZIP_LEVEL, _ZSTD_LEVEL = 6, 3
+
+
+class Compressor(Protocol):
+    """Bytes in, fewer bytes out."""
+
+    def compress(self, data: memoryview, /) -> bytes: ...
+
+    def flush(self) -> bytes:
+        """Return the last bytes, when all input was given."""
+        ...
+
+
+def compressor(name: str, size: int) -> Compressor:
+    """Return a compressor for ``size`` bytes, by its word in a media type. Raises UsageError."""
+    return _Gzip() if name == "gzip" else _zstd(size)
+
+
+def check_compression(name: str) -> None:
+    """Check that the package it needs is installed. Raises UsageError."""
+    if name == "zstd":
+        zstandard_package()
+
+
+class _Gzip:
+    def __init__(self) -> None:
+        self._deflate = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+        self._checksum = 0
+        self._size = 0
+        self._header = _GZIP_HEADER
+
+    def compress(self, data: memoryview, /) -> bytes:
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._size += len(data)
+        header, self._header = self._header, b""
+        return header + self._deflate.compress(data)
+
+    def flush(self) -> bytes:
+        end = struct.pack("<II", self._checksum, self._size & 0xFFFFFFFF)
+        return self._header + self._deflate.flush() + end
+
+
+def _zstd(size: int) -> Compressor:
+    made: Compressor = zstandard_package().ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)
+    return made

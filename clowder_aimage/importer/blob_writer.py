@@ -19,19 +19,19 @@ from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.content.verified_reader import verify
-from clowder_aimage.dialect import Layer
+from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
-from clowder_aimage.importer.blob_encoder import BlobEncoder
-from clowder_aimage.importer.compressor import compressor
+from clowder_aimage.importer.blob_encoder import BlobEncoder, compressor
 from clowder_aimage.importer.create_plan import CreatePlan
 from clowder_aimage.importer.planned_layer import PlannedLayer
-from clowder_aimage.importer.span_reader import changed
+from clowder_aimage.importer.span_reader import JOBS, changed
+from clowder_aimage.importer.weight_summary import WeightReport
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.orphan import remove_partials
-from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import new_hasher
+from clowder_aimage.schema import validate
 
-JOBS = 8  # threads that read, hash and write
 BUFFER = 4 * 1024 * 1024  # bytes, of each thread
 LEAST = CHUNK_SIZE  # bytes, of each thread however many there are
 BUFFERS = 64 * 1024 * 1024  # bytes, of all threads together
@@ -227,3 +227,45 @@ def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
         except OSError:  # there is none yet, or whoever needs it says so
             continue
     return frozenset(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """The new AImage, what became of its layers, and of its weights."""
+
+    descriptor: Descriptor
+    manifest: Manifest
+    aimage: AImage
+    layers: tuple[WrittenLayers, ...]
+    report: WeightReport
+
+
+def check_config(plan: CreatePlan) -> None:
+    """Check the config against its schema. Raises FormatError."""
+    validate("aimage-config", AImage(plan.config, ()).properties)
+
+
+def pack(
+    plan: CreatePlan,
+    store: ContentStore,
+    lease: Lease,
+    reference: Reference,
+    dialect: Dialect,
+    *,
+    jobs: int | None,
+    on_written: OnWritten,
+) -> PackedModel:
+    """Store all that the plan names, and name it ``reference``.
+
+    Raises:
+        ModelError, VerificationError, StoreError, NoSpaceError: as ``write_layers``; what was
+            stored in full stays, and nothing is named.
+    """
+    with store.batch():
+        written = write_layers(plan, store, lease, jobs=jobs or JOBS, on_written=on_written)
+    aimage = AImage(plan.config, tuple(item.layer for item in written), plan.subject)
+    manifest, config = dialect.write(aimage)
+    lease.add(manifest.config.digest, manifest.digest)
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    return PackedModel(manifest.descriptor, manifest, aimage, tuple(written), plan.report)

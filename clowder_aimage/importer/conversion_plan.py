@@ -7,8 +7,7 @@ from typing import Any
 
 from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.legacy_scales import StoredLayer
-from clowder_aimage.formats.stored_weights import name_layer, weights_of
+from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
 from clowder_aimage.importer.create_plan import CreatePlan, check, decide_all
 from clowder_aimage.importer.decision import WeightDecision
 from clowder_aimage.importer.planned_layer import PlannedLayer, group_layer, tensor_layer

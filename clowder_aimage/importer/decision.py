@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.importer.quantization_policy import UNFIT, reason_to_keep
-from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
+from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
 from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight

@@ -11,12 +11,19 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import lora, transformers
-from clowder_aimage.formats.diffusers import Inventory, SourceFile, read_license, take_inventory
-from clowder_aimage.formats.format_result import FormatResult, home, source_file
-from clowder_aimage.formats.model_card import ADAPTERS, CARD, is_bare, sole
-from clowder_aimage.formats.model_tree import check_inside
+from clowder_aimage.formats.diffusers import Inventory, read_license, take_inventory
+from clowder_aimage.formats.format_result import FormatResult, source_file
+from clowder_aimage.formats.model_tree import (
+    ADAPTERS,
+    CARD,
+    SourceFile,
+    check_inside,
+    home,
+    is_bare,
+    sole,
+)
 from clowder_aimage.formats.shard_index import is_safetensors
-from clowder_aimage.importer.compressor import check_compression
+from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
 DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"

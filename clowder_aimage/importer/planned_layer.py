@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.dialect import Layer
-from clowder_aimage.formats.diffusers import SourceFile
+from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.importer.decision import WeightDecision, entries, values_of
-from clowder_aimage.importer.quantization_policy import expert_group
+from clowder_aimage.importer.recipe import expert_group
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.tensor import Quantization, encode_header, nbytes
 from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE

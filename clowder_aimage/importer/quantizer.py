@@ -8,12 +8,16 @@ is evaluated and copied out of MLX: plain bytes.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
+from clowder_aimage.errors import ModelError
 from clowder_aimage.tensor import Quantization, blas
 
 blas.preload()  # before MLX is imported: this process may run models later
@@ -22,7 +26,7 @@ import mlx.core as mx  # noqa: E402
 
 _CACHE = 32 * 1024 * 1024  # bytes that MLX may keep for the next block
 _LEAST = 32  # values: MLX takes multiples of that, which one group of nvfp4 is not
-_BITS = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
+_WORDS_OF = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
 
 
 class Quantizer:
@@ -65,7 +69,9 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
     if dtype == "BF16":
         values = values.view(mx.bfloat16, stream=mx.cpu)
     made = mx.quantize(values, **_words(quantization), stream=mx.cpu)
-    bits = [array.view(_BITS[array.itemsize], stream=mx.cpu) for array in made]  # numpy has no BF16
+    bits = [
+        array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in made
+    ]  # numpy has no BF16
     mx.eval(bits)
     return tuple(bytes(memoryview(cast(Any, array))) for array in bits)
 
@@ -74,3 +80,116 @@ def _words(quantization: Quantization) -> dict[str, Any]:
     """Return the quantization in MLX's words."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
+
+
+MAX_ZEROED = 0.01  # of the groups that hold anything
+REACH: Mapping[str, float] = {
+    "affine": 1.7e38,  # twice that, from the least value to the largest, is as far as float32 goes
+    "nvfp4": 448.0 * 6.0,  # the largest scale times the largest code
+    "mxfp8": 448.0 * 2.0**119,  # what is above rounds to infinity
+}
+"""The largest value of each of MLX's modes."""
+_MX = ("mxfp4", "mxfp8")
+# The word that a value is in, its bits without the sign, those of infinity and those of 2**-118.
+_BITS = {
+    "F32": ("<u4", 0x7FFFFFFF, 0x7F800000, 9 << 23),
+    "BF16": ("<u2", 0x7FFF, 0x7F80, 9 << 7),
+    "F16": ("<u2", 0x7FFF, 0x7C00, 0),
+}
+_FURTHER = "use mxfp8, whose scales reach further"
+_KEEP = "it cannot be quantized: keep it as it is, or repair the model"
+Words = npt.NDArray[Any]
+
+
+class QuantizationGuard:
+    """Check of one tensor, ``name``, while blocks of it are quantized from ``dtype``."""
+
+    def __init__(self, name: str, dtype: str, quantization: Quantization) -> None:
+        self._name = name
+        self._dtype = dtype
+        self._quantization = quantization
+        self._word, self._mask, self._infinity, self._tiny = _BITS[dtype]
+        self._is_mx = quantization.type.mode in _MX
+        self._largest = _bits(REACH.get(quantization.type.mode, math.inf), dtype)
+        self._lost, self._groups = 0, 0
+
+    def admit(self, values: Words) -> Words:
+        """Return the values as they can be quantized.
+
+        Raises:
+            ModelError: some are not finite, or larger than the type can hold.
+        """
+        sizes = values.view(self._word) & self._mask
+        largest = sizes.max() if sizes.size else 0
+        if largest >= self._infinity:
+            raise self._not_finite(int(np.count_nonzero(sizes >= self._infinity)))
+        if largest > self._largest:
+            raise self._too_large(int(np.count_nonzero(sizes > self._largest)))
+        if not self._is_mx or not self._tiny:
+            return values
+        is_tiny = sizes < self._tiny
+        if not sizes[is_tiny].any():
+            return values
+        # The exponent of such a group's scale is below that of E8M0, and MLX lets it wrap around:
+        # values near 1e-37 would come back as 1e35 and more.
+        words: Words = np.where(is_tiny, 0, values.view(self._word)).astype(self._word)
+        return words.view(values.dtype)
+
+    def count(self, values: Words, codes: bytes, scales: bytes, biases: bytes | None) -> None:
+        """Count the groups of a block that became zeros. The mx types reach as far as float32."""
+        if self._is_mx:
+            return
+        is_zero = self._zeros(codes, scales, biases)
+        groups = values.view(self._word).reshape(is_zero.size, -1)
+        lost = int(np.count_nonzero((groups[is_zero] & self._mask).any(axis=1)))
+        self._lost += lost
+        self._groups += lost + is_zero.size - int(np.count_nonzero(is_zero))
+
+    def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
+        """Return a mask of the groups that dequantize to zeros alone."""
+        if biases is None:
+            is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
+            return is_zero
+        is_zero = (np.frombuffer(biases, self._word) & self._mask) == 0
+        if is_zero.any():
+            words = self._quantization.group_size // self._quantization.per_word
+            coded = np.frombuffer(codes, "<u4").reshape(-1, words)[is_zero].any(axis=1)
+            is_zero[is_zero] = ~coded
+        return is_zero
+
+    def check(self) -> None:
+        """Check that few groups became zeros. Raises ModelError."""
+        kind = self._quantization.type.name
+        if self._lost > MAX_ZEROED * self._groups:
+            share = 100 * self._lost / self._groups
+            raise ModelError(
+                f"the values of {self._name[:200]} are too small for {kind}: {share:.3g} % of its "
+                "groups would become zero",
+                hint=_FURTHER,
+            )
+
+    def _too_large(self, count: int) -> ModelError:
+        kind = self._quantization.type
+        return ModelError(
+            f"{_some(count, self._name)} too large for {kind.name}, which ends at "
+            f"{REACH[kind.mode]:.4g}",
+            hint=_FURTHER if kind.mode == "nvfp4" else _KEEP,
+        )
+
+    def _not_finite(self, count: int) -> ModelError:
+        return ModelError(f"{_some(count, self._name)} NaN or infinite", hint=_KEEP)
+
+
+def _some(count: int, name: str) -> str:
+    values, are = ("1 value", "is") if count == 1 else (f"{count} values", "are")
+    return f"{values} of {name[:200]} {are}"
+
+
+def _bits(value: float, dtype: str) -> int:
+    """Return the word of the largest value of ``dtype`` that is not above ``value``."""
+    word, _, infinity, _ = _BITS[dtype]
+    if dtype == "F16":
+        return int(np.array(value, "<f2").view(word)) if value < 65504 else infinity
+    with np.errstate(over="ignore"):
+        bits = int(np.array(value, "<f4").view("<u4"))
+    return bits >> 16 if dtype == "BF16" else bits

@@ -13,6 +13,8 @@ from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import ModelError
 from clowder_aimage.tensor.weight import FileSpan
 
+JOBS = 8  # threads that read, hash and write
+
 
 class SpanReader:
     """The bytes of ``span``, cut short when the user leaves."""

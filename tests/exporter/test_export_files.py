@@ -10,7 +10,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.export import export
-from clowder_aimage.exporter import LinkMethod, export_writer, file_link
+from clowder_aimage.exporter import LinkMethod, export_writer, output_file
 from clowder_aimage.oci import mediatype
 from tests.exporter.conftest import NAME
 
@@ -195,8 +195,8 @@ def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypat
         asked.append(request)
         os.write(made, os.pread(source, len(DATA), 0))
 
-    monkeypatch.setattr(file_link.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(file_link.sys, "platform", "linux")
+    monkeypatch.setattr(output_file.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(output_file.sys, "platform", "linux")
     exported = artifact.finish().export(links=True)
     assert exported.ways == {LinkMethod.REFLINKED: 1}
     assert asked == [0x40049409]
@@ -212,8 +212,8 @@ def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EMLINK, "Too many links")
 
-    monkeypatch.setattr(file_link.os, "link", refuse)
-    monkeypatch.setattr(file_link, "_reflink", lambda *_: False)
+    monkeypatch.setattr(output_file.os, "link", refuse)
+    monkeypatch.setattr(output_file, "_reflink", lambda *_: False)
     exported = artifact.finish().export(links=True, on_written=counted.append)
     assert exported.ways == {LinkMethod.COPIED: 1}
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.importer import Recipe
-from clowder_aimage.importer.quantization_policy import expert_group
+from clowder_aimage.importer.recipe import expert_group
 from clowder_aimage.tensor import parse_header, read_tensors
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx
 from tests.importer.valued import as_dtype, bf16_values, blob_of, make_valued, read_back

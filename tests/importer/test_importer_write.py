@@ -12,7 +12,7 @@ from clowder_aimage.content import MemoryStore
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError, NoSpaceError, VerificationError
-from clowder_aimage.importer import Recipe, blob_writer, span_reader
+from clowder_aimage.importer import Recipe, blob_encoder, blob_writer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
@@ -38,13 +38,13 @@ def model(tmp_path):
 def reads(monkeypatch):
     """How often each span is read."""
     counted: Counter[object] = Counter()
-    begin = span_reader.SpanReader.__init__
+    begin = blob_encoder.SpanReader.__init__
 
     def counting(self, span, stopped):
         counted[span] += 1
         begin(self, span, stopped)
 
-    monkeypatch.setattr(span_reader.SpanReader, "__init__", counting)
+    monkeypatch.setattr(blob_encoder.SpanReader, "__init__", counting)
     return counted
 
 
@@ -156,14 +156,14 @@ def test_what_a_killed_create_left_is_removed_by_the_next(model, small):
 def test_a_file_that_changes_while_it_is_read(model, small, monkeypatch, quantize):
     """In the middle of a tensor, in its last bytes, or just before."""
     path = model.weights("transformer")
-    end = span_reader.SpanReader.check_unchanged
+    end = blob_encoder.SpanReader.check_unchanged
 
     def meddle(self):
         os.utime(path, ns=(1, 1))
         end(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(span_reader.SpanReader, "check_unchanged", meddle)
+        patch.setattr(blob_encoder.SpanReader, "check_unchanged", meddle)
         with pytest.raises(ModelError, match="changed while it was read"):
             model.make(quantize=quantize)
     assert left(model.store) == []
@@ -218,7 +218,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
     """Ctrl-C ends the reading between two pieces, however much is left to read."""
     reading = threading.Event()
     stopped = []
-    readinto = span_reader.SpanReader.readinto
+    readinto = blob_encoder.SpanReader.readinto
 
     def endless(self, buffer):
         reading.set()
@@ -235,7 +235,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
         assert reading.wait(30)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(span_reader.SpanReader, "readinto", endless)
+    monkeypatch.setattr(blob_encoder.SpanReader, "readinto", endless)
     with pytest.MonkeyPatch.context() as waiting:
         waiting.setattr("clowder_aimage.content.parallel.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from clowder_aimage.errors import FormatError
-from clowder_aimage.exporter.weight_name import WeightEntry
+from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.tensor import DTYPE_BITS, encode_header
+from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has one to itself
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
@@ -83,3 +84,74 @@ def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
     ordered = sorted(shard, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.name))
     header = encode_header([(e.name, e.dtype, e.shape) for e in ordered], _METADATA)
     return WeightFile(name, header, tuple(ordered))
+
+
+_WEIGHT = ".weight"
+_MLX = {SCALE: ".scales", BIAS: ".biases"}
+_MODELOPT = {SCALE: ("_scale", "F8_E4M3"), GLOBAL_SCALE: ("_scale_2", "F32")}
+_BYTES = 4  # of a word of codes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """A tensor of a file to be, and where its bytes are."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: SourceTensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+
+def is_modelopt(weight: Weight) -> bool:
+    """Return whether it is quantized, and written in ModelOpt's form."""
+    return any(part.suffix == GLOBAL_SCALE for part in weight.parts)
+
+
+def stem(weight: Weight) -> str:
+    """Return the module that a weight is of."""
+    return weight.name.removesuffix(_WEIGHT)
+
+
+def entries(component: str, weight: Weight) -> list[WeightEntry]:
+    """Return the tensors that ``weight`` becomes.
+
+    Raises:
+        ModelError: it is quantized, and called as no tool calls such a weight.
+    """
+    if weight.quantization is None:
+        return [WeightEntry(weight.name, p.dtype, p.shape, p.tensor) for p in weight.parts]
+    if not weight.name.endswith(_WEIGHT):
+        raise ModelError(
+            f"{component}/{weight.name[:200]} is quantized to {weight.dtype}, and neither MLX nor "
+            "ModelOpt has a name for that: they quantize what is called .weight",
+            hint="export the AImage as it was before it was quantized",
+        )
+    return _modelopt(weight) if is_modelopt(weight) else _mlx(weight)
+
+
+def _mlx(weight: Weight) -> list[WeightEntry]:
+    own = stem(weight)
+    return [
+        WeightEntry(own + _MLX.get(part.suffix, _WEIGHT), part.dtype, part.shape, part.tensor)
+        for part in weight.parts
+    ]
+
+
+def _modelopt(weight: Weight) -> list[WeightEntry]:
+    """Codes are words in our blobs.
+
+    The same bytes, two codes in each, the first in the low half.
+    """
+    made = []
+    for part in weight.parts:
+        if part.suffix in _MODELOPT:
+            word, dtype = _MODELOPT[part.suffix]
+            made.append(WeightEntry(weight.name + word, dtype, part.shape, part.tensor))
+        else:
+            shape = (*part.shape[:-1], part.shape[-1] * _BYTES)
+            made.append(WeightEntry(weight.name, "U8", shape, part.tensor))
+    return made
