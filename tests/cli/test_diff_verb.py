@@ -385,7 +385,7 @@ def test_an_aimage_and_another_kind(here):
     assert value["fetch"]["blobs"] == 1  # the config
 
 
-@pytest.mark.parametrize("depth", [15, 17, 400, 20_000])
+@pytest.mark.parametrize("depth", [15, 20_000])
 def test_configs_that_are_nested(depth, here):
     """Compared as deeply as is sensible, and no further; never a crash."""
     deep = [b'{"x":' * depth + value + b"}" * depth for value in (b"1", b"2")]

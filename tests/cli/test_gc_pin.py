@@ -109,15 +109,13 @@ def test_names_to_keep(stored):
     assert names(stored) == ["b:v1"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [("--max-size", "lots"), ("--max-age", "7"), ("--grace", "-1h"), ("--grace", "1y")]
-)
+@pytest.mark.parametrize("wrong", [("--max-size", "lots"), ("--max-age", "7")])
 def test_what_cannot_be_meant(stored, wrong):
     assert "is not a" in stored("gc", *wrong, code=2).err
     assert names(stored) == ["a:v1", "b:v1"]
 
 
-@pytest.mark.parametrize("wishes", [(), ("--max-age", "0"), ("--max-size", "0"), ("--dry-run",)])
+@pytest.mark.parametrize("wishes", [(), ("--dry-run",)])
 def test_a_damaged_manifest_stops_it(stored, wishes):
     stray = put(stored.layout, b"stray")
     path = stored.layout.path(stored.made["b:v1"].descriptor)

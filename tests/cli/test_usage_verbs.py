@@ -213,7 +213,7 @@ def test_a_missing_manifest_or_config(store):
     assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
 
 
-@pytest.mark.parametrize("size", [None, "x", -1, 1.5])
+@pytest.mark.parametrize("size", [None, -1])
 def test_a_missing_layer_of_no_size(size, store):
     absent = {"mediaType": BLOB, "digest": "sha256:" + "a" * 64, "size": size}
     store.name(store.manifest(store.blob(b"{}"), absent), "x")
@@ -336,7 +336,7 @@ def scramble(store, seed):
             store.name(document, name and f"{name}-{number}")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_collections_agree(seed, store):
     """``unique`` is what goes when all entries of a manifest do, whatever they mention."""
     scramble(store, seed)
@@ -440,7 +440,7 @@ def test_several_stores(aimage, tiny, tmp_path):
 
 def test_each_document_is_read_once(store, monkeypatch):
     config = store.blob(b"{}")
-    for number in range(20):
+    for number in range(4):
         manifest = store.manifest(config, store.blob(b"%d" % number))
         store.name(manifest, f"a{number}")
         store.name(manifest, f"b{number}")

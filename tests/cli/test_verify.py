@@ -135,8 +135,9 @@ def set_aside(store):
     return list((store / ".aimage").glob("damaged.*"))
 
 
-@pytest.mark.parametrize("what", ["layer", "config", "manifest"])
-@pytest.mark.parametrize("name", [f"{GONE}/team/x:v1", "x"], ids=["gone", "none"])
+@pytest.mark.parametrize(
+    ("name", "what"), [(f"{GONE}/team/x:v1", "layer"), ("x", "config"), ("x", "manifest")]
+)
 def test_a_damaged_blob_stays_where_no_registry_has_it(name, what, aimage, tiny):
     here = aimage()
     here("create", name, tiny)
@@ -176,7 +177,7 @@ def test_one_that_can_be_mended_and_one_that_cannot(stored, tiny):
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", f"sha256:{theirs[:12]}")]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt])
 def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(error, aimage, tiny, monkeypatch):
     here = aimage()
     here("create", "x", tiny)
@@ -224,11 +225,9 @@ def refused(aimage, tiny, monkeypatch):
     ("code", "kind"),
     [
         (errno.EACCES, "unreadable"),
-        (errno.EPERM, "unreadable"),
-        (errno.EMFILE, "unreadable"),
         (errno.EIO, "damaged"),
     ],
-    ids=["permission", "policy", "descriptors", "disk"],
+    ids=["permission", "disk"],
 )
 def test_what_cannot_be_read_is_not_called_damaged(code, kind, refused):
     """Unless it is the disk that says so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,13 @@ def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines,
     return make
 
 
-@pytest.fixture(params=[*VERBS, *NEW, *FOREIGN])
+def sampled(verbs: list[str], *sample: str) -> list[Any]:
+    """The verbs as parameters; those that are not in the sample are run by ``make test-all``."""
+    rest = [verb for verb in verbs if verb not in sample]
+    return [*sample, *(pytest.param(verb, marks=pytest.mark.integration) for verb in rest)]
+
+
+@pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "tag", "pull"))
 def job(request: pytest.FixtureRequest, make_job) -> Job:
     """Each of the commands."""
     return make_job(request.param)

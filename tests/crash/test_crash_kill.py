@@ -13,7 +13,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from tests.crash.scene import KILLED, Job, Places, check_sound, names, side_by_side
 
-FEW = 8  # kills of a command in the fast suite
+FEW = 4  # kills of a command
 
 
 def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> None:
@@ -92,6 +92,7 @@ def live_through(places: Places, make_job, seed: int, kills: int) -> None:
     assert check_sound(place.store, keeps={}) == wanted
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kills", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random(places, make_job, kills):
     """Half of them in each of two stores."""

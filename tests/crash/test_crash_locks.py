@@ -22,7 +22,7 @@ from tests.crash.scene import (
 )
 from tests.process import Done
 
-PROCESSES, NAMES, ROUNDS = 4, 4, 3
+PROCESSES, NAMES = 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_that_locks_lie_is_noticed(place: Place, make_job, locks):
     assert left <= {"", ".journal"} if locks else not left & {"", ".journal"}
 
 
-@pytest.mark.parametrize("round_", range(ROUNDS))
-def test_four_that_tag_and_pull_at_once(place, remote, make_job, round_):
+@pytest.mark.integration
+def test_four_that_tag_and_pull_at_once(place, remote, make_job):
     before = place.names()
     pulled = make_job("pull-new").wanted
 
@@ -105,6 +105,7 @@ def collect_beside(place: Place, *arguments: str, pull) -> None:
     collecting.result()
 
 
+@pytest.mark.integration
 def test_collections_beside_four_that_pull(place, remote, make_job):
     """At the grace period that they have unless told otherwise."""
     wanted = place.names() | make_job("pull-new").wanted
@@ -112,6 +113,7 @@ def test_collections_beside_four_that_pull(place, remote, make_job):
     assert check_sound(place.store, keeps={}) == wanted
 
 
+@pytest.mark.integration
 def test_what_collections_without_grace_take_is_found_and_fetched_again(place, remote, make_job):
     """Nothing keeps a collection from looking away while a pull begins."""
     before = place.names()

@@ -22,7 +22,7 @@ from tests.crash.power import (
 )
 from tests.crash.scene import Job, Places, side_by_side
 
-FEW = 3  # moments of a command in the fast suite
+FEW = 2  # moments of a command
 STATES = ["pessimistic", "torn", "empty"]
 
 

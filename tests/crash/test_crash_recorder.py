@@ -97,9 +97,6 @@ def test_what_would_go_unseen_is_refused(top):
     ("order", "left"),
     [
         ({"kill": 0}, None),
-        ({"kill": 1}, b""),
-        ({"kill": 1, "torn": True}, b"01"),
-        ({"kill": 2}, b"0123"),
         ({"kill": 3, "torn": True}, b"012345"),
     ],
 )
@@ -117,8 +114,6 @@ os.write(fd, b"4567")
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ({}, "4 4 4"),
-        ({"full": 1}, "28 4 4"),
         ({"full": 2}, "4 28 4"),
         ({"full": 1, "ever": True}, "2 28 28"),
         ({"full": 0, "ever": True}, ""),

@@ -120,14 +120,12 @@ def test_compressed_layers_come_back(layout, media_type):
     ("pack", "error"),
     [
         (lambda data: b"not gzip at all", FormatError),
-        (lambda data: fixed_gzip(data)[:-9], FormatError),
         (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, (FormatError, VerificationError)),
-        (lambda data: b"", FormatError),
         (lambda data: fixed_gzip(data + b"x"), VerificationError),
         (lambda data: fixed_gzip(data[:-1]), VerificationError),
         (lambda data: fixed_gzip(bytes(50_000_000)), VerificationError),  # a bomb
     ],
-    ids=["other", "cut", "torn", "empty", "longer", "shorter", "bomb"],
+    ids=["other", "torn", "longer", "shorter", "bomb"],
 )
 def test_what_does_not_unpack_to_its_diff_id_is_refused(layout, pack, error):
     recompressed(layout, pack=pack)
