@@ -1,8 +1,7 @@
-"""diff: how two AImages differ, from their manifests and configs alone.
+"""diff: compare two AImages by their manifests and configs alone.
 
-Layers are compared by name and by digest, so that it does not matter which dialect either side is
-written in. What is no AImage (a container image, a chart) is compared all the same: its layers are
-called by their titles, or else by their digests.
+Layers are compared by name and digest, whatever the dialects. Other artifacts (a container image, a
+chart) are compared, too: the names of their layers are their titles, or else their digests.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
 
-FOREIGN = "foreign"  # the dialect of what is no AImage
+FOREIGN = "foreign"  # the dialect of an artifact that is not an AImage
 _TITLE = "org.opencontainers.image.title"
 _OF_CONFIG = (mediatype.CREATED, mediatype.LICENSES)  # annotations that repeat the config
-_MAX_DEPTH = 16  # of a config; what lies deeper is compared as a whole
+_MAX_DEPTH = 16  # levels of a config; deeper values are compared as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two: what it is, and where it was found (``store`` or ``registry``)."""
+    """One of the two, and where it was found (``store`` or ``registry``)."""
 
     reference: Reference
     where: str
@@ -44,12 +43,12 @@ class Side:
 
     @property
     def blobs(self) -> dict[Digest, int]:
-        """What a pull of it fetches, the manifest aside: digests and sizes in bytes."""
+        """Return the blobs that a pull fetches, with their sizes in bytes."""
         return {child.digest: child.size for child in self.manifest.children}
 
     @property
     def annotations(self) -> dict[str, str]:
-        """Those of the manifest that say more than the config."""
+        """Return the annotations of the manifest that do not repeat the config."""
         said = self.manifest.annotations
         if self.dialect == FOREIGN:
             return dict(said)
@@ -82,7 +81,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """A field of config or annotations: the keys that lead to it, and its value on each side.
+    """A field of config or annotations: its path, and its value on each side.
 
     ``a`` and ``b`` hold one value, or none where that side has no such field.
     """
@@ -94,7 +93,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All of it. ``fetch`` are the blobs, and their bytes, that a pull of B moves where A is."""
+    """All differences; ``fetch`` are the blobs, and their bytes, that B needs beside A."""
 
     a: Side
     b: Side
@@ -108,7 +107,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing but the way they are written down may differ."""
+        """Return whether only the dialects may differ."""
         layers = (*self.changed, *self.added, *self.removed)
         return not (layers or self.config or self.annotations)
 
@@ -121,24 +120,24 @@ def diff(
     *,
     remote: bool = False,
 ) -> Difference:
-    """How ``b`` differs from ``a``.
+    """Return how ``b`` differs from ``a``.
 
-    Each is looked for in ``layout``, and in its registry where it is not there, or with ``remote``.
-    No layer is fetched. Of an index, the manifest for this machine's platform is meant.
+    Each is read from ``layout``, or from its registry if it is missing there, or with ``remote``.
+    No layer is fetched. An index stands for its manifest for this machine's platform.
 
     Raises:
-        UsageError: with ``remote``, a name without a registry host; or an index in which more than
-            one manifest fits.
-        NotFoundError: one of them is nowhere, or its config is not in the store.
+        UsageError: with ``remote``, a name without a registry; or an index in which more than one
+            manifest fits.
+        NotFoundError: one of them is not found, or its config is missing in the store.
         UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
-        FormatError, VerificationError: it is not what it claims to be.
+        FormatError, VerificationError: it is malformed or damaged.
     """
     first = _read(a, layout, connection, remote)
     return compare(first, _read(b, layout, connection, remote))
 
 
 def compare(a: Side, b: Side) -> Difference:
-    """How ``b`` differs from ``a``. Raises FormatError where a config is nested too deeply."""
+    """Return how ``b`` differs from ``a``. Raises FormatError for a config nested too deeply."""
     names = sorted(a.layers.keys() | b.layers.keys())
     all_ = [Change(name, a.layers.get(name), b.layers.get(name)) for name in names]
     both = [(one, one.a.descriptor, one.b.descriptor) for one in all_ if one.a and one.b]
@@ -163,7 +162,7 @@ def compare(a: Side, b: Side) -> Difference:
 def _read(
     reference: Reference, layout: ImageLayout, connection: ClientOptions, remote: bool
 ) -> Side:
-    """One side, from the store if it is there."""
+    """Read one side, from the store if it is there."""
     if not remote:
         try:
             layout.resolve(reference)
@@ -175,7 +174,7 @@ def _read(
     elif reference.registry is None:
         raise UsageError(
             f"{reference} has no registry host: it names an AImage in the local store",
-            hint="leave --remote out, or give the name of what a registry holds",
+            remedy="diff_remote",
         )
     with Repository(reference, connection) as repository:
         return _side(repository, reference, "registry")
@@ -187,6 +186,7 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
         here = Platform.of(machine.sysname, machine.machine)
         _, manifest = select(source, source.resolve(reference), reference, ANY, here)
     except UsageError as error:
+        error.remedy = ""
         error.hint = f"name one by its digest, {reference.name}@DIGEST, or pull it under a name"
         raise
     if not isinstance(manifest, Manifest):
@@ -199,7 +199,7 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
 
 
 def _aimage(manifest: Manifest, config: bytes) -> tuple[str, AImage]:
-    """The dialect and what it says; of another kind of artifact, layers as good as they get."""
+    """Return the dialect and the AImage; for another artifact, one with its layers."""
     try:
         dialect = detect(manifest)
         return dialect.name, dialect.read(manifest, config)
@@ -208,7 +208,7 @@ def _aimage(manifest: Manifest, config: bytes) -> tuple[str, AImage]:
 
 
 def _foreign(manifest: Manifest) -> Iterator[Layer]:
-    """The layers by their titles, where these tell them apart; none of them is a tensor."""
+    """Yield the layers by their titles, where these are unique; none of them is a tensor."""
     titles = Counter(layer.annotations.get(_TITLE, "") for layer in manifest.layers)
     for layer in manifest.layers:
         title = layer.annotations.get(_TITLE, "")
@@ -217,7 +217,7 @@ def _foreign(manifest: Manifest) -> Iterator[Layer]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Another tool's config; of one that is no JSON object, its digest is all there is to say."""
+    """Parse another tool's config; for one that is not a JSON object, return its digest."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(raw)
         if isinstance(value, dict):
@@ -228,7 +228,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 def _fields(
     a: Mapping[str, Any], b: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[FieldChange]:
-    """What differs between two objects, down to the fields that are none themselves."""
+    """Yield the fields that differ between two objects, nested ones included."""
     for key in sorted(a.keys() | b.keys()):
         old, new = ((side[key],) if key in side else () for side in (a, b))
         if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
@@ -238,10 +238,10 @@ def _fields(
 
 
 def _has_fields(value: tuple[Any, ...]) -> bool:
-    """Whether it is an object with something in it, or nothing at all."""
+    """Return whether a value is a non-empty object, or missing."""
     return not value or (isinstance(value[0], dict) and bool(value[0]))
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Equal as JSON: ``1`` is not ``true``, as it is in Python; ``1`` and ``1.0`` differ too."""
+    """Compare as JSON: unlike in Python, ``1`` equals neither ``true`` nor ``1.0``."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

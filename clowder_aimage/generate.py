@@ -1,4 +1,4 @@
-"""generate: a prompt becomes pictures, by an AImage that is fetched first if need be."""
+"""generate: render pictures from a prompt with an AImage, fetched first if it is missing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RunnableModel:
 
     @property
     def backend(self) -> str:
-        """What computes: the device, and on a CPU the BLAS."""
+        """Return the device and, on a CPU, the BLAS."""
         return describe()
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
-        """Steps, previews and pictures as they come; closing the generator cancels."""
+        """Yield steps, previews and pictures; closing the generator cancels."""
         return self.pipeline.generate(request)
 
 
@@ -46,11 +46,11 @@ def fetch(
     *,
     on_event: OnEvent = ignore,
 ) -> StoredAImage:
-    """The AImage, from the store or else from the registry in its name; ``lease`` keeps it.
+    """Return the AImage, from the store or else from the registry in its name, and lease it.
 
     Raises:
-        NotFoundError: it is not in the store, or only a part of it is, and its name has no
-            registry host or it is not there either; and whatever ``pull`` raises.
+        NotFoundError: it is missing or partial in the store, and its name has no registry, or it
+            is not there either; and whatever ``pull`` raises.
     """
     _check_kind(store, reference)
     try:
@@ -66,7 +66,7 @@ def fetch(
 
 
 def _check_kind(store: ContentStore, reference: Reference) -> None:
-    """Refuse what is no pipeline before the rest of it is fetched. Raises ModelError."""
+    """Raise ModelError for an AImage that is not a pipeline, before the rest is fetched."""
     try:
         aimage = read_aimage(store, reference).aimage
     except NotFoundError:
@@ -75,17 +75,17 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         return
     kind = aimage.properties.get("format")
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
-        return  # whoever loads it says what is missing
+        return  # the loader says what is missing
     what = f"is of the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
         f"{reference} {what}, which is not run here",
-        hint=f"aimage export {reference} DIR gives its files back; what is in a tar can be packed "
-        "from there with aimage create",
+        remedy="export_to_pack",
+        reference=reference,
     )
 
 
 def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """The AImage, if it is in the store as a whole; ``lease`` keeps it. Raises NotFoundError."""
+    """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
     stored = _complete(store, reference, lease)
     inflate(store, stored)
     store.use(stored.descriptor)
@@ -99,8 +99,11 @@ def _pull(
     on_event: OnEvent,
     incomplete: NotFoundError,
 ) -> Descriptor:
-    """Pull what is not here. What is here in part is completed, whatever its tag means in the
-    registry by now; where that fails, what is missing is said, too."""
+    """Pull what is missing.
+
+    A partial AImage is completed, whatever its tag means in the registry by now; the error of a
+    failed pull also names what is missing.
+    """
     options = PullOptions(on_event=on_event)
     if not isinstance(incomplete, IncompleteError):
         return pull(reference, store, connection, options).root
@@ -113,7 +116,7 @@ def _pull(
 
 
 def _complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """The AImage, if all its blobs are in the store. Raises NotFoundError."""
+    """Return the AImage and lease it, if all its blobs are in the store. Raises NotFoundError."""
     hold(store, reference, lease)
     stored = read_aimage(store, reference)
     lease.add(

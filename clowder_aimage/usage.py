@@ -47,7 +47,7 @@ class NameUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreUsage:
+class UsageReport:
     """The manifests, the largest ``unique`` first, and what they take together, in bytes.
 
     ``size`` counts every blob once; ``freed`` is what would be freed if all of them went.
@@ -83,7 +83,7 @@ class DiskUsage:
     free: int
 
 
-def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> StoreUsage:
+def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> UsageReport:
     """Return what each manifest in ``layout``, or each of ``only``, takes beside all others.
 
     ``roots`` are the directories of the stores that ``layout`` is made of.
@@ -114,7 +114,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         for digest, found in chosen.items()
     ]
     mine = Counter(blob for found in chosen.values() for blob in found.blobs)
-    return StoreUsage(
+    return UsageReport(
         shares=tuple(sorted(shares, key=lambda one: (-one.unique, -one.size, one.names))),
         blobs=len(mine),
         size=sum(sizes[blob] for blob in mine),
@@ -153,7 +153,7 @@ class _Needed:
 
 
 class _Needs:
-    """What documents need of the blobs with these ``sizes``."""
+    """The blobs that documents need, of those with these ``sizes``."""
 
     def __init__(self, layout: ImageLayout, sizes: dict[str, int]) -> None:
         self._layout, self._sizes = layout, sizes

@@ -1,4 +1,4 @@
-"""verify: every byte of a layout against its digest, and what is wrong fetched again."""
+"""verify: check every byte of a layout against its digest, and fetch what is wrong again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def verify(
     layout: ImageLayout,
     references: Sequence[Reference] = (),
     *,
-    on_plan: Callable[[int], None] = lambda size: None,
-    on_read: Callable[[int], None] = lambda count: None,
+    on_plan: Callable[[int], None] = lambda _: None,
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> FsckReport:
     """Check what ``references`` name, or all of the layout. Raises NotFoundError."""
     if references:
@@ -45,7 +45,7 @@ def verify(
 def _still(
     layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[FsckProblem]
 ) -> list[FsckProblem]:
-    """What is wrong now: a name may have been let go while we looked, and its blobs with it."""
+    """Drop problems of names that were removed during the check, and their blobs with them."""
     if not any(problem.kind == "missing" for problem in problems):
         return problems
     now = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
@@ -58,11 +58,11 @@ def repair(
 ) -> list[tuple[FsckProblem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
-    Blobs lose their write permission. A damaged blob is moved out of the way of the right one, and
-    back where that does not come; one that nothing needs is removed.
+    Blobs lose their write permission. A damaged blob is moved aside, and back where the right one
+    cannot be fetched; one that nothing needs is removed.
 
     Returns:
-        each problem of that kind, and why it could not be mended; None where it was.
+        Each problem of that kind, and why it could not be repaired; None where it was.
     """
     problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
     for path in report.writable:
@@ -84,7 +84,7 @@ def repair(
         outcome = [(problem, _outcome(layout, problem, failed)) for problem in problems]
         for problem, why in outcome:
             if problem in aside:
-                _end(layout, problem, aside[problem], is_mended=why is None)
+                _end(layout, problem, aside[problem], is_repaired=why is None)
     return outcome
 
 
@@ -94,19 +94,19 @@ def _path(layout: ImageLayout, problem: FsckProblem) -> Path:
 
 
 def _aside(layout: ImageLayout, problem: FsckProblem) -> Path:
-    """Move a damaged blob out of the way."""
+    """Move a damaged blob aside."""
     path = _path(layout, problem)
     aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
     with store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it is another store's: not ours to mend
+        with contextlib.suppress(FileNotFoundError):  # it is in a read-only store
             path.replace(aside)
     return aside
 
 
-def _end(layout: ImageLayout, problem: FsckProblem, aside: Path, *, is_mended: bool) -> None:
+def _end(layout: ImageLayout, problem: FsckProblem, aside: Path, *, is_repaired: bool) -> None:
     with store_errors(layout.root):
-        if is_mended:
+        if is_repaired:
             aside.unlink(missing_ok=True)
         elif aside.exists():
             aside.replace(_path(layout, problem))
@@ -115,12 +115,14 @@ def _end(layout: ImageLayout, problem: FsckProblem, aside: Path, *, is_mended: b
 def _fetch(
     layout: ImageLayout, name: str, connection: ClientOptions, wanted: Collection[Digest]
 ) -> None:
-    """Fetch these blobs of what a name names here, whatever its tag means in the registry by now.
-    What is here in part stays so."""
+    """Fetch blobs of the manifest that a name has here, whatever its tag means in the registry.
+
+    A partial AImage stays partial.
+    """
     reference = Reference.parse(name)
     if reference.registry is None:
         raise NotFoundError(
-            f"{name} has no registry in its name to be fetched from",
+            f"{name} has no registry in its name to fetch from",
             hint="create or pull it again",
         )
     digest = layout.resolve(reference).digest

@@ -33,6 +33,9 @@ REMEDIES = {
     "store_permissions": "check the directory's permissions, or name another one with --store",
     "not_in_store_pull": "'aimage ls' lists what is there; 'aimage pull' fetches from a registry",
     "other_store": "to change that one: aimage --store {root} {verb} {reference}",
+    "diff_remote": "leave --remote out, or give the name of what a registry holds",
+    "export_to_pack": "aimage export {reference} DIR gives its files back; what is in a tar can be "
+    "packed from there with aimage create",
     "not_in_store": "'aimage ls' lists what is there",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
     "listen_without_tokens": "listen on 127.0.0.1, or name the tokens of those who may with "

@@ -11,7 +11,7 @@ from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.usage import NameUsage, StoreUsage
+    from clowder_aimage.usage import NameUsage, UsageReport
 
 
 @click.command()
@@ -35,7 +35,7 @@ def du(refs: tuple[str, ...]) -> None:
     result(_plain(found), text, as_json=chosen.as_json)
 
 
-def _table(found: StoreUsage) -> str:
+def _table(found: UsageReport) -> str:
     rows = [("NAME", "SIZE", "UNIQUE", "SHARED", "MISSING")]
     for share in found.shares:
         unnamed = f"(no name) {share.digest.short}"
@@ -55,7 +55,7 @@ def _gap(share: NameUsage) -> str:
     return f"{plural(share.missing, 'blob')}, {size(share.missing_size)}"
 
 
-def _plain(found: StoreUsage) -> dict[str, Any]:
+def _plain(found: UsageReport) -> dict[str, Any]:
     return {
         "manifests": [_plain_share(share) for share in found.shares],
         "total": {
