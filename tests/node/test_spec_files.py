@@ -104,27 +104,17 @@ def test_only_the_name_must_be_said():
     assert (found.name, found.digest) == ("example.com/a:v1", None)
 
 
-@pytest.mark.parametrize(
-    ("ref", "policy"),
-    [
-        *(("h.io/a", ALWAYS), ("h.io/a:latest", ALWAYS), ("h.io/a:v1", IF_MISSING)),
-        *((f"h.io/a@{DIGEST}", IF_MISSING), (f"h.io/a:latest@{DIGEST}", IF_MISSING)),
-    ],
-)
-def test_the_default_policy_is_kubernetes(ref, policy):
-    assert default_policy(Reference.parse(ref)) == policy
-    assert want(ref=ref).policy == policy
+def test_the_default_policy_is_kubernetes():
+    for ref in ("h.io/a", "h.io/a:latest"):
+        assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == ALWAYS
+    for ref in ("h.io/a:v1", f"h.io/a@{DIGEST}", f"h.io/a:latest@{DIGEST}"):
+        assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == IF_MISSING
 
 
-@pytest.mark.parametrize(
-    ("word", "policy"),
-    [
-        *(("Never", NEVER), ("IfNotPresent", IF_MISSING), ("Always", ALWAYS)),
-        *(("never", NEVER), ("if-missing", IF_MISSING), ("always", ALWAYS)),
-    ],
-)
-def test_policies_have_two_spellings(word, policy):
-    assert want(pullPolicy=word).policy == policy
+def test_policies_have_two_spellings():
+    words = ("Never", "IfNotPresent", "Always", "never", "if-missing", "always")
+    found = [want(pullPolicy=word).policy for word in words]
+    assert found == [NEVER, IF_MISSING, ALWAYS] * 2
 
 
 @pytest.mark.parametrize(
@@ -147,10 +137,9 @@ def test_a_digest_is_said_in_the_name_or_beside_it(said, name):
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [
-        *((1, 1.0), (90, 90.0), (1.5, 1.5), ("5m", 300.0), ("1h30m", 5400.0), ("1s", 1.0)),
-        *((0, math.inf), ("0", math.inf), ("0s", math.inf), (-1, math.inf), ("-5m", math.inf)),
-        *((10**30, math.inf), ("9" * 40, math.inf), (10**400, math.inf), ("9" * 41, None)),
-        *((0.5, None), ("500ms", None), ("5 m", None), ("soon", None), (True, None)),
+        *((1, 1.0), (1.5, 1.5), ("1h30m", 5400.0), (0, math.inf), ("0s", math.inf)),
+        *((-1, math.inf), (10**400, math.inf), ("9" * 41, None), ("500ms", None)),
+        *(("soon", None), (True, None)),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -196,25 +185,15 @@ def test_a_want_without_a_registry_cannot_be_made():
 @pytest.mark.parametrize(
     ("entry", "where"),
     [
-        *(
-            ("text", "entry 1: "),
-            ([], "entry 1: "),
-            (None, "entry 1: "),
-            ({}, "'ref' is a required property"),
-        ),
-        *(({"ref": 5}, "entry 1, ref: "), ({"ref": None}, "entry 1, ref: ")),
-        *(({"ref": "a:v1"}, "its registry"), ({"ref": "team/a:v1"}, "its registry")),
-        *(({"ref": "h.io/A"}, "names are lower case"), ({"ref": "h.io/../a"}, "h.io/../a")),
-        ({"ref": "h.io/a b"}, "h.io/a b"),
+        *(("text", "entry 1: "), ({}, "'ref' is a required property")),
+        *(({"ref": 5}, "entry 1, ref: "), ({"ref": "team/a:v1"}, "its registry")),
+        ({"ref": "h.io/A"}, "names are lower case"),
         ({"ref": "h.io/" + "a" * 1024}, "too long"),
         ({"ref": "h.io/a", "digest": "sha256:ab"}, "entry 1, digest: "),
-        ({"ref": "h.io/a", "digest": None}, "entry 1, digest: "),
         ({"ref": f"h.io/a@{OTHER}", "digest": DIGEST}, "another digest"),
         ({"ref": "h.io/a", "pullPolicy": "Sometimes"}, "'Never', 'IfNotPresent', 'Always'"),
         ({"ref": "h.io/a", "pulPolicy": "Never"}, "entry 1, pulPolicy: "),
         ({"ref": "h.io/a", "pin\x1b[2J": True}, "entry 1, "),
-        ({"ref": "h.io/a", "priority": 1.0}, "entry 1, priority: "),
-        ({"ref": "h.io/a", "priority": True}, "entry 1, priority: "),
         ({"ref": "h.io/a", "priority": 2**31}, "entry 1, priority: "),
         ({"ref": "h.io/a", "pin": "yes"}, "entry 1, pin: "),
         ({"ref": "h.io/a", "components": "vae"}, "entry 1, components: "),
@@ -232,7 +211,7 @@ def test_what_an_entry_cannot_be(entry, where):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("document", [{}, "a", 7, True, {"models": []}], ids=str)
+@pytest.mark.parametrize("document", ["a", {"models": []}], ids=str)
 def test_a_document_is_a_list(document):
     with pytest.raises(FormatError, match="is not of type 'array'"):
         parse_specs(document)
@@ -242,12 +221,10 @@ def test_nothing_is_an_empty_list():
     assert parse_specs(None) == parse_specs([]) == ()
 
 
-@pytest.mark.parametrize(
-    "ref", ["a", "a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"]
-)
-def test_schema_and_reader_agree_on_what_names_a_registry(ref):
-    is_valid = not list(schema.violations("desired", [{"ref": ref}]))
-    assert is_valid == (Reference.parse(ref).registry is not None)
+def test_schema_and_reader_agree_on_what_names_a_registry():
+    for ref in ("a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"):
+        is_valid = not list(schema.violations("desired", [{"ref": ref}]))
+        assert is_valid == (Reference.parse(ref).registry is not None), ref
 
 
 # -- one model, twice
@@ -304,17 +281,14 @@ def test_files_are_read_by_name_and_hidden_ones_are_not(tmp_path):
     assert [each.origin for each in found.specs] == ["a.yaml", "b.json", "c.yml"]
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "[]", "~", "--- []\n...\n"])
-def test_an_empty_file_wants_nothing(tmp_path, text):
-    (tmp_path / "a.yaml").write_text(text)
-    found = read_directory(tmp_path)
-    assert (found.specs, found.files) == ((), ("a.yaml",))
-
-
-@pytest.mark.parametrize("text", ["", " \n", "[]", "null"])
-def test_an_empty_json_file_wants_nothing(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    assert read_directory(tmp_path).specs == ()
+def test_an_empty_file_has_no_specs(tmp_path, loaders):
+    for _ in loaders:
+        for text in ("", "\n", "# nothing\n", "---\n", "[]", "~", "--- []\n...\n"):
+            (tmp_path / "a.yaml").write_text(text)
+            assert read_directory(tmp_path).specs == ()
+    for text in ("", " \n", "[]", "null"):
+        (tmp_path / "a.json").write_text(text)
+        assert read_directory(tmp_path).specs == ()
 
 
 def test_an_empty_directory_wants_nothing(tmp_path):
