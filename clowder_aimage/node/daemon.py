@@ -1,4 +1,4 @@
-"""A node in a server: what it answers beside a worker's routes, and what it does meanwhile."""
+"""The role of a node in a server: its routes, and its work beside the requests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,36 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from aiohttp import web
+
+from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
+from clowder_aimage.errors import StoreError
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.route import NODE, Role, Route
-from clowder_aimage.node import node_routes
+from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
 from clowder_aimage.node.node import Node
 from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.peer_sharing import PeerSharing
 from clowder_aimage.node.read_only_registry import ReadOnlyRegistry
 
-EVERY = 5.0  # seconds between two looks at what changes slowly
+EVERY = 5.0  # seconds between two measurements
 _log = logging.getLogger("aimage.node")
 
 
+class _RetryBody(RequestBody):
+    ref: str = ""
+
+
 class Daemon(Role):
-    """The node of ``service``, and its neighbours where it has any. ``tokens`` are those that the
-    server knows, with their scopes: the nodes' own is what neighbours are shown."""
+    """The node of ``service``, and its peers.
+
+    ``tokens`` are those of the server, with their scopes; the peers get that of the scope NODE.
+    """
 
     def __init__(
         self,
@@ -38,7 +50,7 @@ class Daemon(Role):
         self._service = service
         service.has_gone, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
-        self._sharing = PeerSharing(  # also without neighbours of our own: others may know us
+        self._sharing = PeerSharing(  # also without peers of its own: others may know this node
             service.store,
             service.connection,
             addresses=settings.neighbours,
@@ -48,7 +60,7 @@ class Daemon(Role):
             ca_file=ca_file,
             on_bytes=lambda source, count: service.metrics.pull_bytes.labels(source).inc(count),
             on_traffic=lambda direction, count: metrics.exchanged.labels(direction).inc(count),
-            on_state=self._heard,
+            on_state=self._announce,
         )
         self._reading = ReadOnlyRegistry(service.store, self.node.id, self._sharing.ranges)
         self.node.spare(self._sharing.clear)
@@ -56,9 +68,52 @@ class Daemon(Role):
             service.transfers.near = self._sharing.near
 
     def routes(self) -> list[Route]:
-        """What is answered beside a worker's routes."""
-        own = node_routes.routes(self._service, self.node, self._sharing.states)
-        return [*own, *self._reading.routes()]
+        """Return the routes beside those of a worker."""
+        return [
+            Route("GET", "/v1/node", self.status, INFER),
+            Route("POST", "/v1/node/retry", self.retry, ADMIN),
+            *self._reading.routes(),
+        ]
+
+    async def status(self, _: web.Request) -> web.Response:
+        """Return the status of the node (docs/api.md, "Node")."""
+        node, reasons = self.node, await self._against()
+        started = datetime.fromtimestamp(self._service.started, UTC)
+        body = {
+            "id": node.id,
+            "started": started.isoformat(timespec="seconds"),
+            "ready": not reasons and not self._service.engine.is_draining,
+            "reasons": reasons,
+            "warnings": node.warnings(),
+            "desired": node.desired(),
+            "disk": await asyncio.to_thread(self._disk),
+            "neighbours": self._sharing.states(),
+            "models": node.models(),
+        }
+        return web.json_response(body)
+
+    async def retry(self, request: web.Request) -> web.Response:
+        """Retry one model now, or all for an empty body."""
+        name = ""
+        if (await request.read()).strip():
+            name = (await read_body(request, _RetryBody)).ref
+        if not self.node.retry(name or None) and name:
+            raise ApiError(404, f"{name} is not wanted here", code="not_wanted", param="ref")
+        return web.Response(status=202)
+
+    async def _against(self) -> list[dict[str, str]]:
+        """Return reasons to send requests elsewhere."""
+        readiness, missing = self._service.readiness, self.node.missing()
+        return self.node.against() + await asyncio.to_thread(readiness.against, (), missing)
+
+    def _disk(self) -> dict[str, Any]:
+        """Return the usage of the disk, without figures where it cannot be measured."""
+        try:
+            return self.node.disk()
+        except (StoreError, OSError):
+            marks = self.node.options.marks
+            unknown = dict.fromkeys(("total", "free", "used"))
+            return unknown | {"high": marks.high, "low": marks.low}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -79,31 +134,29 @@ class Daemon(Role):
         self.node.wake(reload=True)
         return True
 
-    def _heard(self, url: str, state: str, reason: str | None) -> None:
+    def _announce(self, url: str, state: str, reason: str | None) -> None:
         facts = {"reason": reason} if reason else {}
         self._service.news.tell_from_thread("neighbour", url=url, state=state, **facts)
 
     async def _measure(self) -> None:
-        """Look at what changes slowly, until it is cancelled; a look that fails ends nothing."""
+        """Measure until it is cancelled; log an error once, and go on."""
         known: set[tuple[object, ...]] = set()
         while True:
             try:
                 await self._look()
                 known.clear()
             except Exception as error:
-                self.node.metrics.ready.set(0)  # nobody knows
+                self.node.metrics.ready.set(0)  # it is unknown
                 kind = (type(error), getattr(error, "errno", None))
                 if kind not in known:
-                    _log.exception("what the node measures is unknown")
+                    _log.exception("cannot measure the node")
                 known.add(kind)
             await asyncio.sleep(EVERY)
 
     async def _look(self) -> None:
-        node, metrics = self.node, self.node.metrics
+        metrics = self.node.metrics
         states = Counter(one["state"] for one in self._sharing.states())
         for state in ("live", "silent"):
             metrics.neighbours.labels(state).set(states[state])
-        against = await asyncio.to_thread(self._service.readiness.against, (), node.missing())
-        is_ready = not against and not node.against() and not self._service.engine.is_draining
-        metrics.ready.set(is_ready)
+        metrics.ready.set(not await self._against() and not self._service.engine.is_draining)
         self._reading.turn()
