@@ -101,7 +101,7 @@ def sampled(verbs: list[str], *sample: str) -> list[Any]:
     return [*sample, *(pytest.param(verb, marks=pytest.mark.integration) for verb in rest)]
 
 
-@pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "tag", "pull"))
+@pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "pull"))
 def job(request: pytest.FixtureRequest, make_job) -> Job:
     """Each of the commands."""
     return make_job(request.param)

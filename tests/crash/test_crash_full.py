@@ -19,7 +19,7 @@ NO_SPACE = 6
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 
 
-@pytest.fixture(params=sampled(VERBS, "tag", "pull"))
+@pytest.fixture(params=sampled(VERBS, "tag"))
 def writer(request, make_job) -> Job:
     """Each of the commands that need room."""
     return make_job(request.param)

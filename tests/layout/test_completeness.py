@@ -1,0 +1,118 @@
+"""Completeness of AImages in a store, and its cache."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.errors import StoreError
+from clowder_aimage.layout import ImageLayout, fingerprint
+from clowder_aimage.layout.completeness import (
+    MAX_AGE,
+    Completeness,
+    CompletenessCache,
+    check_completeness,
+)
+from clowder_aimage.oci import Reference
+from tests.content.artifact import index, put, put_artifact
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store in which nothing has changed lately."""
+    later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
+    monkeypatch.setattr(fingerprint, "time", later)
+    return ImageLayout(tmp_path / "store")
+
+
+@pytest.fixture
+def made(store):
+    return put_artifact(store, "one", b"one", b"two")
+
+
+def test_completeness_counts_each_missing_blob_once(store, made):
+    found = check_completeness(store, made.descriptor)
+    assert found.is_complete and found.total == sum(blob.size for blob in made.children)
+    store.path(made.layers[0]).unlink()
+    found = check_completeness(store, made.descriptor)
+    assert not found.is_complete and found.missing == (made.layers[0],)
+    assert found.missing_size == made.layers[0].size
+
+
+def test_completeness_of_an_index_includes_its_manifests(store, made):
+    document = index([made.descriptor])
+    store.push(document.descriptor, bytes_body(document.raw))
+    assert check_completeness(store, document.descriptor).is_complete
+    store.path(made.descriptor).unlink()
+    assert check_completeness(store, document.descriptor).missing == (made.descriptor,)
+    store.path(document.descriptor).unlink()
+    found = check_completeness(store, document.descriptor)
+    assert found.missing == (document.descriptor,)
+
+
+class CountingCheck:
+    def __init__(self, store, root):
+        self.store, self.root, self.calls, self.error = store, root, 0, None
+
+    def __call__(self):
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return check_completeness(self.store, self.root)
+
+
+@pytest.fixture
+def check(store, made):
+    return CountingCheck(store, made.descriptor)
+
+
+def test_cache_remembers_complete_aimages_until_the_store_changes(store, check):
+    cache = CompletenessCache(store)
+    assert cache.find("one", check).is_complete and cache.find("one", check).is_complete
+    assert check.calls == 1
+    time.sleep(0.02)  # longer than a step of the file system's clock
+    put(store, b"other")
+    cache.find("one", check)
+    assert check.calls == 2
+
+
+def test_cache_checks_again_what_is_missing_or_failed(store, made, check):
+    cache = CompletenessCache(store)
+    check.error = StoreError("too many open files")
+    with pytest.raises(StoreError):
+        cache.find("one", check)
+    check.error = None
+    assert cache.find("one", check).is_complete and check.calls == 2
+    missing = [Completeness(made.descriptor, 1, (made.layers[0],)), Completeness()]
+    for each in missing:
+        assert cache.find("two", lambda each=each: each) is each
+    assert cache.find("two", check).is_complete and check.calls == 3
+
+
+def test_cache_checks_again_after_its_age_or_for_another_version(store, check):
+    now = [0.0]
+    cache = CompletenessCache(store, clock=lambda: now[0], chance=lambda: 0.5)
+    cache.find("one", check, "v1")
+    now[0] = 0.75 * MAX_AGE - 1
+    cache.find("one", check, "v1")
+    assert check.calls == 1
+    now[0] += 2
+    cache.find("one", check, "v1")
+    assert check.calls == 2
+    cache.find("one", check, "v2")
+    assert check.calls == 3
+
+
+def test_cache_forgets_an_answer_that_a_change_overtook(store, made, check):
+    cache = CompletenessCache(store)
+
+    def overtaken():
+        found = check()
+        store.path(made.layers[0]).unlink()
+        return found
+
+    assert cache.find("one", overtaken).is_complete
+    assert not cache.find("one", check).is_complete
