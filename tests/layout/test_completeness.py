@@ -16,7 +16,6 @@ from clowder_aimage.layout.completeness import (
     CompletenessCache,
     check_completeness,
 )
-from clowder_aimage.oci import Reference
 from tests.content.artifact import index, put, put_artifact
 
 
