@@ -1,7 +1,7 @@
-"""attach: files beside a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
+"""attach: files for a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
 
 A signature, a bill of materials or a test report becomes an artifact of its own, whose ``subject``
-is the manifest it is about. That manifest stays as it is.
+is the manifest that it describes. That manifest does not change.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def attach(
     annotations: Mapping[str, str] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Descriptor, Descriptor]:
-    """Push ``files`` as one artifact about what ``reference`` names, into its repository.
+    """Push ``files`` as one artifact whose subject is what ``reference`` names.
 
-    The same files with the same type and annotations make the same artifact, whoever attaches it.
+    The same files with the same type and annotations make the same artifact.
 
     Returns:
         the descriptors of the new manifest and of its subject.
 
     Raises:
-        UsageError: a type that is none, two files of one name, or no registry host.
+        UsageError: not a media type, two files of one name, or no registry host.
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
     """
     if _MEDIA_TYPE.fullmatch(artifact_type) is None:
         raise UsageError(
             f"{artifact_type!r} is not a media type",
-            hint="write it as in --type application/spdx+json",
+            remedy="attach_type",
         )
     _check_titles(files)
     with Repository(reference, connection) as repository:
@@ -75,7 +75,7 @@ def build(
     subject: Descriptor,
     annotations: Mapping[str, str],
 ) -> Manifest:
-    """The manifest of an artifact: an empty config, the files as layers, and what it is about."""
+    """Build the manifest of an artifact: an empty config, the files as layers, and its subject."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
@@ -98,7 +98,7 @@ def _check_titles(files: Sequence[Path]) -> None:
 
 
 def _layer(file: Path) -> Descriptor:
-    """What a file is, under its own name without the directories."""
+    """Return the descriptor of a file, titled with its name without the directories."""
     try:
         with file.open("rb") as opened:
             encoded = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -109,7 +109,7 @@ def _layer(file: Path) -> Descriptor:
 
 
 class _Files(Source):
-    """Files on this machine, as a source to copy from."""
+    """Files of this machine, as a source to copy from."""
 
     def __init__(self, layers: Sequence[Descriptor], files: Sequence[Path]) -> None:
         self._paths = {layer.digest: file for layer, file in zip(layers, files, strict=True)}
@@ -120,5 +120,5 @@ class _Files(Source):
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._paths
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, _: int | None = None, /) -> BinaryIO:
         return file_body(self._paths[content.digest])(offset)

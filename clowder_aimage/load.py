@@ -52,8 +52,8 @@ def load(
     archive: Path | BinaryIO,
     name: Reference | None = None,
     *,
-    on_plan: Callable[[int], None] = lambda size: None,
-    on_read: Callable[[int], None] = lambda count: None,
+    on_plan: Callable[[int], None] = lambda _: None,
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> LoadResult:
     """Store the content of an archive and give it its names, when all that they need is there.
 

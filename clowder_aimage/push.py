@@ -60,31 +60,32 @@ def push(
     dialect: str | None = None,
     fallback: bool = True,
     on_event: OnEvent = ignore,
-    on_fallback: OnFallback = lambda name, error: None,
+    on_fallback: OnFallback = lambda *_: None,
     ladder: DialectCache | None = None,
-    on_remembered: OnRemembered = lambda name, refused: None,
+    on_remembered: OnRemembered = lambda *_: None,
 ) -> Descriptor:
-    """Send what ``reference`` names in ``store`` to the registry in the name.
+    """Push what ``reference`` names in ``store`` to the registry in the name.
 
-    A manifest goes as it is, or rewritten in ``dialect``. Where the registry refuses that kind of
-    manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
-    blobs are there already and the local tag stays what it was. What the registry refused before
-    it took another is kept in ``ladder``, and tried last by the next push without a ``dialect``.
-    What another repository of the registry holds, by the names in ``store``, is mounted from there.
+    A manifest is pushed as it is, or rewritten in ``dialect``. Where the registry refuses that kind
+    of manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
+    blobs are there already, and the local tag does not change. Dialects that the registry refused
+    before it took another are kept in ``ladder``, and tried last by the next push without a
+    ``dialect``. Blobs that another repository of the registry has, by the names in ``store``, are
+    mounted from there.
 
-    ``on_fallback`` hears which dialect is next, and why; ``on_remembered`` which one comes first,
-    and in place of which one, because of ``ladder``.
+    ``on_fallback`` is called with the next dialect and the reason; ``on_remembered`` with the
+    dialect that is tried first because of ``ladder``, and the one that it replaces.
 
     Returns:
-        the descriptor of what the registry holds now.
+        The descriptor of the manifest in the registry.
 
     Raises:
         UsageError: the reference has no registry host, or asks for a rewrite by digest.
-        ModelError: no dialect's manifest is one that registries take; nothing was asked of it.
+        ModelError: the manifest of each dialect is over the limit of registries; nothing was sent.
         ManifestRefusedError: no dialect is left to try.
         NotFoundError: it is not in the store; or a part of it is, and the registry lacks the rest.
         UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
-        VerificationError: our copy is damaged.
+        VerificationError: the copy in the store is damaged.
     """
     if reference.digest is not None and dialect is not None:
         raise UsageError(
@@ -100,7 +101,7 @@ def push(
         def send(source: Source) -> Descriptor:
             plan, jobs = plan_copy(source, source.resolve(reference)), connection.jobs(host)
             if stored is not None:
-                source, plan = _absent_first(store, source, plan, stored, reference)
+                source, plan = _missing_first(store, source, plan, stored, reference)
             return copy(
                 source, reference, repository, concurrency=jobs, on_event=on_event, plan=plan
             )
@@ -125,11 +126,11 @@ def push(
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
 ) -> StoredAImage | None:
-    """What is to be sent, leased; None for what is no AImage and goes as it is.
+    """Read and lease the AImage; return None for another artifact, which is pushed as it is.
 
     Raises:
-        ModelError: no registry would take its manifest, or that of a child of it.
-        FormatError: it is no AImage, and is to be rewritten in a dialect.
+        ModelError: its manifest, or that of a child, is over the limit of registries.
+        FormatError: it is not an AImage, and cannot be rewritten in a dialect.
     """
     root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
@@ -146,11 +147,14 @@ def _read(
     return stored
 
 
-def _absent_first(
+def _missing_first(
     store: ContentStore, source: Source, plan: CopyPlan, stored: StoredAImage, reference: Reference
 ) -> tuple[Source, CopyPlan]:
-    """Of an AImage that is here in part: the blobs that the registry must have are asked for
-    before any is sent, and where it lacks one, what is missing is said."""
+    """Put the blobs that the store lacks first in the plan of a partial AImage.
+
+    They are looked up in the registry before any blob is sent; reading one of them raises the
+    error that says what is missing.
+    """
     absent = {blob.digest for blob in plan.blobs if not source.exists(blob)}
     if not absent:
         return source, plan
@@ -193,8 +197,10 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
 
 
 def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
-    """The ladder from ``first`` down; what was ``refused`` lately comes last. What is not on it, a
-    neighbour's artifact, has no other dress."""
+    """Return the ladder from ``first`` down, with the dialects that were ``refused`` last.
+
+    A dialect that is not on the ladder, another vendor's, has no fallback.
+    """
     if first not in LADDER:
         return [first]
     names = sorted(LADDER[LADDER.index(first) :], key=lambda name: name in refused)
@@ -211,7 +217,7 @@ def _descend(
     on_fallback: OnFallback,
     refused: list[str],
 ) -> tuple[Descriptor, str]:
-    """Send it in the first of the dialects that fits and is taken; ``refused`` gets the others."""
+    """Push in the first dialect that fits and is accepted; ``refused`` gets the others."""
     reasons: list[AImageError] = []
     for name in names:
         if reasons:
@@ -227,7 +233,7 @@ def _descend(
 
 
 def _last_word(reasons: list[AImageError]) -> AImageError:
-    """What is told where nothing is left: what the registry said, if it was asked at all."""
+    """Return the error after the last dialect: that of the registry, if it was asked."""
     refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
     if not refusals:
         return reasons[0]
@@ -242,7 +248,7 @@ class _UnfitError(ModelError):
 
 
 def _rewritten(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:
-    """A view of the store in which ``stored`` is written in ``dialect``."""
+    """Return a view of the store in which ``stored`` is written in ``dialect``."""
     if dialect.name == stored.dialect.name:
         return store
     try:

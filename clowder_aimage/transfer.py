@@ -1,4 +1,4 @@
-"""transfer: an artifact from a registry to a registry, without a stop on disk."""
+"""transfer: an artifact from a registry to a registry, without a copy on disk."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def transfer(
     *,
     on_event: OnEvent = ignore,
 ) -> Descriptor:
-    """Copy what ``source`` names, byte for byte, to where ``target`` says.
+    """Copy what ``source`` names, byte for byte, to the name ``target``.
 
-    Each blob streams through; within one registry it is mounted instead, where that is allowed.
+    Each blob is streamed; within one registry it is mounted instead, where that is allowed.
 
     Raises:
         UsageError: a name without a registry host, or a digest that is not the source's.
         ManifestRefusedError: the target's registry does not take this kind of manifest.
-        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be had, or sent.
-        VerificationError, FormatError: it is not what it claims to be.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be read, or sent.
+        VerificationError, FormatError: the bytes differ from their descriptors.
     """
     _check_hosts(source, target)
-    origins = MountOrigins(lambda digest: _origins(source, target), on_event)
+    origins = MountOrigins(lambda _: _origins(source, target), on_event)
     with (
         Repository(source, connection) as there,
         Repository(target, connection, origins) as here,
@@ -40,7 +40,8 @@ def transfer(
             jobs = connection.jobs(source.registry, target.registry)
             return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
         except ManifestRefusedError as error:
-            error.hint = "a copy changes nothing; pull it, tag it and push it to have it rewritten"
+            error.remedy = ""
+            error.hint = "a copy rewrites nothing; pull it, tag it and push it to have it rewritten"
             raise
 
 
@@ -48,12 +49,16 @@ def _check_hosts(source: Reference, target: Reference) -> None:
     if source.registry is None:
         raise UsageError(
             f"{source} has no registry host, and copy goes from a registry to a registry",
-            hint=f"to send it from the store: aimage tag {source} {target} && aimage push {target}",
+            remedy="copy_from_store",
+            source=source,
+            target=target,
         )
     if target.registry is None:
         raise UsageError(
             f"{target} has no registry host, and copy goes from a registry to a registry",
-            hint=f"to have it in the store: aimage pull {source} && aimage tag {source} {target}",
+            remedy="copy_to_store",
+            source=source,
+            target=target,
         )
 
 
@@ -66,6 +71,6 @@ def _check_digest(target: Reference, digest: Digest) -> None:
 
 
 def _origins(source: Reference, target: Reference) -> Sequence[str]:
-    """The source's repository, where it is another one in the same registry."""
+    """Return the source's repository, where it is another one in the same registry."""
     same = source.registry == target.registry and source.repository != target.repository
     return (source.repository,) if same else ()

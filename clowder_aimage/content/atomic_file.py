@@ -49,7 +49,7 @@ def atomic_file(
         OSError: it cannot be written; ``path`` is as it was.
     """
     temporary, fd = _create(path, directory, mode)
-    with open(fd, "wb", buffering=0) as file:
+    with os.fdopen(fd, "wb", buffering=0) as file:
         try:
             if removes_leftovers:
                 remove_leftovers(temporary, temporary_prefix(path))

@@ -1,4 +1,4 @@
-"""Buffers that bytes pass through."""
+"""Buffers for reading and writing."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ PAGE = 4096
 
 
 def new_buffer(size: int = CHUNK_SIZE) -> memoryview:
-    """``size`` bytes that begin at a page, as disks want what is written past the cache."""
+    """Return a buffer that begins at a page, as direct I/O requires."""
     return memoryview(mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -1,4 +1,4 @@
-"""A blob under way, and the parts of it that connections are at."""
+"""A blob that is fetched, and the chunks of it that connections fetch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SMALLEST_PART = 4 * 1024 * 1024
 LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
 WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
 
-LOOK = 0.1  # seconds that a blob's first connection gets to show how fast it is
+LOOK = 0.1  # seconds in which a blob's first connection shows its speed
 
 _Span = tuple[int, int]
 
 
 def is_large(content: Descriptor) -> bool:
-    """Whether several connections may be at a blob."""
+    """Return whether several connections may fetch a blob together."""
     return content.size > SMALL
 
 
 class Chunk:
-    """What one connection fetches of a blob: it has come to ``at``, and stops at ``end``.
+    """The part of a blob that one connection fetches: it has reached ``at``, and stops at ``end``.
 
     Another connection may move ``end`` closer, never nearer than SMALLEST_PART, which is more
     than is read at a time.
@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def is_worth_sharing(self) -> bool:
-        """Whether what is left takes long enough for a second connection to pay."""
+        """Return whether the rest takes long enough for a second connection to pay."""
         elapsed = time.monotonic() - self._began
         if self.left < 2 * SMALLEST_PART or elapsed < WORTH_SHARING:
             return False
@@ -52,21 +52,21 @@ class Chunk:
         return self.left * elapsed > (self.at - self.start) * WORTH_SHARING
 
     def split(self) -> Chunk:
-        """Give the second half of what is left to another connection."""
+        """Move the second half of the rest into a new chunk, for another connection."""
         middle = self._middle
         other, self.end = Chunk(middle, self.end, self._alignment), middle
         return other
 
     @property
     def _middle(self) -> int:
-        """Where it is split: at a multiple of the source's alignment."""
+        """Return the offset of a split: a multiple of the source's alignment."""
         half = self.left // 2
         middle = self.end - max(SMALLEST_PART, half - half % SMALLEST_PART)
         return -(-middle // self._alignment) * self._alignment
 
 
 class BlobTransfer:
-    """A blob under way. All fields are guarded by the engine's lock."""
+    """A blob that is fetched. All fields are guarded by the engine's lock."""
 
     def __init__(self, content: Descriptor, ingest: Ingest, alignment: int = 1) -> None:
         self.content = content
@@ -74,12 +74,12 @@ class BlobTransfer:
         self._alignment = alignment  # parts end where a multiple of it does
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed
-        self._began = math.inf  # when its first byte came
-        self.resumed = self._missing != content.size  # part of it was here before
-        self.parts: list[Chunk] = []  # what connections are at
-        self.readers = 0  # they, and those that are about to take a part
-        self.ranges = False  # a first part came as asked for: others may join
-        self.serial = False  # its server does not do ranges: one connection, from the front
+        self._began = math.inf  # when its first byte arrived
+        self.resumed = self._missing != content.size  # a part of it was here before
+        self.parts: list[Chunk] = []  # that connections fetch
+        self.readers = 0  # their connections, and those that are about to claim one
+        self.ranges = False  # a first chunk arrived as a range: others may join
+        self.serial = False  # the server ignores ranges: one connection, from the front
 
     @property
     def left_unclaimed(self) -> int:
@@ -87,11 +87,11 @@ class BlobTransfer:
 
     @property
     def left(self) -> int:
-        """The bytes that have not come yet."""
+        """Return the bytes that have not arrived yet."""
         return self.left_unclaimed + sum(part.left for part in self.parts)
 
-    def came(self, *, ranges: bool) -> None:
-        """A part begins to come, as a range or from the front of it all."""
+    def began(self, *, ranges: bool) -> None:
+        """Note that a chunk begins to arrive, as a range or from the front of the blob."""
         self._began = min(self._began, time.monotonic())
         self.ranges |= ranges
         self.serial |= not ranges
@@ -102,8 +102,10 @@ class BlobTransfer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether nothing holds its connections back: then the hash is what it takes, and others
-        would only bring parts that must be read again for it."""
+        """Return whether the hash is slower than the connections.
+
+        Further connections would then only bring chunks that must be read again for the hash.
+        """
         come = self._missing - self.left
         return self._age >= LOOK and come >= PLENTY * self._age * max(1, len(self.parts))
 
@@ -112,8 +114,10 @@ class BlobTransfer:
         return is_large(self.content)
 
     def claim(self, sharing: int) -> Chunk | None:
-        """Take a part that ``sharing`` connections would each take two of, so that all finish
-        together; None when others have it all."""
+        """Return a chunk to fetch; None when other connections have all of them.
+
+        Each of ``sharing`` connections would fetch two of its size, so that all finish together.
+        """
         if not self.unclaimed:
             slow = [part for part in self.parts if part.is_worth_sharing]
             part = max(slow, key=lambda part: part.left).split() if slow else None
@@ -132,8 +136,8 @@ class BlobTransfer:
             self.parts.append(part)
         return part
 
-    def give_back(self, part: Chunk) -> None:
-        """What a connection took and did not fetch."""
+    def release(self, part: Chunk) -> None:
+        """Return the bytes of a chunk that were not fetched to the blob."""
         self.parts.remove(part)
         if part.left:
             self.unclaimed = sorted([*self.unclaimed, (part.at, part.end)])

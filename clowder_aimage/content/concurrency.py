@@ -1,21 +1,21 @@
-"""How many connections are worth having on large blobs."""
+"""The number of connections that pays for large blobs."""
 
 from __future__ import annotations
 
 START = 3
-_SHARE = 0.5  # further connections must carry at least this much of what those before do
-_WARM = 0.2  # seconds that connections get to begin in before their rate counts
+_SHARE = 0.5  # of the speed of the connections before, which further ones must reach
+_WARM = 0.2  # seconds before the speed of new connections counts
 _WINDOW = 0.4  # seconds that a rate is measured over, at least
-PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that nothing holds back
+PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that is not limited
 _LEAST = 4 * 1024 * 1024  # bytes a connection that a rate is measured over, at least
 
 
 class ConcurrencyProbe:
-    """Doubles while it pays.
+    """A number of connections, doubled while the speed grows with it.
 
-    Where each connection is capped (an object store, a long round trip), every further one adds
-    its share. Where the machine or the link is the limit, further ones only get in each other's
-    way: they make parts arrive out of order, to be read again for the hash.
+    Where each connection is limited (an object store, a long round trip), every further one adds
+    its share. Where the machine or the link is the limit, further ones only make chunks arrive out
+    of order, and these must be read again for the hash.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,7 +28,7 @@ class ConcurrencyProbe:
         self.settled = self.value == limit
 
     def passed(self, count: int, now: float) -> None:
-        """Account for ``count`` bytes that have come by ``now``, in seconds."""
+        """Account for ``count`` bytes that have arrived by ``now``, in seconds."""
         if self.settled:
             return
         if self._began is None:

@@ -1,9 +1,9 @@
-"""What a layer holds, whether it is compressed or not: read once, from the front, within bounds.
+"""The content of a layer, compressed or not: read once, from the front, within bounds.
 
-A media type says how a layer is compressed: ``+gzip`` (RFC 1952) or ``+zstd`` (RFC 8878). The blob
-is held to its digest while it is read, and what it unpacks to to the one that the manifest says.
-Where the manifest says nothing of that, two bounds hold: MAX_PLAIN, and MAX_RATIO times the blob.
-Deflate can make 1,032 times as much of nothing but zeros, and weights do not shrink to a hundredth.
+The media type says the compression: ``+gzip`` (RFC 1952) or ``+zstd`` (RFC 8878). The digest of the
+blob is verified while it is read, and the digest of the content where the manifest has one. Without
+one, two bounds hold: MAX_PLAIN, and MAX_RATIO times the size of the blob. Deflate packs zeros
+1,032 times smaller; weights do not shrink to a hundredth.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
 
-MAX_PLAIN = 1 << 40  # bytes that a layer may unpack to where nothing is said of it
+MAX_PLAIN = 1 << 40  # bytes that a layer of unknown content may unpack to
 MAX_RATIO = 200
-_ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is looked at
-_READ = 64 * 1024  # bytes of gzip that are read at once
-_FEED = 4096  # bytes that are given to zstd at once: they can become 32,768 times as many
-_WINDOW = 1 << 27  # bytes that zstd may look back: what its own tool allows
+_ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is checked
+_READ = 64 * 1024  # bytes of gzip in one read
+_FEED = 4096  # bytes of zstd in one read: they can become 32,768 times as many
+_WINDOW = 1 << 27  # bytes of a zstd window: the limit of its own tool
 _DOCKER = "application/vnd.docker.image.rootfs."
 _DOTTED = (".tar.gzip", ".tar.zstd")
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
@@ -33,18 +33,17 @@ _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 def open_plain(
     store: BlobFiles, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
 ) -> BinaryIO:
-    """The bytes of ``layer`` as they were before its media type's compression; of a layer that is
-    not compressed, the blob's. ``content`` is what the manifest says that they are, if anything.
+    """Open the content of ``layer``: its blob, decompressed as the media type says.
 
-    Whoever reads to the end has read the true bytes; until then nothing is certain. Opening raises
-    the first three errors, reading all but those.
+    ``content`` describes the decompressed bytes, where the manifest does. They are verified once
+    all of them have been read. Opening raises the first three errors, reading the others.
 
     Raises:
         NotFoundError: the blob is not in the store.
         UsageError: it is compressed with zstd, and the package for that is not installed.
         FormatError: ``content`` has more than ``limit`` bytes.
-        FormatError: it is not compressed in that way, or not whole, or unpacks to too much.
-        VerificationError: the blob is damaged, or does not unpack to ``content``.
+        FormatError: it is not compressed in that way, breaks off, or unpacks to too many bytes.
+        VerificationError: the blob is damaged, or its content differs from ``content``.
     """
     compression = compression_of(layer.media_type)
     if content is not None and content.size > limit:
@@ -58,15 +57,17 @@ def open_plain(
 
 
 def compression_of(media_type: str) -> str:
-    """How a layer is compressed (a word of mediatype.COMPRESSIONS), or nothing. Docker's layers
-    have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2")."""
+    """Return the compression of a layer, a word of mediatype.COMPRESSIONS, or an empty string.
+
+    Docker's layers have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2").
+    """
     if media_type.startswith(_DOCKER) and media_type.endswith(_DOTTED):
         return media_type.rpartition(".")[2]
     return mediatype.split_compression(media_type)[1]
 
 
 def too_large(layer: Descriptor, limit: int) -> FormatError:
-    """That a layer unpacks to more than is taken."""
+    """Return the error for a layer that unpacks to more than ``limit`` bytes."""
     return FormatError(
         f"layer {layer.digest} has {layer.size} bytes and unpacks to more than {limit}: "
         "it is not unpacked",
@@ -75,19 +76,19 @@ def too_large(layer: Descriptor, limit: int) -> FormatError:
 
 
 class _Decoder(Protocol):
-    """Turns packed bytes into plain ones, a bounded number at a time."""
+    """A decompressor that returns a bounded number of bytes at a time."""
 
     def decode(self, read: Callable[[int], bytes], /) -> bytes:
-        """More plain bytes; none at the end. ``read`` gives packed ones.
+        """Return more bytes; none at the end. ``read`` returns compressed ones.
 
         Raises:
-            FormatError: they break off, or are none of this kind.
+            FormatError: they break off, or are not compressed in this way.
         """
         ...
 
 
 class _PlainReader(io.RawIOBase):
-    """What a decoder makes of ``source``."""
+    """The decompressed bytes of ``source``."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class _PlainReader(io.RawIOBase):
         return data
 
     def _drain(self) -> None:
-        """Raise VerificationError where the blob itself is damaged: that is why, then."""
+        """Raise VerificationError where the blob itself is damaged, which is the cause then."""
         try:
             while self._source.read(CHUNK_SIZE):
                 pass
@@ -222,7 +223,7 @@ class _Zstd:
 
 
 def zstandard_package() -> Any:
-    """Python has no zstd of its own before 3.14. Raises UsageError where it is not installed."""
+    """Import zstandard, since Python has no zstd before 3.14. Raises UsageError without it."""
     try:
         import zstandard
     except ImportError:

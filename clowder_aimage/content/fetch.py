@@ -1,12 +1,12 @@
-"""Many blobs over a few connections: the download engine.
+"""The download engine: many blobs over a few connections.
 
-One budget of connections serves all blobs. A connection takes a blob that nobody has begun; when
-there is none, it joins the blob with most left to fetch and takes a part of what nobody is at, or
-half of what a slow connection has still before it. So many small blobs travel side by side, and
-the last large one is finished by all connections together.
+One budget of connections serves all blobs. A connection begins a new blob; when there is none, it
+joins the blob with most bytes left, and takes a chunk that no connection has, or half of the rest
+of a slow one. So small blobs are fetched in parallel, and the last large blob is finished by all
+connections together.
 
-Parts may arrive in any order: the ingest hashes them in order, from the buffer where it can and
-from its file where it must. Nothing is believed before the whole blob's digest holds.
+Chunks may arrive in any order: the ingest hashes them in order, from the buffer where it can and
+from its file where it must. No byte is trusted before the digest of the whole blob is verified.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
 RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
-NOTED = 16 * 1024 * 1024  # after so many bytes of a large one, what came is made to last
-_POLL = 0.1  # seconds between looks at a blob that another process is fetching
+NOTED = 16 * 1024 * 1024  # bytes of a large blob between two checkpoints
+_POLL = 0.1  # seconds between checks of a blob that another process fetches
 
 
 def fetch_blobs(
@@ -57,7 +57,7 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
             f"{needed} bytes are to be fetched, and {max(0, free - RESERVE)} would fit: "
             f"{needed + RESERVE - free} are missing",
             missing_size=needed + RESERVE - free,
-            hint="free some space, or point --store at another disk",
+            hint="free some space, or use a store on another disk",
         )
 
 
@@ -78,15 +78,15 @@ class BlobDownload:
         self._on_event = options.on_event
         self._rate = options.rate
         self._pending = deque(blobs)
-        # what another process is fetching, and when to look at it again
+        # blobs that another process fetches, and when to check them again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
-        self._seen: dict[Digest, int] = {}  # how far that process is with it
+        self._seen: dict[Digest, int] = {}  # bytes of them that have arrived
         self._active: list[BlobTransfer] = []
         self._opening = 0
         self._changed = threading.Condition()
         self._stopped = False
-        self._width = ConcurrencyProbe(self._connections)
-        self._large = 0  # connections that are at large blobs
+        self._probe = ConcurrencyProbe(self._connections)
+        self._large = 0  # connections that fetch large blobs
 
     def run(self) -> None:
         """Fetch everything. Raises what the first failing connection raised."""
@@ -105,12 +105,12 @@ class BlobDownload:
             self._changed.notify_all()
 
     def _connection(self) -> None:
-        """One connection's life: take work until there is none."""
+        """Work as one connection until there is nothing left."""
         buffer = new_buffer()
         blob: BlobTransfer | None = None
         try:
             while (blob := self._next(blob)) is not None:
-                self._take_part(blob, buffer)
+                self._fetch_chunk(blob, buffer)
                 self._leave(blob.content)
         except ParallelStoppedError:
             return
@@ -119,10 +119,10 @@ class BlobDownload:
             raise
 
     def _next(self, last: BlobTransfer | None) -> BlobTransfer | None:
-        """A blob to take a part of; None at the end.
+        """Return a blob to fetch a chunk of; None at the end.
 
-        The one that this connection alone is at, so that its bytes come in order; else a new one;
-        else the one with most left.
+        A blob that this connection alone fetches comes first, so that its bytes arrive in order;
+        then a new one; then the one with most bytes left.
         """
         while True:
             with self._changed:
@@ -147,18 +147,20 @@ class BlobDownload:
             self._leave(content)
 
     def _leave(self, content: Descriptor) -> None:
-        """A connection is done with its part of a blob, and free for another."""
+        """Note that a connection has finished its chunk of a blob."""
         if is_large(content):
             with self._changed:
                 self._large -= 1
                 self._changed.notify_all()
 
     def _choose(self) -> Descriptor | BlobTransfer | None:
-        """What to do next, once there is something to do. The lock is held."""
+        """Wait for work, and return it; None at the end. The lock is held."""
         while True:
             if self._stopped:
                 raise ParallelStoppedError
-            wide = self._large >= self._width.value  # large blobs have all that is worth having
+            wide = (
+                self._large >= self._probe.value
+            )  # further connections would not pay for large blobs
             if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
             if self._pending and not is_large(self._pending[-1]):
@@ -180,10 +182,10 @@ class BlobDownload:
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
-            self._changed.wait(LOOK)  # a part under way may turn out to be slow
+            self._changed.wait(LOOK)  # a chunk may turn out to be slow
 
     def _begin(self, content: Descriptor) -> BlobTransfer | None:
-        """Open the ingest of a blob; None when there is nothing to fetch, or not for us now."""
+        """Open the ingest of a blob; return None when there is nothing to fetch now."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError:
@@ -191,21 +193,23 @@ class BlobDownload:
             with self._changed:
                 self._elsewhere.append((time.monotonic() + _POLL, content))
             return None
-        if self._target.exists(content):  # it was finished while we waited for the ingest
+        if self._target.exists(content):  # another process has finished it meanwhile
             ingest.abort()
             self._on_event(CopyEvent("skip", content, content.size))
             return None
         try:
-            if seen := self._seen.pop(content.digest, 0):  # it was killed: what is left is ours now
+            if seen := self._seen.pop(
+                content.digest, 0
+            ):  # that process has ended before it was finished
                 self._on_event(CopyEvent("progress", content, -seen))
             blob = BlobTransfer(content, ingest, self._alignment)
             self._on_event(CopyEvent("start", content, content.size))
             if content.size - blob.left:
                 self._on_event(CopyEvent("progress", content, content.size - blob.left))
-        except BaseException:  # whoever watches may have had enough: nobody must wait for us then
+        except BaseException:  # a listener raised: other processes must not wait for this one
             ingest.suspend()
             raise
-        if not blob.unclaimed:  # all of it was here: only its digest is left to check
+        if not blob.unclaimed:  # all of it was here: only its digest must be verified
             self._finish(blob)
             return None
         with self._changed:
@@ -215,7 +219,7 @@ class BlobDownload:
         return blob
 
     def _watch(self, content: Descriptor) -> None:
-        """Tell how far another process is with a blob. Only one thread at a time has it."""
+        """Report the progress of another process. Only one thread at a time has the blob."""
         if content.digest not in self._seen:
             self._seen[content.digest] = 0
             self._on_event(CopyEvent("start", content, content.size))
@@ -224,13 +228,13 @@ class BlobDownload:
             self._seen[content.digest] = come
             self._on_event(CopyEvent("progress", content, count))
 
-    def _take_part(self, blob: BlobTransfer, buffer: memoryview) -> None:
-        """Fetch one part of a blob, and finish the blob if that was the last one."""
+    def _fetch_chunk(self, blob: BlobTransfer, buffer: memoryview) -> None:
+        """Fetch one chunk of a blob, and finish the blob after the last one."""
         with self._changed:
             alone = self._pending or blob.is_fast
-            part = blob.claim(1 if alone else self._width.value)
+            part = blob.claim(1 if alone else self._probe.value)
         try:
-            if part is not None:  # else others took the rest since
+            if part is not None:  # else other connections have the rest
                 self._read(blob, part, buffer)
         except BaseException:
             self._stop()
@@ -238,7 +242,7 @@ class BlobDownload:
         with self._changed:
             blob.readers -= 1
             if part is not None:
-                blob.give_back(part)
+                blob.release(part)
             last = not blob.readers and not blob.unclaimed
             if last:
                 self._active.remove(blob)
@@ -255,10 +259,10 @@ class BlobDownload:
             blob.ingest.checkpoint()
 
     def _read(self, blob: BlobTransfer, part: Chunk, buffer: memoryview) -> None:
-        """Stream a part into the ingest, as far as it goes by now."""
+        """Stream a chunk into the ingest, up to its end, which may move meanwhile."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
-            self._learn(blob, ranges=self._source.supports_ranges(content))
+            self._note_ranges(blob, ranges=self._source.supports_ranges(content))
             while part.left > 0:
                 if self._stopped:
                     raise ParallelStoppedError
@@ -274,27 +278,30 @@ class BlobDownload:
                     noted = part.at
 
     def _passed(self, blob: BlobTransfer, count: int) -> None:
-        """So many bytes of a blob came."""
+        """Account for bytes of a blob that arrived."""
         self._on_event(CopyEvent("progress", blob.content, count))
-        if blob.is_large and not self._width.settled:
+        if blob.is_large and not self._probe.settled:
             with self._changed:
-                before = self._width.value
-                self._width.passed(count, time.monotonic())
-                if self._width.value > before:
+                before = self._probe.value
+                self._probe.passed(count, time.monotonic())
+                if self._probe.value > before:
                     self._changed.notify_all()
         if self._rate is not None:
             self._rate.passed(count)
 
-    def _learn(self, blob: BlobTransfer, *, ranges: bool) -> None:
-        """Whether other connections may join is known once a first part begins to come."""
+    def _note_ranges(self, blob: BlobTransfer, *, ranges: bool) -> None:
+        """Let other connections join once a first chunk arrives as a range."""
         with self._changed:
             if ranges and not blob.ranges:
                 self._changed.notify_all()
-            blob.came(ranges=ranges)
+            blob.began(ranges=ranges)
 
     def _finish(self, blob: BlobTransfer) -> None:
-        """Have a blob verified; one that is wrong is fetched again, where there is another place
-        to have it from, or where part of it was here before."""
+        """Verify a blob.
+
+        A wrong one is fetched again where the source has another place for it, or where a part of
+        it was left by an earlier run.
+        """
         content = blob.content
         try:
             blob.ingest.commit(content)

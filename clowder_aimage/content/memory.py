@@ -57,7 +57,7 @@ class MemoryStore(Target):
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
         push_blobs(source, self, blobs, options)
 
-    def ingest(self, key: str, expected: Descriptor | None = None, /) -> MemoryIngest:
+    def ingest(self, _: str, expected: Descriptor | None = None, /) -> MemoryIngest:
         return MemoryIngest(self._blobs, expected)
 
     def batch(self) -> AbstractContextManager[None]:
@@ -65,7 +65,7 @@ class MemoryStore(Target):
 
 
 class MemoryIngest:
-    """A blob on its way into ``blobs``."""
+    """A blob that is written into ``blobs``."""
 
     def __init__(self, blobs: dict[Digest, bytes], expected: Descriptor | None) -> None:
         self._blobs = blobs
@@ -95,7 +95,7 @@ class MemoryIngest:
 
     def commit(self, expected: Descriptor, /) -> None:
         if self.missing():
-            raise VerificationError(f"{expected.digest} is not whole")
+            raise VerificationError(f"{expected.digest} is not complete")
         check(expected, len(self._data), self.digest(expected.digest.algorithm).encoded)
         self._blobs[expected.digest] = bytes(self._data)
 

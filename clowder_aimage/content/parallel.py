@@ -1,4 +1,4 @@
-"""Several threads at one job, the first failure ending it for all."""
+"""Calls in several threads, of which the first failure ends all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from clowder_aimage.errors import AImageError
 
-_PARTING = 1.0  # seconds that calls under way get to clean up in when one has failed
+_GRACE = 1.0  # seconds in which running calls may end after a failure
 
 
 class ParallelStoppedError(AImageError):
-    """Another call failed, or the user left: this one stops where it can."""
+    """The end of a call after another one failed, or after an interrupt."""
 
     def __init__(self) -> None:
         super().__init__("stopped")
@@ -22,8 +22,8 @@ def in_parallel(
 ) -> None:
     """Make ``calls``, ``threads`` at a time.
 
-    When one raises, or the user interrupts, ``stop`` is called, the others get a moment to end,
-    and the first error is raised. A thread that waits for a dead network is left behind.
+    When one raises, or on an interrupt, ``stop`` is called, the others have a moment to end, and
+    the first error is raised. A thread that still waits for the network is left running.
     """
     errors: list[BaseException] = []
 
@@ -31,7 +31,7 @@ def in_parallel(
         try:
             call()
         except BaseException as error:
-            errors.append(error)  # the first: what others raise once they are stopped is no news
+            errors.append(error)  # the first is the cause: others fail because they are stopped
             stop()
             raise
 
@@ -45,6 +45,6 @@ def in_parallel(
     except BaseException:
         stop()
         pool.shutdown(wait=False, cancel_futures=True)
-        wait([future for future in futures if not future.cancelled()], timeout=_PARTING)
+        wait([future for future in futures if not future.cancelled()], timeout=_GRACE)
         raise
     pool.shutdown()

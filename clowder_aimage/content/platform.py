@@ -1,4 +1,4 @@
-"""Which manifest of an index is meant: by variant, by platform, or because there is no other."""
+"""The selection of a manifest in an index, by variant, by platform, or as the only one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_INDEXES = 64  # that are read to find one manifest
 _MAX_LISTED = 40
 _MAX_WIDTH = 60
 _SYSTEMS = {"macos": "darwin"}
-_ARCHITECTURES = {  # what uname and people say, and what Go does
+_ARCHITECTURES = {  # names of uname and others, and Go's
     "x86_64": "amd64",
     "x86-64": "amd64",
     "aarch64": "arm64",
@@ -29,7 +29,7 @@ _ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What a manifest is made for, in Go's words (image-spec, image-index.md)."""
+    """The platform of a manifest, in Go's words (image-spec, image-index.md)."""
 
     os: str
     architecture: str
@@ -37,10 +37,10 @@ class Platform:
 
     @classmethod
     def of(cls, os: str, architecture: str, variant: str = "") -> Platform:
-        """A platform by any of its names: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
+        """Return a platform by any name: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
         os, architecture, variant = (part.strip().lower() for part in (os, architecture, variant))
-        architecture, _, told = _ARCHITECTURES.get(architecture, architecture).partition("/")
-        variant = variant or told
+        architecture, _, implied = _ARCHITECTURES.get(architecture, architecture).partition("/")
+        variant = variant or implied
         variant = "" if (architecture, variant) in _BASE else variant
         return cls(_SYSTEMS.get(os, os), architecture, variant)
 
@@ -56,7 +56,7 @@ class Platform:
 
     @classmethod
     def in_descriptor(cls, descriptor: Descriptor) -> Platform | None:
-        """What an index says about a child; None where it says nothing, or nothing sensible."""
+        """Return the platform of a child of an index; None without one, or with a malformed one."""
         value = descriptor.extra.get("platform")
         if not isinstance(value, dict):
             return None
@@ -66,7 +66,7 @@ class Platform:
         return cls.of(os, architecture, variant if isinstance(variant, str) else "")
 
     def takes(self, other: Platform) -> bool:
-        """Whether ``other`` will do here. Where no variant is asked for, any does."""
+        """Return whether content for ``other`` runs here; without a variant, any variant does."""
         same = (self.os, self.architecture) == (other.os, other.architecture)
         return same and self.variant in ("", other.variant)
 
@@ -76,7 +76,7 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSelector:
-    """What was asked for; None where nothing was."""
+    """The variant and the platform to select; None for any."""
 
     variant: str | None = None
     platform: Platform | None = None
@@ -87,7 +87,7 @@ ANY = ManifestSelector()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A manifest in an index. What its own descriptor leaves out, the index's may say."""
+    """A manifest in an index, with the variant and platform of it or of an index above it."""
 
     descriptor: Descriptor
     variant: str = ""
@@ -168,22 +168,25 @@ def _is_attestation(child: Descriptor) -> bool:
 
 
 def choose(
-    candidates: Sequence[Candidate], wish: ManifestSelector, here: Platform, reference: Reference
+    candidates: Sequence[Candidate],
+    selector: ManifestSelector,
+    here: Platform,
+    reference: Reference,
 ) -> Candidate:
-    """The candidate that is meant: the wished one, the only one, or the only one that fits here.
+    """Return the candidate that is selected, the only one, or the only one that fits here.
 
     Raises:
-        NotFoundError: none fits; with a list of those there are.
-        UsageError: several fit; with a list of them, and the options that tell them apart.
+        NotFoundError: none fits; with a list of all.
+        UsageError: several fit; with a list of them.
     """
-    left = [one for one in candidates if wish.variant in (None, one.variant)]
-    if wish.platform is not None:
+    left = [one for one in candidates if selector.variant in (None, one.variant)]
+    if selector.platform is not None:
         unsaid = [one for one in left if one.platform is None]
-        left = _fitting(left, wish.platform) or unsaid
+        left = _fitting(left, selector.platform) or unsaid
     elif len(_digests(left)) > 1:
         left = _fitting(left, here, unsaid=True)
     if not left:
-        raise _none(candidates, wish, here, reference)
+        raise _none(candidates, selector, here, reference)
     if len(_digests(left)) > 1:
         raise _several(left, reference)
     return left[0]
@@ -192,9 +195,9 @@ def choose(
 def _fitting(
     candidates: Sequence[Candidate], platform: Platform, *, unsaid: bool = False
 ) -> list[Candidate]:
-    """Those that are for exactly that platform, or else for one that will do, in their order.
+    """Return those for exactly that platform, or else those that it takes, in their order.
 
-    What does not say what it is for is among them with ``unsaid``.
+    Candidates without a platform are among them with ``unsaid``.
     """
     exact = any(one.platform == platform for one in candidates)
     fits = platform.__eq__ if exact else platform.takes
@@ -202,45 +205,52 @@ def _fitting(
 
 
 def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
-    """A manifest that an index lists twice is one manifest."""
+    """Return the digests: a manifest that an index lists twice is one manifest."""
     return {one.descriptor.digest for one in candidates}
 
 
 def _none(
-    candidates: Sequence[Candidate], wish: ManifestSelector, here: Platform, reference: Reference
+    candidates: Sequence[Candidate],
+    selector: ManifestSelector,
+    here: Platform,
+    reference: Reference,
 ) -> NotFoundError:
-    whole = f"to have all of it: aimage pull {reference} --whole"
     if not candidates:
-        return NotFoundError(f"{reference} is an index without a manifest to choose", hint=whole)
-    wanted = [f"variant {wish.variant!r}"] if wish.variant is not None else []
-    if wish.platform or wish.variant is None:
-        wanted.append(f"for {wish.platform or f'this machine, {here}'}")
+        return NotFoundError(
+            f"{reference} is an index without a manifest to choose",
+            remedy="pull_index",
+            reference=reference,
+        )
+    wanted = [f"variant {selector.variant!r}"] if selector.variant is not None else []
+    if selector.platform or selector.variant is None:
+        wanted.append(f"for {selector.platform or f'this machine, {here}'}")
     return NotFoundError(
         f"{reference} is an index, and has no manifest {' '.join(wanted)}, but\n"
         + _listed(candidates),
-        hint=f"choose one with --variant or --platform, or {whole}",
+        remedy="choose_other_manifest",
+        reference=reference,
     )
 
 
 def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
-    options = [
-        option
-        for option, values in (
-            ("--variant NAME", {one.variant for one in left}),
-            ("--platform OS/ARCH", {one.platform for one in left}),
-        )
-        if len(values) > 1
-    ]
-    commands = [f"{reference} {option}" for option in options]
-    commands += [f"{reference.name}@DIGEST"]
+    has_variants = len({one.variant for one in left}) > 1
+    has_platforms = len({one.platform for one in left}) > 1
     return UsageError(
         f"{reference} is an index, and more than one of its manifests fits:\n{_listed(left)}",
-        hint="choose one: " + ", or ".join(f"aimage pull {command}" for command in commands),
+        remedy="choose_variant_or_platform"
+        if has_variants and has_platforms
+        else "choose_variant"
+        if has_variants
+        else "choose_platform"
+        if has_platforms
+        else "choose_digest",
+        reference=reference,
+        name=reference.name,
     )
 
 
 def _listed(candidates: Sequence[Candidate]) -> str:
-    """A line for each: variant, platform and digest."""
+    """Return a line for each: variant, platform and digest."""
     rows = [
         (one_line(one.variant), one_line(str(one.platform or "")), str(one.descriptor.digest))
         for one in candidates[:_MAX_LISTED]
@@ -252,5 +262,5 @@ def _listed(candidates: Sequence[Candidate]) -> str:
 
 
 def one_line(text: str) -> str:
-    """What somebody else wrote, short and without line breaks; ``-`` for nothing."""
+    """Return foreign text, short and without line breaks; ``-`` for an empty one."""
     return " ".join(text.split())[:_MAX_WIDTH] or "-"

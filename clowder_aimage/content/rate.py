@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Rate:
-    """Lets ``limit`` bytes per second pass, on average over the whole, in fair small waits."""
+    """A limit of bytes per second on average, kept by small waits of each connection."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Rate:
 
     @property
     def burst(self) -> int:
-        """How many bytes to ask for at once, so that the wait after them is short."""
+        """Return the bytes of one read, so that the wait after it is short."""
         return max(4096, int(self._limit / 8))
 
     def passed(self, count: int) -> None:

@@ -59,11 +59,11 @@ class Source(Protocol):
         """Return the bytes that the source reads at once; ranges are best cut at multiples."""
         return 1
 
-    def supports_ranges(self, content: Descriptor, /) -> bool:
+    def supports_ranges(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
         """Return False once the source has sent all of the content for a range of it."""
         return True
 
-    def distrust(self, content: Descriptor, /) -> bool:
+    def distrust(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
         """Note that the bytes of ``content`` were wrong.
 
         Returns:
@@ -155,7 +155,7 @@ class Target(Source, Protocol):
         """Let ``reference`` name a manifest that is here."""
         ...
 
-    def lease(self, *digests: Digest) -> Lease:
+    def lease(self, *digests: Digest) -> Lease:  # noqa: ARG002 - a default
         """Keep these, here or not, until the lease ends. Raises AccessError."""
         return NullLease()
 

@@ -111,7 +111,7 @@ class TarTarget(Target):
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._documents
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> BinaryIO:
         raise NotFoundError(f"no {content.digest} can be read from an archive that is written")
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
@@ -120,7 +120,7 @@ class TarTarget(Target):
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         """Do nothing: the names are in the index."""
 
-    def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
+    def receive(self, source: Source, _: Sequence[Descriptor], options: CopyOptions) -> None:
         buffer = new_buffer()
         self._write(self._head)
         for blob in self._blobs:
@@ -242,7 +242,7 @@ class TarStream:
     """
 
     def __init__(
-        self, file: BinaryIO, name: str, on_read: Callable[[int], None] = lambda count: None
+        self, file: BinaryIO, name: str, on_read: Callable[[int], None] = lambda _: None
     ) -> None:
         self.name = name
         self._input = _Input(file, name, on_read)

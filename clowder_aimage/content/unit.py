@@ -1,4 +1,4 @@
-"""Sizes and times as people write them."""
+"""Sizes and durations as text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_size(text: str) -> int:
-    """Bytes: 500k, 20M, 1.5GB in powers of 1000, KiB, MiB, GiB in powers of 1024.
+    """Parse bytes: 500k, 20M, 1.5GB in powers of 1000, KiB, MiB, GiB in powers of 1024.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
     """
     plain = text.strip().lower().removesuffix("b")
     number = plain.rstrip("kmgti").rstrip()
@@ -28,10 +28,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Seconds: 90s, 30m, 12h, 7d, 2w; a bare 0.
+    """Parse seconds: 90s, 30m, 12h, 7d, 2w; a bare 0.
 
     Raises:
-        ValueError: it is no length of time.
+        ValueError: it is not a duration.
     """
     plain = text.strip().lower()
     try:

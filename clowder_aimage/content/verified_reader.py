@@ -11,10 +11,10 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
 
 
 class VerifyingReader(io.RawIOBase):
-    """Reads ``source`` and raises before the last byte is believed if it is not ``expected``.
+    """A stream over ``source`` that verifies its bytes against ``expected``.
 
-    The error comes from the read that would have returned the end of the stream, or the first
-    byte too many; whoever has read to the end without an error has read the true bytes.
+    The error comes from the read that would return the end of the stream, or the first byte too
+    many: all bytes are verified once the end was read without an error.
     """
 
     def __init__(self, source: BinaryIO, expected: Descriptor) -> None:
@@ -51,7 +51,7 @@ class VerifyingReader(io.RawIOBase):
 
 
 def readinto(source: BinaryIO, buffer: memoryview) -> int:
-    """Fill ``buffer`` from ``source``, without a copy where the source can; 0 at the end."""
+    """Fill ``buffer`` from ``source``, without a copy where possible; return 0 at the end."""
     direct = getattr(source, "readinto", None)
     if direct is not None:
         return int(direct(buffer) or 0)
@@ -67,7 +67,7 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
         raise VerificationError(
             f"the content of {expected.digest} hashes to "
             f"{expected.digest.algorithm}:{encoded} instead",
-            hint="if it is the copy in the store that is damaged: aimage verify --repair",
+            remedy="repair_store",
         )
 
 

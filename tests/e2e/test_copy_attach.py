@@ -129,7 +129,7 @@ def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
         source, target = (Reference.parse(f"{host.host}/{name}:v1") for name in "ab")
         with pytest.raises(ManifestRefusedError) as raised:
             transfer(source, target, ClientOptions(docker_config=tmp_path))
-    assert "a copy changes nothing" in raised.value.hint
+    assert "a copy rewrites nothing" in raised.value.hint
     assert len(host.asked("PUT")) == 1
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.content import bytes_body
 from clowder_aimage.content.platform import ANY, Candidate, ManifestSelector, Platform, choose
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
@@ -354,7 +355,7 @@ def test_several_are_listed_with_what_tells_them_apart(lines, wish, options):
     assert [line.split() for line in listed] == [
         [*line.split(), str(one.descriptor.digest)] for line, one in zip(lines, found, strict=True)
     ]
-    hint = error.value.hint or ""
+    hint = advice(error.value) or ""
     assert all(option in hint for option in options)
     assert ("--variant" in hint) == ("--variant" in options)
     assert "aimage pull r.example/x@DIGEST" in hint
@@ -375,7 +376,7 @@ def test_none_is_told_with_what_there_is(lines, wish, said):
     with pytest.raises(NotFoundError, match=said) as error:
         choose(found, wish, LINUX, NAME)
     assert all(str(one.descriptor.digest) in error.value.message for one in found)
-    assert "--whole" in (error.value.hint or "")
+    assert "--whole" in (advice(error.value) or "")
 
 
 def test_what_others_wrote_stays_on_its_line():

@@ -8,6 +8,22 @@ from clowder_aimage.errors import AImageError
 REMEDIES = {
     "base": "leave --base out",
     "nothing_to_convert": "give --quantize, --dtype or both",
+    "attach_type": "write it as in --type application/spdx+json",
+    "choose_digest": "choose one: aimage pull {name}@DIGEST",
+    "choose_other_manifest": "choose one with --variant or --platform, or to have all of it: "
+    "aimage pull {reference} --whole",
+    "choose_platform": "choose one: aimage pull {reference} --platform OS/ARCH, or "
+    "aimage pull {name}@DIGEST",
+    "choose_variant": "choose one: aimage pull {reference} --variant NAME, or "
+    "aimage pull {name}@DIGEST",
+    "choose_variant_or_platform": "choose one: aimage pull {reference} --variant NAME, or "
+    "aimage pull {reference} --platform OS/ARCH, or aimage pull {name}@DIGEST",
+    "copy_from_store": "to send it from the store: aimage tag {source} {target} "
+    "&& aimage push {target}",
+    "copy_to_store": "to have it in the store: aimage pull {source} "
+    "&& aimage tag {source} {target}",
+    "pull_index": "to have all of it: aimage pull {reference} --whole",
+    "repair_store": "if it is the copy in the store that is damaged: aimage verify --repair",
     "ca_file": "name your organisation's CA with --ca-file",
     "choose_manifest": "'aimage show' lists what is in it; 'aimage pull' with --variant or "
     "--platform makes the name mean one of that",
