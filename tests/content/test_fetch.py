@@ -435,13 +435,13 @@ def test_one_that_joins_too_late_finishes_the_blob(layout):
     late = threading.Event()
 
     class Late(BlobDownload):
-        def _take_part(self, blob, buffer):
+        def _fetch_chunk(self, blob, buffer):
             with self._changed:
                 if blob.readers == 2 and not late.is_set():
                     late.set()
                     gone = lambda: blob.readers == 1 and not blob.unclaimed  # noqa: E731
                     assert self._changed.wait_for(gone, 10), "it is not alone"
-            super()._take_part(blob, buffer)
+            super()._fetch_chunk(blob, buffer)
 
     def fail(_, offset):
         assert not offset or late.wait(10), "nobody joined"

@@ -35,7 +35,7 @@ def test_nobody_joins_before_it_shows_how_fast_it_is(blob, clock):
     taken = blob.claim(3)
     clock[0] += 5  # the registry took its time
     assert not blob.may_be_joined
-    blob.came(ranges=True)
+    blob.began(ranges=True)
     assert not blob.may_be_joined
     clock[0] += LOOK
     taken.at += int(PLENTY * LOOK / 2)
@@ -44,7 +44,7 @@ def test_nobody_joins_before_it_shows_how_fast_it_is(blob, clock):
 
 def test_a_connection_that_nothing_holds_back_stays_alone(blob, clock):
     taken = blob.claim(3)
-    blob.came(ranges=True)
+    blob.began(ranges=True)
     clock[0] += 1
     taken.at += int(1.1 * PLENTY)
     assert blob.is_fast
@@ -57,7 +57,7 @@ def test_a_connection_that_nothing_holds_back_stays_alone(blob, clock):
 def test_two_that_share_a_fast_link_are_not_joined_by_a_third(blob, clock):
     first, second = blob.claim(3), blob.claim(3)
     blob.readers = 2
-    blob.came(ranges=True)
+    blob.began(ranges=True)
     clock[0] += 1
     first.at += PLENTY
     second.at += PLENTY // 2
@@ -68,6 +68,6 @@ def test_two_that_share_a_fast_link_are_not_joined_by_a_third(blob, clock):
 
 def test_one_without_ranges_is_never_joined(blob, clock):
     blob.claim(3)
-    blob.came(ranges=False)
+    blob.began(ranges=False)
     clock[0] += 60
     assert not blob.may_be_joined
