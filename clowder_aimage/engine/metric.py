@@ -6,6 +6,7 @@ No label is a prompt, a user or a digest: their number would grow without end.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -25,84 +26,47 @@ class Metrics:
     """The metrics of one worker, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        build = Gauge("aimage_build_info", "Which release this is.", ["version"], registry=registry)
-        build.labels(__version__).set(1)
-        self.queue = Gauge(
-            "aimage_generation_queue_depth", "Requests that wait.", registry=registry
-        )
-        self.refused = Counter(
-            "aimage_generation_refused", "Requests refused: too many waited.", registry=registry
-        )
-        self.cancelled = Counter(
-            "aimage_generation_cancelled", "Requests given up by who asked.", registry=registry
-        )
-        self.generations = Histogram(
-            "aimage_generation_duration_seconds",
-            "From a request's turn to its last picture.",
-            ["model", "outcome"],
-            buckets=_LONG,
-            registry=registry,
-        )
-        self.steps = Histogram(
-            "aimage_generation_step_seconds", "One step.", buckets=_SHORT, registry=registry
-        )
-        self.models = Gauge(
-            "aimage_model_loaded", "Whether a model is in memory.", ["model"], registry=registry
-        )
-        self.loads = Histogram(
-            "aimage_model_load_duration_seconds",
-            "From the process's start to the model's readiness.",
-            buckets=_LONG,
-            registry=registry,
-        )
-        self.evictions = Counter(
-            "aimage_model_evictions", "Models that left memory.", ["reason"], registry=registry
-        )
-        self.requests = Counter(
-            "aimage_http_requests", "Requests answered.", ["route", "code"], registry=registry
-        )
-        self.pulls = Counter("aimage_pulls", "Pulls.", ["outcome", "registry"], registry=registry)
-        self.pull_failures = Counter(
-            "aimage_pull_failures",
-            "Pulls that failed, by the word for it in a node's status.",
-            ["code", "registry"],
-            registry=registry,
-        )
-        self.tag_checks = Counter(
-            "aimage_tag_checks",
-            "Questions what a tag means, of models that are here.",
-            ["outcome", "registry"],
-            registry=registry,
-        )
-        self.pull_seconds = Histogram(
-            "aimage_pull_duration_seconds",
-            "From a pull's turn to its end.",
-            buckets=_LONG,
-            registry=registry,
-        )
-        self.pull_bytes = Counter(
-            "aimage_pull_bytes",
-            "Bytes of pulls, by where they came from; cache: they were here.",
-            ["source"],
-            registry=registry,
-        )
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        gauge("aimage_build_info", "The release.", ["version"]).labels(__version__).set(1)
+
+        name = "aimage_generation"
+        self.queue = gauge(f"{name}_queue_depth", "Requests that wait.")
+        self.refused = counter(f"{name}_refused", "Requests refused: too many waited.")
+        self.cancelled = counter(f"{name}_cancelled", "Requests cancelled by their clients.")
+        text = "From a request's turn to its last picture."
+        labels = ["model", "outcome"]
+        self.generations = histogram(f"{name}_duration_seconds", text, labels, buckets=_LONG)
+        self.steps = histogram(f"{name}_step_seconds", "One step.", buckets=_SHORT)
+
+        name = "aimage_model"
+        self.models = gauge(f"{name}_loaded", "Whether a model is in memory.", ["model"])
+        text = "From the process's start to the model's readiness."
+        self.loads = histogram(f"{name}_load_duration_seconds", text, buckets=_LONG)
+        self.evictions = counter(f"{name}_evictions", "Models that left memory.", ["reason"])
+
+        self.requests = counter("aimage_http_requests", "Requests answered.", ["route", "code"])
+
+        name = "aimage_pull"
+        self.pulls = counter(f"{name}s", "Pulls.", ["outcome", "registry"])
+        text = "Pulls that failed, by the code in a node's status."
+        self.pull_failures = counter(f"{name}_failures", text, ["code", "registry"])
+        text = "Tags resolved, of models that are in the store."
+        self.tag_checks = counter("aimage_tag_checks", text, ["outcome", "registry"])
+        text = "From a pull's turn to its end."
+        self.pull_seconds = histogram(f"{name}_duration_seconds", text, buckets=_LONG)
+        text = "Bytes of pulls, by source; cache: in the store before."
+        self.pull_bytes = counter(f"{name}_bytes", text, ["source"])
         for source in SOURCES:
             self.pull_bytes.labels(source)
-        self.dedup = Counter(
-            "aimage_blob_dedup_bytes", "Bytes that need not be fetched again.", registry=registry
-        )
-        self.pull_queue = Gauge(
-            "aimage_pull_queue_depth", "Pulls that wait.", ["class"], registry=registry
-        )
-        self.pull_inflight = Gauge("aimage_pull_inflight", "Pulls at work.", registry=registry)
-        self.pull_stalls = Counter(
-            "aimage_pull_stalls", "Pulls that stood still for a while.", registry=registry
-        )
-        self.mismatches = Counter(
-            "aimage_digest_mismatch", "Content that was not what it claimed to be.",
-            registry=registry,
-        )  # fmt: skip
+        self.dedup = counter("aimage_blob_dedup_bytes", "Bytes that were in the store before.")
+        self.pull_queue = gauge(f"{name}_queue_depth", "Pulls that wait.", ["class"])
+        self.pull_inflight = gauge(f"{name}_inflight", "Pulls that run.")
+        self.pull_stalls = counter(f"{name}_stalls", "Pulls without a byte for a while.")
+        text = "Content that failed verification."
+        self.mismatches = counter("aimage_digest_mismatch", text)
         self._hosts: set[str] = set()
         self._names: set[str] = set()
         self._shown: set[str] = set()

@@ -152,14 +152,17 @@ def test_quantizations_that_the_blobs_tell(changes: dict[str, Any]) -> None:
         assert kind.parse("c", values | changes) == kind.parse("c", values)
 
 
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("value", UNREADABLE)
-def test_quantizations_that_cannot_be_read(key: str, value: Any) -> None:
-    with pytest.raises(ModelError, match=f"{key} = .*this quantisation is not supported"):
-        text(**{key: value})
+def test_unsupported_quantizations_are_refused(value: Any) -> None:
+    with pytest.raises(ModelError, match=r"quantization = .*this quantisation is not supported"):
+        text(quantization=value)
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_every_component_refuses_unsupported_quantizations(key: str) -> None:
     for kind, file in ((TransformerConfig, "transformer"), (VaeConfig, "vae")):
         with pytest.raises(ModelError, match=f"{key} = .*this quantisation is not supported"):
-            kind.parse("c", tiny(f"{file}/config.json") | {key: value})
+            kind.parse("c", tiny(f"{file}/config.json") | {key: "int4"})
 
 
 @pytest.mark.parametrize(

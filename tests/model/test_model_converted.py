@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,15 +57,21 @@ def read(store: ImageLayout, component: str) -> tuple[AImage, ModelWeights]:
     return aimage, ModelWeights.open(store, aimage, component)
 
 
-@pytest.mark.parametrize("component", [COMPONENT, ""])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout(
+# Every layout once, and every kind with and without a component
+CASES = [
+    *(
+        (kind, layout, COMPONENT)
+        for kind, layout in zip(itertools.cycle(KINDS), LAYOUTS, strict=False)
+    ),
+    *((kind, "combined", component) for kind in KINDS for component in (COMPONENT, "")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "component"), sorted(set(CASES)))
+def test_convert_keeps_the_values_of_every_layout_and_kind(
     blobs: FolderStore, keep: Keep, kind: str, layout: str, component: str
 ) -> None:
-    """Floats are cast; codes and scales stay what they stand for."""
-    if layout == "component's name" and not component:
-        return  # there is no such name
+    """Floats are cast; codes and scales keep their values."""
     size = 32 if kind == "int4" else None
     store = keep(blobs, made(blobs, kind, layout, size, component).aimage())
     packed = convert(store, OLD, NEW, Recipe.parse(dtype="f16"))
@@ -85,8 +92,7 @@ def test_every_layout(
         assert (config["quantization"], config["components"]) == (kind, {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_layout_is_quantized_twice(blobs: FolderStore, keep: Keep, layout: str) -> None:
-    store = keep(blobs, made(blobs, "int8", layout, None, "transformer").aimage())
+def test_convert_refuses_to_quantize_twice(blobs: FolderStore, keep: Keep) -> None:
+    store = keep(blobs, made(blobs, "int8", "combined", None, "transformer").aimage())
     with pytest.raises(UsageError, match="quantized already"):
         convert(store, OLD, NEW, Recipe.parse(quantize="int4"))
