@@ -176,7 +176,7 @@ def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> Ima
     body = parse_body(raw, ImageRequest, defaults)
     if body.ignored and (strict or body.strict):
         name = body.ignored[0][:60]
-        message = f"{ascii(name)} is unknown; without strict it would be ignored"
+        message = f"{name!a} is unknown; without strict it would be ignored"
         raise ApiError(400, message, code="unknown_parameter", param=name)
     return body
 

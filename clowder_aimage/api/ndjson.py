@@ -49,6 +49,6 @@ class NdjsonStream:
 
     async def end(self) -> web.StreamResponse:
         """End the answer."""
-        assert self._response is not None
+        assert self._response is not None  # noqa: S101 - every answer has a line
         await self._response.write_eof()
         return self._response

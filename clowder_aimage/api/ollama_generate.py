@@ -13,8 +13,7 @@ import base64
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -27,18 +26,16 @@ from clowder_aimage.api.ndjson import NdjsonStream
 from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.sse import ticking
-from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
-from clowder_aimage.engine.limits import IF_MISSING, NEVER
+from clowder_aimage.engine.limits import NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci import Descriptor
 
 SILENCE = 10.0  # seconds after which it hears that the request lives
-_NOTHING: dict[str, Any] = {}
 
 
 def _keep_alive(value: object) -> float | None:
@@ -83,163 +80,124 @@ class _GenerateBody(ModelBody, _Options):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A request; ``name`` is the model as the client names it."""
+class OllamaGeneration:
+    """One request: it loads, unloads or stops a model, or makes a picture."""
 
-    name: str
-    reference: Reference
-    prompt: str
-    parameters: Mapping[str, int]
-    keep_alive: float | None
-    is_streaming: bool
-    is_stop: bool = False
-    pull: str = IF_MISSING
-    facts: bool = True
-
-    @classmethod
-    def of(cls, service: Service, body: _GenerateBody) -> _Wanted:
-        """Return the request in a body. Raises ApiError, UsageError."""
-        reference = service.reference(body.reference)
+    def __init__(self, service: Service, request: web.Request, body: _GenerateBody) -> None:
+        self._service, self._request, self._body = service, request, body
+        self.reference = service.reference(body.reference)
         if body.images:
-            raise ApiError(
-                400, "no model here takes pictures", code="unsupported_value", param="images"
-            )
-        return cls(
-            body.reference or str(reference),
-            reference,
-            body.prompt,
-            body.parameters(),
-            body.keep_alive,
-            body.stream,
-            body.stop,
-            service.pull,
-            service.facts if body.png_facts is None else body.png_facts,
-        )
+            message = "no model here takes pictures"
+            raise ApiError(400, message, code="unsupported_value", param="images")
+        self._parameters = body.parameters()
+        self._is_admin = request.get("scope") == ADMIN
+        self._begun = time.monotonic_ns()
 
-    def terms(self, request: web.Request) -> dict[str, Any]:
+    async def answer(self) -> web.StreamResponse:
+        """Answer the request. Raises AImageError."""
+        if self._body.prompt:
+            return await self._generate()
+        if self._body.stop:
+            self._check_admin("stop")
+            was_loaded = await self._service.engine.stop(self.reference)
+            if not was_loaded and not await asyncio.to_thread(self._resolve):
+                raise model_list.unknown(self.reference)
+            return web.json_response(self._line(done=True, done_reason="unload"))
+        if self._body.keep_alive == 0:
+            self._check_admin("unload")
+            return await self._unload()
+        events = self._service.engine.load(self.reference, **self._terms())
+        return await self._stream(events, self._line(done=True, done_reason="load"))
+
+    def _check_admin(self, verb: str) -> None:
+        if not self._is_admin:
+            message = f"this token may not {verb} models"
+            raise ApiError(403, message, code="insufficient_scope")
+
+    def _terms(self) -> dict[str, Any]:
         """Return ``keep_alive`` and ``pull`` of the engine, which a token may not be allowed."""
-        if request.get("scope") != ADMIN:
+        if not self._is_admin:
             return {"pull": NEVER}
-        return {"keep_alive": self.keep_alive, "pull": self.pull}
+        return {"keep_alive": self._body.keep_alive, "pull": self._service.pull}
 
-    def generate(self, engine: Engine, request: web.Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of the engine. Raises as that."""
-        return engine.generate(
+    def _resolve(self) -> Descriptor | None:
+        try:
+            return self._service.store.resolve(self.reference)
+        except NotFoundError:
+            return None
+
+    async def _unload(self) -> web.StreamResponse:
+        """Unload a model after the last of its requests."""
+        found = await asyncio.to_thread(self._resolve)
+        loaded = self._service.engine.loaded()
+        digests = {found.digest} if found else set()
+        digests |= {one.digest for one in loaded if one.reference == self.reference}
+        if not digests:
+            raise model_list.unknown(self.reference)
+        for digest in digests:
+            await model_list.let_go(self._service, digest)
+        return web.json_response(self._line(done=True, done_reason="unload"))
+
+    async def _generate(self) -> web.StreamResponse:
+        prompt, facts = self._body.prompt, self._body.png_facts
+        events = self._service.engine.generate(
             self.reference,
-            lambda aimage: GenerateRequest.for_model(aimage, self.prompt, **self.parameters),
-            encoding=PictureEncoding(has_facts=self.facts),
-            **self.terms(request),
+            lambda aimage: GenerateRequest.for_model(aimage, prompt, **self._parameters),
+            encoding=PictureEncoding(has_facts=self._service.facts if facts is None else facts),
+            **self._terms(),
+        )
+        return await self._stream(events, None)
+
+    async def _stream(
+        self, events: AsyncGenerator[Event, None], last: dict[str, Any] | None
+    ) -> web.StreamResponse:
+        """Answer with a line for each event, or only with the last one."""
+        answer, has_no_picture = NdjsonStream(self._request), last is not None
+        try:
+            async with contextlib.aclosing(ticking(events, SILENCE)) as coming:
+                async for event in coming:
+                    if isinstance(event, ImageEvent):
+                        last = self._finished(event)
+                    elif self._body.stream and (line := self._progress(event)) is not None:
+                        await answer.write(line)
+        except AImageError as error:
+            return await answer.fail(error)
+        if not self._body.stream or (has_no_picture and not answer.has_begun):
+            return web.json_response(last)
+        await answer.write(last or {})
+        return await answer.end()
+
+    def _line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
+        """Return a line of the answer."""
+        name = self._body.reference or str(self.reference)
+        created = datetime.now(UTC).isoformat()
+        return {"model": name, "created_at": created, "response": "", **more, "done": done}
+
+    def _progress(self, event: Event | None) -> dict[str, Any] | None:
+        """Return the line for an event; None stands for silence.
+
+        Queueing and loading have no line: an error of the model then has a status of its own.
+        """
+        if isinstance(event, Step):
+            return self._line(completed=event.index, total=event.total)
+        if isinstance(event, PullingEvent):  # not completed and total: those are steps
+            return self._line(status="pulling", pulled=event.done, size=event.total)
+        return self._line() if event is None or isinstance(event, StartedEvent) else None
+
+    def _finished(self, picture: ImageEvent) -> dict[str, Any]:
+        return self._line(
+            done=True,
+            done_reason="stop",
+            image=base64.b64encode(picture.data).decode(),
+            seed=picture.seed,
+            width=picture.width,
+            height=picture.height,
+            total_duration=time.monotonic_ns() - self._begun,
         )
 
-    def line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
-        """Return a line of the answer."""
-        created = datetime.now(UTC).isoformat()
-        return {"model": self.name, "created_at": created, "response": "", **more, "done": done}
 
-
-def drawing(service: Service) -> Callable[[web.Request], Any]:
-    """Return the handler."""
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        wanted = _Wanted.of(service, await read_body(request, _GenerateBody))
-        request["model"] = str(wanted.reference)
-        if wanted.prompt:
-            return await _generate(service, request, wanted)
-        if wanted.is_stop:
-            if request.get("scope") != ADMIN:
-                raise ApiError(403, "this token may not stop models", code="insufficient_scope")
-            was_loaded = await service.engine.stop(wanted.reference)
-            if not was_loaded and not await asyncio.to_thread(_found, service, wanted.reference):
-                raise model_list.unknown(wanted.reference)
-            return web.json_response(wanted.line(done=True, done_reason="unload"))
-        if wanted.keep_alive == 0:
-            if request.get("scope") != ADMIN:
-                raise ApiError(403, "this token may not unload models", code="insufficient_scope")
-            return await _unload(service, wanted)
-        return await _load(service, request, wanted)
-
-    return handler
-
-
-async def _unload(service: Service, wanted: _Wanted) -> web.StreamResponse:
-    """Unload a model after the last of its requests."""
-    found = await asyncio.to_thread(_found, service, wanted.reference)
-    digests = {found.digest} if found else set()
-    loaded = service.engine.loaded()
-    digests |= {one.digest for one in loaded if one.reference == wanted.reference}
-    if not digests:
-        raise model_list.unknown(wanted.reference)
-    for digest in digests:
-        await model_list.let_go(service, digest)
-    return web.json_response(wanted.line(done=True, done_reason="unload"))
-
-
-def _found(service: Service, reference: Reference) -> Descriptor | None:
-    try:
-        return service.store.resolve(reference)
-    except NotFoundError:
-        return None
-
-
-async def _load(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
-    """Load a model without making anything."""
-    answer = NdjsonStream(request)
-    try:
-        async with contextlib.aclosing(
-            ticking(service.engine.load(wanted.reference, **wanted.terms(request)), SILENCE)
-        ) as events:
-            async for event in events:
-                if event is None and wanted.is_streaming:
-                    await answer.write(wanted.line())
-    except AImageError as error:
-        return await answer.fail(error)
-    last = wanted.line(done=True, done_reason="load")
-    if not answer.has_begun:
-        return web.json_response(last)
-    await answer.write(last)
-    return await answer.end()
-
-
-async def _generate(service: Service, request: web.Request, wanted: _Wanted) -> web.StreamResponse:
-    answer, begun, last = NdjsonStream(request), time.monotonic_ns(), _NOTHING
-    events = wanted.generate(service.engine, request)
-    try:
-        async with contextlib.aclosing(ticking(events, SILENCE)) as heard:
-            async for event in heard:
-                if isinstance(event, ImageEvent):
-                    last = _finished(wanted, event, begun)
-                elif wanted.is_streaming and (line := _line(wanted, event)) is not None:
-                    await answer.write(line)
-    except AImageError as error:
-        return await answer.fail(error)
-    if not wanted.is_streaming:
-        return web.json_response(last)
-    await answer.write(last)
-    return await answer.end()
-
-
-def _line(wanted: _Wanted, event: Event | None) -> dict[str, Any] | None:
-    """Return the line for an event; None stands for silence.
-
-    Queueing and loading have no line: an error of the model then still has a status of its own.
-    """
-    if isinstance(event, Step):
-        return wanted.line(completed=event.index, total=event.total)
-    if isinstance(event, StartedEvent):
-        return wanted.line()
-    if isinstance(event, PullingEvent):  # not completed and total: those are steps
-        return wanted.line(status="pulling", pulled=event.done, size=event.total)
-    return wanted.line() if event is None else None
-
-
-def _finished(wanted: _Wanted, picture: ImageEvent, begun: int) -> dict[str, Any]:
-    return wanted.line(
-        done=True,
-        done_reason="stop",
-        image=base64.b64encode(picture.data).decode(),
-        seed=picture.seed,
-        width=picture.width,
-        height=picture.height,
-        total_duration=time.monotonic_ns() - begun,
-    )
+async def generate(service: Service, request: web.Request) -> web.StreamResponse:
+    """Answer ``POST /api/generate``."""
+    generation = OllamaGeneration(service, request, await read_body(request, _GenerateBody))
+    request["model"] = str(generation.reference)
+    return await generation.answer()

@@ -54,9 +54,9 @@ def routes(service: Service) -> list[Route]:
 
 def picture_routes(service: Service) -> list[Route]:
     """Return the routes that make pictures."""
-    from clowder_aimage.api.ollama_generate import drawing  # which needs what pictures need
+    from clowder_aimage.api.ollama_generate import generate  # which imports what pictures need
 
-    return [Route("POST", "/api/generate", drawing(service), INFER)]
+    return [Route("POST", "/api/generate", partial(generate, service), INFER)]
 
 
 async def _hello(_: web.Request) -> web.StreamResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -182,7 +181,7 @@ class ModelCatalog:
             created = datetime.fromisoformat(stored.aimage.properties["created"])
             return {"created": int(created.timestamp())}
         path = self._service.store.path(stored.descriptor)
-        return {"created": int(os.stat(path).st_mtime)}
+        return {"created": int(path.stat().st_mtime)}
 
 
 def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
