@@ -76,7 +76,7 @@ class Health:
         last = request.headers.get("Last-Event-ID", "")
         after = last.removeprefix(mark) if last.startswith(mark) else "0"
         if not after.isascii() or not after.isdigit() or len(after) > 15:
-            raise ApiError(400, "Last-Event-ID is no id of an event", param="Last-Event-ID")
+            raise ApiError(400, "Last-Event-ID is not the id of an event", param="Last-Event-ID")
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         if request.method == "HEAD":

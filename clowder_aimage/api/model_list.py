@@ -56,10 +56,10 @@ def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
 def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
     """Return the descriptor of exactly this name: of a digest, not by another name."""
     wanted = index_name(reference)
-    meant = Reference.parse(wanted)
+    parsed = Reference.parse(wanted)
     for name, descriptor in store.tags():
-        is_meant = name == wanted or same_name(name, meant)
-        if is_meant and reference.digest in (None, descriptor.digest):
+        is_same = name == wanted or same_name(name, parsed)
+        if is_same and reference.digest in (None, descriptor.digest):
             return descriptor
     return None
 
@@ -163,8 +163,8 @@ def _short(count: int) -> str:
 
 def _quantization(known: Mapping[str, Any]) -> str:
     """Return the quantization of the weights: ``Q4_K_M``, ``INT8``, else ``BF16``."""
-    if isinstance(said := known.get("quantization"), str):
-        return said
+    if isinstance(name := known.get("quantization"), str):
+        return name
     parts = known.get("components")
     for part in parts.values() if isinstance(parts, dict) else ():
         facts = part.get("quantization") if isinstance(part, dict) else None

@@ -43,8 +43,8 @@ class NdjsonStream:
         if self._response is None:
             raise error
         found = api_error(error)
-        said = {"error": found.message, "status": found.status}
-        await self.write({**said, "code": found.code} if found.code else said)
+        facts = {"error": found.message, "status": found.status}
+        await self.write({**facts, "code": found.code} if found.code else facts)
         return await self.end()
 
     async def end(self) -> web.StreamResponse:

@@ -32,7 +32,7 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
-FOR_EVER = timedelta(days=365 * 100)  # what clients are told of a model that never goes
+FOR_EVER = timedelta(days=365 * 100)  # expiry of a model that is never unloaded
 _VERSION = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
 _Lines = AsyncGenerator[dict[str, Any], None]
 
@@ -208,7 +208,7 @@ async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
-        return await _told(request, body.stream, _pulling(transfer))
+        return await _answer_lines(request, body.stream, _pulling(transfer))
 
 
 async def _push(service: Service, request: web.Request) -> web.StreamResponse:
@@ -223,7 +223,7 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
     if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
-        return await _told(request, body.stream, _pushing(transfer))
+        return await _answer_lines(request, body.stream, _pushing(transfer))
 
 
 def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
@@ -238,7 +238,9 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
         )
 
 
-async def _told(request: web.Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:
+async def _answer_lines(
+    request: web.Request, is_streaming: bool, lines: _Lines
+) -> web.StreamResponse:
     """Answer with the lines as they come, or only with the last one."""
     answer, last = NdjsonStream(request), dict[str, Any]()
     async with contextlib.aclosing(lines):
@@ -255,7 +257,7 @@ async def _pulling(transfer: SharedTransfer) -> _Lines:
     yield {"status": "pulling manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:
         async for blob in blobs:
-            yield _moved(transfer, "pulling", blob)
+            yield _progress(transfer, "pulling", blob)
     for status in ("verifying sha256 digest", "writing manifest", "success"):
         yield {"status": status}
 
@@ -264,12 +266,12 @@ async def _pushing(transfer: SharedTransfer) -> _Lines:
     yield {"status": "retrieving manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:
         async for blob in blobs:
-            yield _moved(transfer, "pushing", blob)
+            yield _progress(transfer, "pushing", blob)
     for status in ("pushing manifest", "success"):
         yield {"status": status}
 
 
-def _moved(transfer: SharedTransfer, verb: str, blob: TransferBlob) -> dict[str, Any]:
+def _progress(transfer: SharedTransfer, verb: str, blob: TransferBlob) -> dict[str, Any]:
     """Return the progress of a blob; ``size``, which ollama lacks, is that of all blobs."""
     return {
         "status": f"{verb} {blob.digest.short}",

@@ -24,11 +24,11 @@ from clowder_aimage.api.openai_model import (
 )
 from clowder_aimage.api.openai_stream import (
     ImageStream,
-    Keep,
+    KeepPicture,
     choose,
     entry,
+    image_stream,
     quality,
-    telling,
     usage,
 )
 from clowder_aimage.api.service import Service
@@ -45,7 +45,7 @@ from clowder_aimage.oci import Reference
 _PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
     name: name for name in ("steps", "seed", "guidance", "shift", "n", "prompt")
 }
-_MOST_IGNORED = 20  # names in a header
+_MAX_IGNORED = 20  # names in a header
 
 _log = logging.getLogger(__name__)
 
@@ -86,18 +86,18 @@ class ImageRoutes:
         defaults = {"pull": service.pull, "stream_format": service.stream_format}
         raw = await request.read()
         body = read_request(raw, strict=strict, png_facts=service.facts, **defaults)
-        chosen = await choose_model(service, body, may_pull=request.get("scope") == ADMIN)
-        request["model"] = chosen.reference
-        headers = _headers(body, chosen.reference)
-        if body.model and service.alias(body.model) and not chosen.is_default:
+        selected = await choose_model(service, body, may_pull=request.get("scope") == ADMIN)
+        request["model"] = selected.reference
+        headers = _headers(body, selected.reference)
+        if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
         if not body.stream:
-            return await self._whole(request, body, self._events(body, chosen), headers)
+            return await self._whole(request, body, self._events(body, selected), headers)
         dialect = choose(body, request.headers)
-        said = telling(dialect, body, self._keeper(request, body))
+        stream_form = image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
-        events = self._events(body, chosen, previews, said.learn)
-        return await _streamed(request, body, said, events, headers)
+        events = self._events(body, selected, previews, stream_form.learn)
+        return await _streamed(request, body, stream_form, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
         """Answer with the picture of a link."""
@@ -119,7 +119,7 @@ class ImageRoutes:
     def _events(
         self,
         body: ImageRequest,
-        chosen: SelectedModel,
+        selected: SelectedModel,
         previews: int = 0,
         learn: Callable[[GenerateRequest], None] = lambda _: None,
     ) -> AsyncGenerator[Event, None]:
@@ -127,13 +127,13 @@ class ImageRoutes:
 
         def make(aimage: AImage) -> GenerateRequest:
             if not is_runnable(aimage):
-                raise no_pictures(chosen.reference)
+                raise no_pictures(selected.reference)
             parameters = body.for_model(aimage, previews)
             learn(parameters)
             return parameters
 
         return self._service.engine.generate(
-            chosen.reference, make, encoding=body.encoding, pull=chosen.pull
+            selected.reference, make, encoding=body.encoding, pull=selected.pull
         )
 
     async def _whole(
@@ -153,14 +153,14 @@ class ImageRoutes:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
         except AImageError as error:
-            raise _meant(error, body) from None
+            raise _with_param(error, body) from None
         if len(pictures) < body.n:
             raise ModelError(f"the model made {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
         text = await asyncio.to_thread(json.dumps, _answer(body, pictures, keep))
         return web.Response(text=text, content_type="application/json", headers=headers)
 
-    def _keeper(self, request: web.Request, body: ImageRequest) -> Keep:
+    def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
         """Return the function that keeps a picture and returns its URL on this host."""
         base = self._service.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
@@ -172,7 +172,7 @@ class ImageRoutes:
         return keep
 
 
-def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: Keep) -> dict[str, Any]:
+def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -> dict[str, Any]:
     """Return OpenAI's ``ImagesResponse``."""
     first = pictures[0]
     return {
@@ -191,14 +191,14 @@ def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
     headers = {"X-Aimage-Seed": str(body.seed), "X-Aimage-Model": str(reference)}
     if body.ignored:
         names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in body.ignored]
-        headers["X-Aimage-Ignored"] = ", ".join(names[:_MOST_IGNORED])
+        headers["X-Aimage-Ignored"] = ", ".join(names[:_MAX_IGNORED])
     return headers
 
 
 async def _streamed(
     request: web.Request,
     body: ImageRequest,
-    said: ImageStream,
+    stream_form: ImageStream,
     events: AsyncGenerator[Event, None],
     headers: dict[str, str],
 ) -> web.StreamResponse:
@@ -210,40 +210,40 @@ async def _streamed(
         try:
             first = await anext(coming)
         except AImageError as error:
-            raise _meant(error, body) from None
+            raise _with_param(error, body) from None
         stream = sse.EventStream(request, headers)
         await stream.open()
         try:
-            await _tell(stream, said, first)
+            await _send(stream, stream_form, first)
             async for event in coming:
-                await _tell(stream, said, event)
-            await stream.send(*said.end())
+                await _send(stream, stream_form, event)
+            await stream.send(*stream_form.end())
         except ConnectionError:
             raise
         except Exception as error:
-            await stream.send(sse.frame("error", _fault(request, body, error)))
+            await stream.send(sse.frame("error", _error_data(request, body, error)))
         return await stream.close()
 
 
-async def _tell(stream: sse.EventStream, said: ImageStream, event: Event | None) -> None:
+async def _send(stream: sse.EventStream, stream_form: ImageStream, event: Event | None) -> None:
     if event is None:
         await stream.keep_alive()
     else:
-        await stream.send(*said.frames(event))
+        await stream.send(*stream_form.frames(event))
 
 
-def _fault(request: web.Request, body: ImageRequest, error: Exception) -> str:
+def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
     """Return the error as an event's data."""
     if not isinstance(error, AImageError):
         _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
         error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
-    found = fault.api_error(_meant(error, body))
+    found = fault.api_error(_with_param(error, body))
     if found.status >= 500:
         _log.warning("failed: %s", found.message)
     return fault.response(request, found).text or ""
 
 
-def _meant(error: AImageError, body: ImageRequest) -> AImageError:
+def _with_param(error: AImageError, body: ImageRequest) -> AImageError:
     """Return the error with the field of the request that the pipeline refused."""
     if not isinstance(error, UsageError):
         return error
@@ -251,6 +251,6 @@ def _meant(error: AImageError, body: ImageRequest) -> AImageError:
     words = error.message.split()
     param = next((known[word] for word in words if word in known), None)
     if {"width", "height"} <= {*words} and body.sides:
-        param = body.sides[0]  # both are too much, and this one was said
+        param = body.sides[0]  # both are too large, and this one was given
     message = f"{error.message}; {error.hint}" if error.hint else error.message
     return ApiError(400, message, code="invalid_value", param=param)

@@ -23,7 +23,7 @@ from clowder_aimage.schema import validate
 
 FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
-_MOST = 4096  # manifests remembered
+_MAX_KNOWN = 4096  # manifests remembered
 
 
 def is_runnable(aimage: AImage) -> bool:
@@ -73,7 +73,7 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
         ApiError: There is no such model, or it makes no pictures.
     """
     pull = body.pull if may_pull else NEVER
-    reference = _meant(service, body.model)
+    reference = _parse(service, body.model)
     aimage, is_default = await read_here(service, reference), False
     if aimage is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
@@ -89,7 +89,7 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
     return SelectedModel(reference, aimage, pull, is_default)
 
 
-def _meant(service: Service, name: str | None) -> Reference:
+def _parse(service: Service, name: str | None) -> Reference:
     """Return the reference of a name. Raises ApiError: it is malformed."""
     try:
         return service.reference(name)
@@ -129,7 +129,7 @@ class ModelCatalog:
             try:
                 reference = Reference.parse(name)
             except UsageError:
-                continue  # another tool's name, by which nobody could ask for it
+                continue  # another tool's name, which no request can have
             facts = self._facts(reference, descriptor.digest)
             if facts is not None:
                 found[str(reference)] = facts
@@ -168,7 +168,7 @@ class ModelCatalog:
                 return None  # it may be here later
             except AImageError:
                 facts = None
-            if len(self._known) >= _MOST:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[digest] = facts
         return facts and {**facts, "owned_by": reference.registry or "local"}

@@ -26,7 +26,7 @@ from clowder_aimage.engine.event import (
 )
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 
-Keep = Callable[[ImageEvent], str]  # the link to a picture that is kept from then on
+KeepPicture = Callable[[ImageEvent], str]  # the link to a picture that is kept from then on
 # Older words for OpenAI's, and the one that leaves it to us
 _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
@@ -58,7 +58,7 @@ def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     return OPENAI if is_openai else OLLAMA
 
 
-def telling(dialect: str, body: ImageRequest, keep: Keep) -> ImageStream:
+def image_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
     """Return the stream of that form."""
     if dialect == OLLAMA:
         return PlainStream(body, keep)
@@ -70,7 +70,7 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
     return base64.b64encode(picture.data).decode()
 
 
-def entry(picture: ImageEvent, body: ImageRequest, keep: Keep) -> dict[str, str]:
+def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
     """Return a picture as an entry of an answer: its bytes, or its URL."""
     return (
         {"url": keep(picture)} if body.response_format == "url" else {"b64_json": encoded(picture)}
@@ -97,7 +97,7 @@ def quality(body: ImageRequest) -> str:
 class PlainStream:
     """ollama's form. Steps count through all pictures of a request."""
 
-    def __init__(self, body: ImageRequest, keep: Keep) -> None:
+    def __init__(self, body: ImageRequest, keep: KeepPicture) -> None:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
 
@@ -120,7 +120,7 @@ class PlainStream:
 class OpenAIStream:
     """OpenAI's form: ``completed`` for each picture, after up to three ``partial_image``."""
 
-    def __init__(self, body: ImageRequest, keep: Keep, *, has_progress: bool) -> None:
+    def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
 

@@ -19,8 +19,8 @@ from clowder_aimage.errors import NotFoundError
 
 PATH = "/v1/files/pictures/"
 LIFETIME = 3600  # seconds
-MOST = 256  # pictures
-LARGEST = 256 * 1024 * 1024  # bytes of all pictures
+MAX_PICTURES = 256  # pictures
+MAX_BYTES = 256 * 1024 * 1024  # bytes of all pictures
 _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
@@ -44,11 +44,11 @@ class PictureLinks:
         self,
         *,
         lifetime: int = LIFETIME,
-        most: int = MOST,
-        largest: int = LARGEST,
+        max_pictures: int = MAX_PICTURES,
+        max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._lifetime, self._most, self._largest = lifetime, most, largest
+        self._lifetime, self._max_pictures, self._max_bytes = lifetime, max_pictures, max_bytes
         self._clock = clock
         self._key = secrets.token_bytes(32)
         self._kept: OrderedDict[str, LinkedPicture] = OrderedDict()
@@ -76,7 +76,7 @@ class PictureLinks:
             ExpiredError: It is not kept any more.
             NotFoundError: The link is not valid.
         """
-        if _EXPIRES.fullmatch(expires) is None or not self._is_ours(name, expires, signature):
+        if _EXPIRES.fullmatch(expires) is None or not self._is_valid(name, expires, signature):
             raise NotFoundError("there is no such picture", hint="links are used as they are given")
         self.purge()
         kept = self._kept.get(name)
@@ -92,10 +92,10 @@ class PictureLinks:
         now = self._clock()
         for name in [name for name, one in self._kept.items() if one.expires <= now]:
             del self._kept[name]
-        while self._kept and (len(self._kept) > self._most or self.size > self._largest):
+        while self._kept and (len(self._kept) > self._max_pictures or self.size > self._max_bytes):
             self._kept.popitem(last=False)
 
-    def _is_ours(self, name: str, expires: str, signature: str) -> bool:
+    def _is_valid(self, name: str, expires: str, signature: str) -> bool:
         wanted = self._sign(name, int(expires))
         return hmac.compare_digest(wanted.encode(), signature.encode("utf-8", "surrogatepass"))
 

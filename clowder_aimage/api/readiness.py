@@ -35,7 +35,7 @@ class Readiness:
         found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
             pinned = _pinned(self._store)
-        except (AImageError, OSError):  # which models are to be here, nobody knows
+        except (AImageError, OSError):  # which models are to be here is unknown
             pinned = []
             found = found or [{"reason": "store not readable"}]
         others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]

@@ -32,8 +32,8 @@ from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry.docker_config import Credential
 
-PARTING = 3.0  # seconds that a pull gets to end in when its content is deleted
-_LONGEST = 1500  # characters of a URL
+STOP_TIMEOUT = 3.0  # seconds that a pull gets to end in when its content is deleted
+_MAX_URL = 1500  # characters of a URL
 _OTHERS = ("hf", "huggingface", "http", "https")  # what the storage manager took, too
 _Answer = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,7 +67,7 @@ def decode(part: str) -> str:
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
     except (binascii.Error, ValueError):
-        raise _odd("the address must end in a URL as base64") from None
+        raise _malformed("the address must end in a URL as base64") from None
 
 
 def parse(url: str) -> Reference:
@@ -82,8 +82,8 @@ def parse(url: str) -> Reference:
     """
     scheme, found, name = url.partition("://")
     scheme = scheme.lower()
-    if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _LONGEST:
-        raise _odd("url must be a URL such as oci://registry.example.com/team/model:v1")
+    if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
+        raise _malformed("url must be a URL such as oci://registry.example.com/team/model:v1")
     if scheme in _OTHERS:
         raise ApiError(
             422,
@@ -92,7 +92,7 @@ def parse(url: str) -> Reference:
             param="url",
         )
     if scheme not in ("oci", "ollama"):
-        raise _odd("url must begin with oci:// or ollama://")
+        raise _malformed("url must begin with oci:// or ollama://")
     _check_user(name)
     reference = Reference.parse(name.lstrip("/") if scheme == "ollama" else name)
     if scheme == "oci" or reference.registry is not None:
@@ -109,12 +109,12 @@ def _check_user(name: str) -> None:
         if at:
             Digest.parse(rest)
     except FormatError:
-        raise _odd(
+        raise _malformed(
             "what follows the @ in url must be a digest; credentials belong into 'credentials'"
         ) from None
 
 
-def _odd(message: str) -> ApiError:
+def _malformed(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_url", param="url")
 
 
@@ -153,23 +153,23 @@ def _credentials(body: _ContentBody) -> Credentials | None:
 
 async def _list(service: Service, _: web.Request) -> web.StreamResponse:
     found = await asyncio.to_thread(model_list.items, service.store)
-    listed = [_here(one) for one in found]
+    listed = [_stored(one) for one in found]
     known = {str(one.reference) for one in found if not one.missing}
     pulls = [one for one in service.transfers.pulls() if str(one.reference) not in known]
     listed = [one for one in listed if one["url"] not in {_url(pull.reference) for pull in pulls}]
-    return web.json_response({"content": listed + [_under_way(pull) for pull in pulls]})
+    return web.json_response({"content": listed + [_pulling(pull) for pull in pulls]})
 
 
 async def _get(service: Service, request: web.Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
     item = await asyncio.to_thread(model_list.item, service.store, reference)
     if item is not None and not item.missing:
-        return web.json_response(_here(item))
+        return web.json_response(_stored(item))
     if (pull := service.transfers.of(reference)) is not None:
-        return web.json_response(_under_way(pull), status=206)
+        return web.json_response(_pulling(pull), status=206)
     if item is None:
         raise _unknown(reference)
-    return web.json_response(_here(item), status=206)
+    return web.json_response(_stored(item), status=206)
 
 
 async def _post(service: Service, request: web.Request) -> web.StreamResponse:
@@ -179,7 +179,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
     if item is not None and not item.missing:
         return _created(item, 200)
     with service.transfers.pull(reference, credentials) as pull:
-        pull.is_kept = True  # whoever asked may leave, and look again later
+        pull.is_kept = True  # also if the client leaves: it may look again later
         try:
             root = await pull.end()
         except UnauthorizedError as error:
@@ -194,7 +194,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
 
 async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
-    was_pulled = await _give_up(service, reference)
+    was_pulled = await _stop_pulls(service, reference)
     found = await asyncio.to_thread(model_list.entry, service.store, reference)
     if found is not None or not was_pulled:
         try:
@@ -204,7 +204,7 @@ async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
     return web.Response(status=204)
 
 
-async def _give_up(service: Service, reference: Reference) -> bool:
+async def _stop_pulls(service: Service, reference: Reference) -> bool:
     """End the pulls of the content that is to be deleted; return True if there were any.
 
     Raises:
@@ -214,7 +214,7 @@ async def _give_up(service: Service, reference: Reference) -> bool:
     for pull in pulls:
         pull.stop()
     if pulls:
-        _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=PARTING)
+        _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=STOP_TIMEOUT)
         if pending:
             raise ApiError(
                 409,
@@ -231,10 +231,10 @@ def _unknown(reference: Reference) -> ApiError:
 
 def _created(item: model_list.ModelEntry, status: int) -> web.Response:
     place = f"/content/{encode(_url(item.reference))}"
-    return web.json_response(_here(item), status=status, headers={"Location": place})
+    return web.json_response(_stored(item), status=status, headers={"Location": place})
 
 
-def _here(item: model_list.ModelEntry) -> dict[str, Any]:
+def _stored(item: model_list.ModelEntry) -> dict[str, Any]:
     value = {
         "url": _url(item.reference),
         "digest": str(item.descriptor.digest),
@@ -247,7 +247,7 @@ def _here(item: model_list.ModelEntry) -> dict[str, Any]:
     return value
 
 
-def _under_way(pull: SharedTransfer) -> dict[str, Any]:
+def _pulling(pull: SharedTransfer) -> dict[str, Any]:
     completed, total = min(pull.completed, pull.total), pull.total
     return {
         "url": _url(pull.reference),

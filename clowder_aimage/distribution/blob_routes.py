@@ -22,8 +22,8 @@ _RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 class BlobRoutes:
     """Blobs of the layout, and of the upstream if there is one."""
 
-    def __init__(self, shelf: ServedBlobs, cache: PullThroughCache | None) -> None:
-        self._shelf = shelf
+    def __init__(self, blobs: ServedBlobs, cache: PullThroughCache | None) -> None:
+        self._blobs = blobs
         self._cache = cache
 
     async def get(self, request: web.Request) -> web.StreamResponse:
@@ -34,13 +34,13 @@ class BlobRoutes:
             if cache is not None:
                 size = await cache.size(repository, digest)
             else:
-                size = await asyncio.to_thread(self._shelf.size, digest)
+                size = await asyncio.to_thread(self._blobs.size, digest)
             return await _head(request, digest, size)
         if cache is not None:
             fetch = await cache.blob(repository, digest)
             if fetch is not None:
                 return await _pass_on(request, digest, fetch)
-        file = await asyncio.to_thread(self._shelf.open, digest)
+        file = await asyncio.to_thread(self._blobs.open, digest)
         with file:
             size = os.fstat(file.fileno()).st_size
             if is_current(request, digest):
@@ -55,7 +55,7 @@ class BlobRoutes:
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
         repository_of(request)
-        await asyncio.to_thread(self._shelf.remove, digest_of(request))
+        await asyncio.to_thread(self._blobs.remove, digest_of(request))
         return web.Response(status=202)
 
 

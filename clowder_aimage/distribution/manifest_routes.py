@@ -56,14 +56,14 @@ class ManifestRoutes:
         self,
         layout: ImageLayout,
         catalog: Catalog,
-        shelf: ServedBlobs,
+        blobs: ServedBlobs,
         cache: PullThroughCache | None,
     ) -> None:
         self._layout = layout
         self._catalog = catalog
-        self._shelf = shelf
+        self._blobs = blobs
         self._cache = cache
-        self._naming = threading.Lock()  # who looks at names to change them sees no others change
+        self._names_lock = threading.Lock()  # held from reading names to changing them
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/manifests/<reference>."""
@@ -118,7 +118,7 @@ class ManifestRoutes:
         except FormatError as error:
             raise DistributionError("MANIFEST_INVALID", message=error.message) from None
         descriptor = Descriptor(document.media_type, digest, len(raw))
-        with self._layout.keep(), self._naming:
+        with self._layout.keep(), self._names_lock:
             self._check_children(document)
             self._layout.push(descriptor, bytes_body(raw))
             for name in names:
@@ -130,7 +130,7 @@ class ManifestRoutes:
         missing = [
             child
             for child in document.children
-            if not child.media_type.startswith(_ELSEWHERE) and not self._shelf.holds(child)
+            if not child.media_type.startswith(_ELSEWHERE) and not self._blobs.holds(child)
         ]
         if missing:
             digests = dict.fromkeys(str(child.digest) for child in missing)
@@ -144,18 +144,18 @@ class ManifestRoutes:
         return web.Response(status=202)
 
     def _delete(self, reference: Reference) -> None:
-        with self._naming:
+        with self._names_lock:
             entries = self._catalog.entries(reference.repository)
-            gone = [entry for entry in entries if _means(reference, entry)]
-            kept = [entry for entry in entries if not _means(reference, entry)]
-            self._check_names({entry.name for entry in gone})
+            removed = [entry for entry in entries if _matches(reference, entry)]
+            others = [entry for entry in entries if not _matches(reference, entry)]
+            self._check_names({entry.name for entry in removed})
             if reference.digest is None:
-                self._keep_by_digest(gone, kept, reference)
-            elif self._catalog.reach(kept, reference.digest):
+                self._keep_by_digest(removed, others, reference)
+            elif self._catalog.reach(others, reference.digest):
                 raise _unsupported(
                     "an index of this repository holds the manifest: delete that first"
                 )
-            meant = {entry.name: entry.descriptor.digest for entry in gone}
+            meant = {entry.name: entry.descriptor.digest for entry in removed}
             if not self._layout.forget(meant):
                 raise manifest_unknown(reference)  # or another process was first
 
@@ -168,12 +168,12 @@ class ManifestRoutes:
             raise DistributionError("DENIED", message="the name is pinned in this store")
 
     def _keep_by_digest(
-        self, gone: list[CatalogEntry], kept: list[CatalogEntry], reference: Reference
+        self, removed: list[CatalogEntry], others: list[CatalogEntry], reference: Reference
     ) -> None:
         """Name a manifest by its digest if nothing but the tag leads to it."""
-        for entry in gone:
+        for entry in removed:
             digest = entry.descriptor.digest
-            if self._catalog.reach(kept, digest) is None:
+            if self._catalog.reach(others, digest) is None:
                 name = self._catalog.stored(reference.with_digest(digest))
                 with contextlib.suppress(NotFoundError):  # its bytes are not here
                     self._layout.tag(entry.descriptor, name)
@@ -183,7 +183,7 @@ def _unsupported(message: str) -> DistributionError:
     return DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
 
 
-def _means(reference: Reference, entry: CatalogEntry) -> bool:
+def _matches(reference: Reference, entry: CatalogEntry) -> bool:
     if reference.digest is None:
         return entry.tag == reference.tag
     return entry.descriptor.digest == reference.digest

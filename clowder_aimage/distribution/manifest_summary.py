@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, parse_document
 
-MOST = 20_000  # manifests remembered
-LARGEST = 64 * 1024  # bytes of a manifest above which only little of it is
+MAX_SUMMARIES = 20_000  # manifests remembered
+MAX_KEPT_SIZE = 64 * 1024  # bytes of a manifest with references whose summary is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class ManifestSummaries:
             return known
         raw = self._read(descriptor)
         summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
-        if len(raw) <= LARGEST or (summary.subject is None and not summary.manifests):
+        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and not summary.manifests):
             self._known[descriptor.digest] = summary
-            if len(self._known) > MOST:
+            if len(self._known) > MAX_SUMMARIES:
                 self._known.popitem(last=False)
         return summary
 

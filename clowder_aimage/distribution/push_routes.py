@@ -28,8 +28,8 @@ _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 class PushRoutes:
     """The steps of an upload: POST begins it, PATCH appends, PUT ends it, DELETE aborts it."""
 
-    def __init__(self, shelf: ServedBlobs, uploads: UploadSessions) -> None:
-        self._shelf = shelf
+    def __init__(self, blobs: ServedBlobs, uploads: UploadSessions) -> None:
+        self._blobs = blobs
         self._uploads = uploads
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
@@ -39,7 +39,7 @@ class PushRoutes:
             digest = parse_digest(request.query["mount"])
             if "from" in request.query:
                 parse_repository(request.query["from"])
-            if await asyncio.to_thread(self._shelf.has, digest):
+            if await asyncio.to_thread(self._blobs.has, digest):
                 return _created(repository, digest)
         announced = request.query.get("digest-algorithm", "sha256")
         if announced not in ALGORITHMS:
@@ -50,7 +50,7 @@ class PushRoutes:
         # ollama asks with an empty body first (server/upload.go, "Prepare")
         is_announced = request.headers.get("X-Content-Length", "0") != "0"
         if single is not None and is_announced and not request.content_length:
-            if await asyncio.to_thread(self._shelf.has, single):
+            if await asyncio.to_thread(self._blobs.has, single):
                 return _created(repository, single)
             single = None
         upload = await self._uploads.begin(repository)
@@ -100,9 +100,9 @@ class PushRoutes:
         return self._uploads.get(repository_of(request), request.match_info["upload"])
 
     async def _keep(self, upload: UploadSession, digest: Digest) -> None:
-        await asyncio.to_thread(self._shelf.expect, digest)
+        await asyncio.to_thread(self._blobs.expect, digest)
         await self._uploads.commit(upload, digest, MEDIA_TYPE)
-        await asyncio.to_thread(self._shelf.put, digest)
+        await asyncio.to_thread(self._blobs.put, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload, a piece at a time, off the event loop.

@@ -26,11 +26,11 @@ class ServedBlobs:
     Blobs whose presence clients have been told are leased from collection.
     """
 
-    def __init__(self, layout: ImageLayout, catalog: Catalog, kept: ServedLeases) -> None:
+    def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
         self._layout = layout
         self._catalog = catalog
-        self._kept = kept
-        self._gone: dict[Digest, Version] = {}  # with the names that did not need it
+        self._leases = leases
+        self._deleted: dict[Digest, Version] = {}  # with the names that did not need it
 
     def open(self, digest: Digest) -> BinaryIO:
         """Open a blob; the file stays readable if its name is removed meanwhile.
@@ -39,7 +39,7 @@ class ServedBlobs:
             DistributionError: BLOB_UNKNOWN.
         """
         try:
-            if not self._is_gone(digest):
+            if not self._is_deleted(digest):
                 return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
         except NotFoundError:
             pass
@@ -51,8 +51,8 @@ class ServedBlobs:
         Raises:
             DistributionError: BLOB_UNKNOWN.
         """
-        self.open(digest).close()  # only what is here is kept: anyone may ask for anything
-        self._kept.add(digest)
+        self.open(digest).close()  # only what is here is leased: a client may ask for any digest
+        self._leases.add(digest)
         with self.open(digest) as file:
             return os.fstat(file.fileno()).st_size
 
@@ -66,7 +66,7 @@ class ServedBlobs:
 
     def holds(self, content: Descriptor) -> bool:
         """Return True if it is served, with the size of ``content``."""
-        return self._layout.exists(content) and not self._is_gone(content.digest)
+        return self._layout.exists(content) and not self._is_deleted(content.digest)
 
     def remove(self, digest: Digest) -> None:
         """Stop serving it until it is pushed again.
@@ -79,23 +79,23 @@ class ServedBlobs:
         if self._catalog.needs(digest):
             message = "a manifest of this registry needs the blob: delete that first"
             raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
-        self._gone[digest] = version
+        self._deleted[digest] = version
 
     def expect(self, digest: Digest) -> None:
         """Lease a blob that is about to arrive, before it has a name."""
-        self._kept.add(digest)
+        self._leases.add(digest)
 
     def put(self, digest: Digest) -> None:
         """Serve a blob that was pushed, maybe again."""
-        self._gone.pop(digest, None)
+        self._deleted.pop(digest, None)
 
-    def _is_gone(self, digest: Digest) -> bool:
-        if digest not in self._gone:
+    def _is_deleted(self, digest: Digest) -> bool:
+        if digest not in self._deleted:
             return False
         version = self._catalog.version()
-        if self._gone[digest] != version:  # there are new names: they may need it
+        if self._deleted[digest] != version:  # there are new names: they may need it
             if self._catalog.needs(digest):
-                self._gone.pop(digest, None)
+                self._deleted.pop(digest, None)
                 return False
-            self._gone[digest] = version
+            self._deleted[digest] = version
         return True

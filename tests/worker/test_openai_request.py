@@ -18,7 +18,7 @@ from clowder_aimage.api.image_request import (
     ImageRequest,
     read_request,
 )
-from clowder_aimage.api.openai import _meant
+from clowder_aimage.api.openai import _with_param
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError
@@ -212,7 +212,7 @@ def test_sides_make_no_larger_picture_than_a_size() -> None:
 def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
     message = "width 64 and height 8192 make too large a picture here: it takes much"
     for fields, param in ({"height": 8192}, "height"), ({"size": "64x8192"}, "size"):
-        error = _meant(UsageError(message, hint="ask for a smaller one"), read(**fields))
+        error = _with_param(UsageError(message, hint="ask for a smaller one"), read(**fields))
         assert isinstance(error, ApiError)
         assert (error.param, error.message) == (param, f"{message}; ask for a smaller one")
 
@@ -279,7 +279,7 @@ def test_what_is_unknown_is_refused_on_request() -> None:
 def test_what_the_model_refuses_is_told_by_the_name_that_the_client_used(
     message: str, param: str | None
 ) -> None:
-    error = _meant(UsageError(message, hint="do this"), read(width=1024))
+    error = _with_param(UsageError(message, hint="do this"), read(width=1024))
     assert isinstance(error, ApiError)
     assert (error.status, error.param, error.message) == (400, param, f"{message}; do this")
 
