@@ -5,8 +5,8 @@ A request passes the middlewares of ``http/app`` and a route of ``registry_role`
 know the layout and nothing of HTTP.
 
 In a cache of another registry reads go through ``cache``: ``upstream`` is asked in threads, one
-``blob_fetch`` serves many clients as it grows, and ``pending_manifest`` names a manifest when all of
-it is here.
+``blob_fetch`` serves many clients as it grows, and ``pending_manifest`` names a manifest when all
+of it is here.
 
 Nothing is imported here: aiohttp comes with an extra.
 """
