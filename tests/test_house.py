@@ -21,7 +21,7 @@ BUDGETS = {
     "content": 2_300,
     "dialect": 1_450,
     "distribution": 2_100,
-    "engine": 2_700,
+    "engine": 3_100,  # ADR 13
     "exporter": 1_330,
     "formats": 2_900,
     "http": 1_400,

@@ -36,7 +36,7 @@ from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.vae import Vae
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
 YARN = {

@@ -24,7 +24,7 @@ from PIL import Image
 
 from clowder_aimage.model.pipeline import GenerateRequest
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
 WORDS = "a red fox jumps over blue water at dawn ß 霧 near the old mill".split()

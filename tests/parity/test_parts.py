@@ -33,7 +33,7 @@ from clowder_aimage.model.zimage.noise import randn
 from clowder_aimage.model.zimage.scheduler import Scheduler
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
 SCHEDULERS: list[dict[str, Any]] = [

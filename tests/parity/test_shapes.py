@@ -27,7 +27,7 @@ from benchmarks import quality
 from clowder_aimage.layout import ImageLayout
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 
 @torch.no_grad()

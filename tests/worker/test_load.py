@@ -13,6 +13,8 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+pytestmark = pytest.mark.integration
+
 CLIENTS, PICTURES = 50, 500
 BODY = {"model": "tiny", "prompt": "a dog", "steps": 1, "size": "32x32"}
 
