@@ -72,7 +72,7 @@ class Catalogue:
         try:
             tensors = WeightBlob.read(self._store, layer).header.tensors
         except AImageError:
-            return True  # whoever asks for it hears why
+            return True  # reading it raises the reason
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
 
     def names(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Python's own ``mmap`` keeps a descriptor for as long as it lives (to 3.12), and a model has more
 tensors than a process may have open files. So this calls mmap(2) itself. The pages are private:
-whoever writes to them changes neither the file nor what others see.
+writes to them change neither the file nor other mappings.
 """
 
 from __future__ import annotations
