@@ -18,7 +18,7 @@ BUDGETS = {
     ".": 3_300,
     "api": 2_400,
     "cli": 4_500,
-    "content": 2_300,
+    "content": 2_800,  # ADR 9
     "dialect": 1_450,
     "distribution": 2_100,
     "engine": 3_100,  # ADR 13
