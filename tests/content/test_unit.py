@@ -40,8 +40,7 @@ def test_sizes(text, size):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", " ", "b", "k", "GiB", "-1", "-1k", "1x", "1kk", "1ik", "1 0", "1bb", "ten", "nan"),
-        *("inf", "infGB", "-inf", "1.2.3", "0x10", "1,5G", "1PB", "1e999"),
+        *("", "GiB", "-1k", "1kk", "1ik", "1 0", "nan", "infGB", "0x10", "1PB", "1e999"),
     ],
 )
 def test_what_is_no_size(text):
@@ -72,8 +71,7 @@ def test_times(text, seconds):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", " ", "7", "d", "-7d", "1y", "7dd", "1h30m", "nan", "inf", "infd", "nand", "1e99d"),
-        *("-0.1s", "00"),
+        *("", "7", "d", "-7d", "1y", "1h30m", "infd", "1e99d", "00"),
     ],
 )
 def test_what_is_no_time(text):

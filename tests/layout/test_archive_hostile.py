@@ -232,7 +232,7 @@ def test_what_the_store_has_need_not_be_in_the_archive(layout, file):
 _CUT = "breaks off|is no tar|is damaged|more than there are"
 
 
-@pytest.mark.parametrize("cut", [0, 100, 512, 700, 1536, 3000, -1024, -5000, -8000])
+@pytest.mark.parametrize("cut", [0, 700, 3000, -1024, -8000])
 def test_a_truncated_archive_names_nothing(layout, file, cut):
     raw = tar_of(*GOOD)
     end = raw.rstrip(b"\0")
