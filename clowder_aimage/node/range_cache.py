@@ -27,7 +27,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
 from clowder_aimage.node.range_owner import RangeOwners
 from clowder_aimage.node.range_upstream import OnBytes, RangeUpstream
-from clowder_aimage.node.rendezvous import RANGE, BlobRange
+from clowder_aimage.node.rendezvous import BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BlobSpan, PeerError
 
@@ -337,8 +337,3 @@ class RangeCache:
 
 def _opened(fd: int) -> BinaryIO:
     return cast(BinaryIO, io.FileIO(fd))
-
-
-def range_number(start: int, end: int) -> int | None:
-    """Return the number of the range that bytes [start, end) are in, if they are in one."""
-    return start // RANGE if 0 <= start < end and start // RANGE == (end - 1) // RANGE else None

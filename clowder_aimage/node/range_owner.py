@@ -58,7 +58,7 @@ class RangeOwners:
         self._closed, self._clock = closed, clock
         self._timeouts = timeouts or OwnerTimeouts()
 
-    def open(self, span: BlobSpan) -> PeerStream | None:
+    def open(self, span: BlobSpan) -> PeerReader | None:
         """Open a span of a range at its owner, or at a node to which that redirects.
 
         Returns:
@@ -74,10 +74,10 @@ class RangeOwners:
                 return None
             found = self._of_owner(usable[node], span)
             if found is not None:
-                return found if isinstance(found, PeerStream) else None
+                return found if isinstance(found, PeerReader) else None
         return None
 
-    def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerStream | None:
+    def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerReader | None:
         """Open a span at a node that has it, without making any node fetch it.
 
         Asked are ``first``, and the nodes that would own the range without this one.
@@ -87,13 +87,13 @@ class RangeOwners:
         for node in dict.fromkeys([*first, *order]):
             if node in usable and self._has(usable[node], span):
                 found = self._of_owner(usable[node], span, is_stored=True)
-                if isinstance(found, PeerStream):
+                if isinstance(found, PeerReader):
                     return found
         return None
 
     def _of_owner(
         self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
-    ) -> PeerStream | bool | None:
+    ) -> PeerReader | bool | None:
         """Open a span at an owner, as soon as that can send it.
 
         Returns:
@@ -123,7 +123,7 @@ class RangeOwners:
             pause = min(2 * pause, self._timeouts.pause)
         return None
 
-    def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerStream | None:
+    def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerReader | None:
         """Open a span at one of the nodes to which a busy one redirects, or those redirect.
 
         Only nodes that are known here are asked, at the addresses that are configured here.
@@ -136,7 +136,7 @@ class RangeOwners:
                 continue
             asked.add(node)
             found = self._open(usable[node], span, is_stored=True)
-            if isinstance(found, PeerStream):
+            if isinstance(found, PeerReader):
                 return found
             if isinstance(found, PeerRefusal):
                 named += found.nodes
@@ -144,54 +144,28 @@ class RangeOwners:
 
     def _open(
         self, one: Peer, span: BlobSpan, *, is_stored: bool = False
-    ) -> PeerStream | PeerRefusal | None:
+    ) -> PeerReader | PeerRefusal | None:
         """Send one request. A node that fails is left out for a while."""
         try:
             found = self._client.open(one.address, span, is_stored=is_stored)
         except PeerError as error:
-            self._failed(one, error)
+            self._ended(one, error)
             return None
-        return (
-            PeerStream(found, one, self._failed, self.peers)
-            if isinstance(found, PeerReader)
-            else found
-        )
+        if isinstance(found, PeerReader):
+            found.on_end = lambda error: self._ended(one, error)
+        return found
 
     def _has(self, one: Peer, span: BlobSpan) -> bool:
         try:
             return self._client.has(one.address, span)
         except PeerError as error:
             if not error.is_late:
-                self._failed(one, error)
+                self._ended(one, error)
             return False
 
-    def _failed(self, one: Peer, error: PeerError) -> None:
-        if not self._closed.is_set():
+    def _ended(self, one: Peer, error: PeerError | None) -> None:
+        """Note that all of a span came from a node, or that it failed."""
+        if error is None:
+            self.peers.succeeded(one)
+        elif not self._closed.is_set():
             self.peers.failed(one, error.message, cost=LATE if error.is_late else 1)
-
-
-class PeerStream:
-    """The content that a node sends. What becomes of it counts for the node, or against it."""
-
-    def __init__(
-        self,
-        reader: PeerReader,
-        peer: Peer,
-        on_error: Callable[[Peer, PeerError], None],
-        peers: Peers,
-    ) -> None:
-        self._reader, self._peer, self._on_error, self._peers = reader, peer, on_error, peers
-
-    def readinto(self, buffer: memoryview) -> int:
-        """Read some bytes. Raises PeerError."""
-        try:
-            return self._reader.readinto(buffer)
-        except PeerError as error:
-            self._on_error(self._peer, error)
-            raise
-
-    def close(self) -> None:
-        """Release the connection."""
-        if self._reader.is_complete:
-            self._peers.succeeded(self._peer)
-        self._reader.close()

@@ -28,9 +28,9 @@ from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.http.background import aside
 from clowder_aimage.http.body_stream import send_file
 from clowder_aimage.node.peers import Peers
-from clowder_aimage.node.range_cache import RangeCache, RangeFile, range_number
+from clowder_aimage.node.range_cache import RangeCache, RangeFile
 from clowder_aimage.node.range_upstream import OnBytes
-from clowder_aimage.node.rendezvous import BlobRange
+from clowder_aimage.node.rendezvous import RANGE, BlobRange
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
@@ -66,11 +66,10 @@ class RangeRequest:
         if found is None or reference.registry is None or not NODE_ID.fullmatch(asker):
             return None
         start, end = int(found[1]), int(found[2]) + 1
-        number = range_number(start, end)
-        if number is None:
+        if not 0 <= start < end or start // RANGE != (end - 1) // RANGE:
             return None
         is_stored = STORED in request.headers.get("Cache-Control", "")
-        return cls(BlobSpan(reference, digest, start, end), number, asker, is_stored)
+        return cls(BlobSpan(reference, digest, start, end), start // RANGE, asker, is_stored)
 
     @property
     def key(self) -> tuple[Digest, int]:

@@ -11,7 +11,7 @@ import io
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -103,19 +103,17 @@ def addresses_of(host: str, port: int) -> list[str]:
 
 
 class PeerReader(io.RawIOBase):
-    """The content of an answer: ``count`` bytes, not verified."""
+    """The content of an answer: ``count`` bytes, not verified.
+
+    ``on_end`` is called with the error that ended it, or with None when all of it came.
+    """
 
     def __init__(
         self, address: PeerAddress, response: urllib3.BaseHTTPResponse, count: int, limit: float
     ) -> None:
         self._address, self._response = address, response
-        self._left, self._limit = count, limit
-        self._waited = 0.0
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all bytes came."""
-        return not self._left
+        self._left, self._limit, self._waited = count, limit, 0.0
+        self.on_end: Callable[[PeerError | None], object] = lambda _: None
 
     def readable(self) -> bool:
         return True
@@ -124,25 +122,33 @@ class PeerReader(io.RawIOBase):
         view = memoryview(buffer)[: self._left]
         if not view:
             return 0
+        try:
+            data = self._read(len(view))
+        except PeerError as error:
+            self.on_end(error)
+            raise
+        view[: len(data)] = data
+        self._left -= len(data)
+        return len(data)
+
+    def _read(self, count: int) -> bytes:
         began = time.monotonic()
         with _errors(self._address):
-            data = self._response.read1(len(view))
+            data = self._response.read1(count)
         self._waited += time.monotonic() - began
         if not data:
             raise PeerError(f"the answer of the peer {self._address} broke off")
         if self._waited > self._limit:
             raise PeerError(f"the peer {self._address} is too slow", is_late=True)
-        view[: len(data)] = data
-        self._left -= len(data)
-        return len(data)
+        return data
 
     def close(self) -> None:
-        if not self.closed:
-            if self._left:
-                self._response.close()
-            else:
-                self._response.drain_conn()
-                self._response.release_conn()
+        if not self.closed and self._left:
+            self._response.close()
+        elif not self.closed:
+            self._response.drain_conn()
+            self._response.release_conn()
+            self.on_end(None)
         super().close()
 
 

@@ -98,10 +98,12 @@ def test_a_ping_without_a_valid_answer_fails(said):
 def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
     with answered(Answer(206, PARTIAL, b"a range")) as (client, address, server):
         for is_stored in (False, True, False):
-            reader = client.open(address, SPAN, is_stored=is_stored)
+            reader, ends = client.open(address, SPAN, is_stored=is_stored), []
             assert isinstance(reader, PeerReader)
+            reader.on_end = ends.append
             with reader:
-                assert reader.read() == b"a range" and reader.is_complete
+                assert reader.read() == b"a range"
+            assert ends == [None]
         (first, second, _), ports = server.seen, {each.client for each in server.seen}
     assert first.path == f"/v2/a/b/blobs/{DIGEST}?ns=registry.example.com%3A5000"
     assert first.headers["Range"] == "bytes=3-9"

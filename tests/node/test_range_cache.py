@@ -36,7 +36,7 @@ class Upstream:
 
     def __init__(self):
         self.opened, self.fails, self.cut = [], None, None
-        self.gate = threading.Event()
+        self.gate, self.asked = threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
     def known_size(self, digest):
@@ -51,6 +51,7 @@ class Upstream:
     @contextlib.contextmanager
     def open(self, _, part):
         self.opened.append(part)
+        self.asked.release()
         assert self.gate.wait(20)
         if self.fails:
             raise self.fails
@@ -140,6 +141,7 @@ def test_a_range_is_fetched_once_however_many_ask(cache, upstream):
 def test_a_range_that_takes_longer_comes_later(cache, upstream):
     upstream.gate.clear()
     assert fetch(cache, 0, 0.05) is True
+    assert upstream.asked.acquire(timeout=20)
     assert cache.has(PARTS[0]), "it comes from the registry"
     upstream.gate.set()
     assert read(cache.wait(PARTS[0], 20), PARTS[0]) == bytes_of(PARTS[0])
@@ -158,6 +160,8 @@ def test_only_some_ranges_are_fetched_at_a_time(cache, upstream):
     upstream.gate.clear()
     digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
     assert all(cache.fetch(REFERENCE, digest, 0, 0.05) is True for digest in digests)
+    for _ in range(range_cache.AT_ONCE):
+        assert upstream.asked.acquire(timeout=20)
     assert len(upstream.opened) == range_cache.AT_ONCE
     upstream.gate.set()
 
