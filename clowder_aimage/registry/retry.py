@@ -47,6 +47,12 @@ def retrying(
     An attempt that changes the value of ``progress`` is not counted. Waits grow exponentially with
     full jitter.
     """
+    try:
+        return function()  # nearly always succeeds, and tenacity costs a fifth of a request
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        failed: list[Exception] = [error]
     last, first = progress(), 0
 
     def is_last(state: tenacity.RetryCallState) -> bool:
@@ -55,6 +61,11 @@ def retrying(
             last, first = now, state.attempt_number - 1
         return state.attempt_number - first >= ATTEMPTS
 
+    def attempt() -> _T:
+        if failed:
+            raise failed.pop()
+        return function()
+
     retryer = tenacity.Retrying(
         stop=is_last,
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=LONGEST_WAIT),
@@ -62,7 +73,7 @@ def retrying(
         sleep=sleep,
         reraise=True,
     )
-    return retryer(function)
+    return retryer(attempt)
 
 
 def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float:
