@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/; the root's modules are "."
 BUDGETS = {
     ".": 3_300,
-    "api": 2_400,
+    "api": 2_540,
     "cli": 4_500,
     "content": 2_800,  # ADR 9
     "dialect": 1_450,
@@ -24,7 +24,7 @@ BUDGETS = {
     "engine": 3_100,  # ADR 13
     "exporter": 1_330,
     "formats": 2_900,
-    "http": 1_400,
+    "http": 1_390,
     "importer": 2_350,
     "layout": 3_060,  # docs/adr/0010
     "model": 3_800,
