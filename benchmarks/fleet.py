@@ -11,7 +11,7 @@ blobs in all stores are hashed.
 
 alone   without neighbours
 near    each node knows all others
-told    the same, but the tag is there, and the nodes are told of it one after the other, the last
+told    the same, but the tag is there, and the nodes begin to want it one after the other, the last
         when the first has had the time to fetch half the model: files change at different moments
 killed  the same, and two nodes are killed (SIGKILL) when 40 % has come; they begin again when the
         others are done
