@@ -69,7 +69,7 @@ def mutate(tree: ast.Module, number: int) -> tuple[str, int]:
     elif isinstance(node, ast.If | ast.IfExp):
         node.test = ast.UnaryOp(ast.Not(), node.test)
     elif isinstance(node, ast.Constant):
-        node.value += 1
+        node.value += 1  # type: ignore[operator]
     return ast.unparse(ast.fix_missing_locations(tree)), getattr(node, "lineno", 0)
 
 

@@ -130,7 +130,7 @@ class Aimage:
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
         """Begin a verb and come back at once."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         place = {"env": self.env(), "cwd": self.home}
         return spawn([*PROGRAM, *arguments], **pipes | place | options)
 
@@ -231,9 +231,9 @@ def _streams(*files: BinaryIO) -> Iterator[None]:
         )
         yield
     finally:
-        for file in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
-                file.flush()
+                stream.flush()
         sys.stdin, sys.stdout, sys.stderr = named
         for number, fd in enumerate(kept):
             os.dup2(fd, number)

@@ -306,8 +306,9 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         def _instead(self, passed: Passed, reply: Reply) -> None:
             length = self._length()
             early = reply.after is not None and reply.after < length
+            count = min(length, reply.after or 0) if early else length
             try:
-                for _ in self._body(passed, min(length, reply.after) if early else length):
+                for _ in self._body(passed, count):
                     pass
             except ConnectionAbortedError:
                 self._reset()

@@ -103,7 +103,7 @@ class ScriptedWorker:
         else:
             self._server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
             self.host = f"unix://{path}"
-        self._server.daemon_threads = True  # type: ignore[attr-defined]
+        self._server.daemon_threads = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ScriptedWorker]:

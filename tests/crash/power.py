@@ -283,7 +283,7 @@ class _Watch:
             for span in line.split(","):
                 start, end = map(int, span.split("-"))
                 wrong = node is None or end > len(node.sure)
-                if wrong or any(low < end and start < high for low, high in node.unsure):
+                if wrong or any(low < end and start < high for low, high in node.unsure):  # type: ignore[union-attr]
                     self.found.append(f"the journal notes {span}, which may be lost")
 
     # -- after a call: what may be there

@@ -472,7 +472,7 @@ def check_blobs(client: Client, algorithm: str) -> None:
         (client.post_put, 0, {}),
     ):
         digest, content = new(size)
-        push(digest, content, **options)  # type: ignore[operator]
+        push(digest, content, **options)
         client.has_blob(digest, content)
         client.delete_blob(digest)
     empty = hash_of(b"{}", algorithm)
@@ -490,7 +490,7 @@ def check_blobs(client: Client, algorithm: str) -> None:
         (client.stream, {}),
     ):
         digest, content = new(three)
-        push(digest, content + b"oh no", 400, **options)  # type: ignore[operator]
+        push(digest, content + b"oh no", 400, **options)
         client.ask("HEAD", f"blobs/{digest}", 404)
 
 

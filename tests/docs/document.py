@@ -125,7 +125,8 @@ class Document:
 
 def _commands(block: Block) -> list[Command]:
     commands: list[Command] = []
-    text, expected, start = "", [], 0
+    text, start = "", 0
+    expected: list[str] = []
     lines = block.text.splitlines()
     for number, line in enumerate([*lines, "$ "], block.line + 1):
         if text.endswith("\\"):
