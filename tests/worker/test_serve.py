@@ -177,10 +177,10 @@ class Engine:
 def test_draining_has_two_stages():
     async def run(is_busy):
         engine, signals = Engine(is_busy), Signals()
-        signals.hear()
+        signals.receive()
         assert (signals.first.is_set(), signals.second.is_set()) == (True, False)
         if is_busy:
-            asyncio.get_running_loop().call_soon(signals.hear)
+            asyncio.get_running_loop().call_soon(signals.receive)
         async with asyncio.timeout(30):
             await drain(engine, 3600.0, signals.second)
         return engine.closed
