@@ -71,7 +71,7 @@ class ModelSpec:
 
     @property
     def is_moving(self) -> bool:
-        """Whether its tag may come to mean something else that counts."""
+        """Return whether its tag may come to mean another manifest."""
         return self.digest is None and self.refresh != FOR_EVER
 
     def to_json(self) -> dict[str, Any]:

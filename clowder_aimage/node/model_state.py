@@ -120,30 +120,30 @@ class ModelState:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the registry is asked about the tag of a model that is here."""
+        """Return whether the registry is asked about the tag of a model that is here."""
         return self.spec.is_moving and self.spec.policy != NEVER
 
     @property
     def is_short(self) -> bool:
-        """Whether the last pull failed for lack of space."""
+        """Return whether the last pull failed for lack of space."""
         return self.failure is not None and self.failure.after == SPACE
 
     @property
     def is_troubled(self) -> bool:
-        """Whether a failure stays until something changes; an older version may be here."""
+        """Return whether a failure stays until something changes; an older version may be here."""
         if self.failure is None:
             return False
         return self.phase == FAILED or (self.phase == PRESENT and self.failure.after != TIME)
 
     @property
     def next_check(self) -> float:
-        """When the registry is asked next; infinite where it takes a change, or space."""
+        """The time of the next check; infinite where it takes a change, or space."""
         retry_at = self.suspect.retry_at if self.suspect else math.inf
         return max(self.not_before, min(self.check_at, retry_at))
 
     @property
     def next_try(self) -> float:
-        """When it is pulled next; for a suspect whose tag has not moved: when it is retried."""
+        """The time of the next pull; of a suspect whose tag has not moved: of its retry."""
         is_wrong = self.failure is not None and self.failure.code == WRONG
         return self.suspect.retry_at if is_wrong and self.suspect else self.next_check
 

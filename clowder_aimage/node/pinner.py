@@ -1,4 +1,4 @@
-"""What the store has of a model, what keeps it there, and the limit on questions to registries."""
+"""Presence of models in the store, their pins and leases, and the limit on registry requests."""
 
 from __future__ import annotations
 
