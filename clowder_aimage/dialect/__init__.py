@@ -22,10 +22,10 @@ DIALECTS: dict[str, Dialect] = {
         ModelPackDialect(),
     )
 }
-# From the one that says most to the one that every registry takes. ModelPack is another artifact,
-# not another dress: it is written where it is asked for.
+# From the most precise one to the one that every registry accepts; ModelPack, which is another kind
+# of artifact, is written on request only.
 LADDER = ("custom", "clowder", "ollama", "container")
-# All that are read, in the order in which they are looked for: many things look like a container.
+# All that are read, in the order of detection: many artifacts look like a container.
 READABLE: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (

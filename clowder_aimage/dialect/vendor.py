@@ -37,14 +37,9 @@ _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmbtq]?)", re.IGNORECAS
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "q": 10**15}
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.ASCII)
 _PRECISIONS = {
-    "bf16": "BF16",
-    "bfloat16": "BF16",
-    "f16": "F16",
-    "fp16": "F16",
-    "float16": "F16",
-    "f32": "F32",
-    "fp32": "F32",
-    "float32": "F32",
+    **dict.fromkeys(("bf16", "bfloat16"), "BF16"),
+    **dict.fromkeys(("f16", "fp16", "float16"), "F16"),
+    **dict.fromkeys(("f32", "fp32", "float32"), "F32"),
 }
 
 
