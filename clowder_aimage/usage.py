@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +100,22 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         names.setdefault(descriptor.digest, []).append(name)
         if descriptor.digest not in needed:
             needed[descriptor.digest] = needs.of(descriptor)
-    users = Counter(blob for found in needed.values() for blob in found.blobs)
+    users = Counter(chain.from_iterable(found.blobs for found in needed.values()))
+    own = {blob for blob, count in users.items() if count == 1}
     wanted = set(only) or needed.keys()
     chosen = {digest: found for digest, found in needed.items() if digest in wanted}
     shares = [
         NameUsage(
             names=tuple(sorted(set(names[digest]), key=lambda name: (not name, name))),
             digest=digest,
-            size=sum(sizes[blob] for blob in found.blobs),
-            unique=sum(sizes[blob] for blob in found.blobs if users[blob] == 1),
+            size=sum(map(sizes.__getitem__, found.blobs)),
+            unique=sum(map(sizes.__getitem__, own.intersection(found.blobs))),
             missing=len(found.missing),
             missing_size=sum(found.missing.values()),
         )
         for digest, found in chosen.items()
     ]
-    mine = Counter(blob for found in chosen.values() for blob in found.blobs)
+    mine = Counter(chain.from_iterable(found.blobs for found in chosen.values()))
     return UsageReport(
         shares=tuple(sorted(shares, key=lambda one: (-one.unique, -one.size, one.names))),
         blobs=len(mine),
@@ -165,7 +167,7 @@ class _Needs:
         if key not in self._sizes:
             return _Needed((), {key: descriptor.size})
         needed = self._scanner.needs(key, self._read, self._read)
-        here = tuple(digest for digest in needed if digest in self._sizes)
+        here = tuple(filter(self._sizes.__contains__, needed))
         missing: dict[str, int] = {}
         for digest, document in (
             self._scanner.walk(key, self._read) if len(here) < len(needed) else ()

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +63,9 @@ class DigestScanner:
                 return None
             raw = plain(raw)
             self._known[digest] = ScannedDocument(
-                tuple(map(self._intern, set(_DIGEST.findall(raw)))),
+                tuple(self._intern(_DIGEST.findall(raw))),
                 tuple(str(child) for child in documents(raw)),
-                tuple(map(self._intern, _configs(raw))),
+                tuple(self._intern(_configs(raw))),
             )
         return self._known[digest]
 
@@ -84,8 +84,11 @@ class DigestScanner:
                         found.update(scanned.mentioned)
         return found
 
-    def _intern(self, digest: bytes) -> str:
-        return self._interned.setdefault(digest, digest.decode())
+    def _intern(self, digests: list[bytes]) -> Iterable[str]:
+        known = self._interned
+        for digest in set(digests).difference(known):
+            known[digest] = digest.decode()
+        return map(known.__getitem__, digests)
 
 
 def mentioned(raw: bytes) -> set[str]:

@@ -440,7 +440,7 @@ def test_several_stores(aimage, tiny, tmp_path):
 
 def test_each_document_is_read_once(store, monkeypatch):
     config = store.blob(b"{}")
-    for number in range(4):
+    for number in range(20):
         manifest = store.manifest(config, store.blob(b"%d" % number))
         store.name(manifest, f"a{number}")
         store.name(manifest, f"b{number}")
