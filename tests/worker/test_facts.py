@@ -186,8 +186,7 @@ def test_a_side_that_makes_too_much_of_the_models_other_one_is_the_one_that_is_r
 def test_a_prompt_has_the_same_bounds_everywhere(worker):
     text = "x" * 32_001
     assert refusal(worker.url, prompt=text)["param"] == "prompt"
-    said = "prompt can have 32000 characters at most, not 32001"
-    assert ollama_refusal(worker.url, prompt=text) == said
+    assert "32000 characters" in ollama_refusal(worker.url, prompt=text)
 
 
 # -- diffusers

@@ -54,7 +54,7 @@ def test_a_worker_makes_the_picture_that_the_process_itself_makes(here, local):
     wishes = ("--seed", 7, "--steps", 3, "--width", 48, "--height", 64)
     more = ("--guidance", 2.5, "--negative", "grey", "-n", 2, "--json")
     there = here("run", "tiny", "a red fox", *wishes, *more, "-o", "there.png")
-    mine = local("run", "tiny", "a red fox", *wishes, *more, "-o", "mine.png").value
+    mine = local.process("run", "tiny", "a red fox", *wishes, *more, "-o", "mine.png").value
     for index in (1, 2):
         own, other = (pixels(here.home / f"{name}-{index}.png") for name in ("mine", "there"))
         assert own.shape == (64, 48, 3)
