@@ -69,8 +69,10 @@ def convert(
 def _configured(
     store: ContentStore, aimage: AImage
 ) -> Callable[[str, str], tuple[str | None, int | None]]:
-    """What the configurations of an AImage say of how (component, tensor) is quantized; they are
-    read when they are asked for."""
+    """What the configurations of an AImage say of how (component, tensor) is quantized.
+
+    They are read when they are asked for.
+    """
 
     @cache
     def of(component: str) -> QuantizationConfig:
@@ -81,7 +83,7 @@ def _configured(
 
 
 def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
-    """A JSON file of an AImage; nothing if it has none, or one that is too large."""
+    """Return a JSON file of an AImage; nothing if it has none, or one that is too large."""
     try:
         content = aimage.layer(name).descriptor
     except NotFoundError:

@@ -93,7 +93,7 @@ def create(
 def _subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
-    """The manifest of the model that an adapter belongs to, if it fits there."""
+    """Return the manifest of the model that an adapter belongs to, if it fits there."""
     if "adapter" not in inventory.facts:
         raise UsageError("only an adapter has a base model, and this is not one", remedy="base")
     found = store.resolve(base)

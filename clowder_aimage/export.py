@@ -25,8 +25,11 @@ from clowder_aimage.oci import Descriptor, Reference
 
 @dataclass(frozen=True, slots=True)
 class ExportSummary:
-    """A directory of ``files`` with ``size`` bytes; ``tensors`` are in the weights among them.
-    ``ways`` counts how whole files came, ``quantized`` has the form of components' weights."""
+    """Counts of what was exported: ``files`` with ``size`` bytes in all.
+
+    ``tensors`` are in the weights among them. ``ways`` counts how whole files were made,
+    ``quantized`` has the form of components' weights.
+    """
 
     descriptor: Descriptor
     files: int
