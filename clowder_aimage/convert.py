@@ -37,9 +37,10 @@ def convert(
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> Converted:
-    """Make of the AImage ``reference`` what ``recipe`` says, in its dialect, and name it
-    ``target``. Layers in which nothing changes are the same blobs in both. What create gives from
-    the same weights with the same recipe has the same digest. For the watchers see ``create``.
+    """Convert the AImage ``reference`` as ``recipe`` asks, in its dialect, and name it ``target``.
+
+    Layers in which nothing changes are the same blobs in both. ``create`` gives the same digest
+    from the same weights with the same recipe, and describes the callbacks.
 
     Raises:
         NotFoundError: the AImage is not in the store, or not all of it.
@@ -69,9 +70,9 @@ def convert(
 def _configured(
     store: ContentStore, aimage: AImage
 ) -> Callable[[str, str], tuple[str | None, int | None]]:
-    """What the configurations of an AImage say of how (component, tensor) is quantized.
+    """Return a function of (component, tensor) to the quantization in the configurations.
 
-    They are read when they are asked for.
+    They are read when it is called first.
     """
 
     @cache

@@ -58,7 +58,7 @@ class AImageError(Exception):
 
 
 class ContentError(AImageError):
-    """What we received is wrong."""
+    """Error in what was received."""
 
 
 class UsageError(ContentError):

@@ -111,7 +111,7 @@ def _pull(
         meant = replace(reference, digest=incomplete.digest)
         return pull(meant, store, connection, options).root
     except AImageError as error:
-        error.hint = "; ".join(filter(None, (error.hint, incomplete.message)))
+        error.message = f"{error.message}; {incomplete.message}"
         raise
 
 

@@ -169,7 +169,7 @@ def _run_here(
 ) -> Done:
     """Run a verb with the environment, directory, files and signal handlers of a process."""
     with contextlib.ExitStack() as stack:
-        stack.callback(os.chdir, os.getcwd())
+        stack.callback(os.chdir, os.getcwd())  # noqa: PTH109
         os.chdir(home)
         stack.enter_context(_environment(environment))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -224,9 +224,9 @@ def _streams(*files: BinaryIO) -> Iterator[None]:
     try:
         for number, file in enumerate(files):
             os.dup2(file.fileno(), number)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-        sys.stderr = open(
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(  # noqa: SIM115
             2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
         )
         yield

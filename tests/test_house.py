@@ -105,9 +105,9 @@ def test_public_class_names_occur_once():
     places = defaultdict(list)
     for path, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                if not is_shared(path):
-                    places[node.name].append(str(path.relative_to(PACKAGE)))
+            is_public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if is_public and not is_shared(path):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
@@ -155,6 +155,15 @@ def test_every_remedy_is_in_the_table_and_used():
     used = set()
     for tree in TREES.values():
         for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                used |= {
+                    value.value
+                    for key, value in pairs
+                    if isinstance(key, ast.Constant)
+                    and key.value == "remedy"
+                    and isinstance(value, ast.Constant)
+                }
             if isinstance(node, ast.keyword) and node.arg == "remedy":
                 used |= {
                     one.value

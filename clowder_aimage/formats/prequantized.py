@@ -213,7 +213,7 @@ def _part(suffix: str, tensor: SourceTensor) -> TensorPart:
 def _check(weight: Weight) -> None:
     """Check that the shapes are those of the type and its groups. Raises FormatError."""
     quantization = weight.quantization
-    assert quantization is not None
+    assert quantization is not None  # noqa: S101
     rows = weight.shape[:-1]
     for part in weight.parts:
         if part.suffix in (SCALE, BIAS):

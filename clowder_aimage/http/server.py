@@ -124,7 +124,7 @@ async def accepting(
     try:
         for each in listeners.sockets:
             await web.SockSite(runner, each).start()
-        assert runner.server is not None
+        assert runner.server is not None  # noqa: S101
         async with beside(idle.watch(runner.server), stalled.watch(runner.server)):
             yield
     finally:

@@ -143,7 +143,7 @@ class BlobEncoder:
         self, piece: QuantizePiece, guard: QuantizationGuard, values: Any
     ) -> tuple[bytes, ...]:
         """Return codes, scales and biases of a block. Raises ModelError."""
-        assert self._quantizer is not None
+        assert self._quantizer is not None  # noqa: S101
         made = self._quantizer.quantize(values.reshape(1, -1), piece.target, piece.quantization)
         guard.count(values, made[0], made[1], made[2] if len(made) > 2 else None)
         return made

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import urllib3
 
@@ -14,10 +14,19 @@ from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest
 from clowder_aimage.registry.response import RegistryResponse
 
-if TYPE_CHECKING:
-    from clowder_aimage.registry.session import Session
-
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
+
+
+class MirrorSession(Protocol):
+    """The requests to one mirror (``registry/session.py``)."""
+
+    def url(self, path: str) -> str: ...
+
+    def request(
+        self, method: str, url: str, *, headers: Mapping[str, str] | None, read_timeout: float
+    ) -> RegistryResponse: ...
+
+    def close(self) -> None: ...
 
 
 class Mirrors:
@@ -27,11 +36,11 @@ class Mirrors:
     receive no content, and no HEAD requests, which ask what the registry itself has.
     """
 
-    def __init__(self, sessions: Sequence[Session], *, trust_tags: bool) -> None:
+    def __init__(self, sessions: Sequence[MirrorSession], *, trust_tags: bool) -> None:
         self._sessions = sessions
         self._trusts_tags = trust_tags
-        self._failed: set[Session] = set()
-        self._sent: dict[str, set[Session]] = {}  # which of them sent what
+        self._failed: set[MirrorSession] = set()
+        self._sent: dict[str, set[MirrorSession]] = {}  # which of them sent what
 
     def close(self) -> None:
         for session in self._sessions:

@@ -246,7 +246,10 @@ def test_a_closed_pipe_is_no_error(aimage, tiny):
     here("create", "x", tiny)
     shell = " ".join(PROGRAM) + " show x --layers | head -1"
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, env=here.env()
+        ["bash", "-o", "pipefail", "-c", shell],
+        capture_output=True,
+        text=True,
+        env=here.env(),
     )
     assert done.stderr == ""
 

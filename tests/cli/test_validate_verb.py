@@ -192,7 +192,11 @@ def test_a_pipe_is_read(here):
     command = " ".join([*PROGRAM, "validate", "<(cat oci.json)"])
     document(here, "oci.json", (HERE / "oci-index.json").read_text())
     done = subprocess.run(
-        ["bash", "-c", command], cwd=here.home, env=here.env(), capture_output=True, text=True
+        ["bash", "-c", command],
+        cwd=here.home,
+        env=here.env(),
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(": valid oci-index\n")

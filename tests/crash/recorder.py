@@ -61,7 +61,7 @@ class Layer:
         """A path from ``top``, or None for one that is elsewhere."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
-        whole = os.path.abspath(os.fsdecode(path))
+        whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
         if whole != self.top and not whole.startswith(self.top + os.sep):
             return None
         return os.path.relpath(whole, self.top)

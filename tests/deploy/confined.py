@@ -120,7 +120,7 @@ def main() -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"cannot confine: {error}", file=sys.stderr)
         raise SystemExit(CANNOT) from None
-    os.execvp(command[0], command)
+    os.execvp(command[0], command)  # noqa: S606
 
 
 if __name__ == "__main__":

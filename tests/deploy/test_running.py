@@ -154,7 +154,7 @@ def test_init_pushes_a_model_and_makes_a_token_once(containers: Containers) -> N
 def test_the_worker_of_the_compose_file_makes_a_picture(containers: Containers) -> None:
     containers.init()
     with containers.worker() as worker:
-        place = worker.url.replace("0.0.0.0", "127.0.0.1")
+        place = worker.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         assert Client(place).ask("GET", "/healthz")[0] == 200
         status, _ = Client(place).ask("POST", "/v1/images/generations", {"prompt": "a red circle"})
         assert status == 401

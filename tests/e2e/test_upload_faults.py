@@ -132,11 +132,11 @@ def way(request, registry, repository, tmp_path):
         authority = trustme.CA()
         authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
         proxy.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        authority.issue_cert("0.0.0.0").configure_cert(proxy.tls)
+        authority.issue_cert("0.0.0.0").configure_cert(proxy.tls)  # noqa: S104
         options["ca_file"] = tmp_path / "ca.pem"
     with proxy.running():
         if request.param == "tls":  # an address that is not spoken to in plain HTTP
-            proxy.host = proxy.host.replace("127.0.0.1", "0.0.0.0")
+            proxy.host = proxy.host.replace("127.0.0.1", "0.0.0.0")  # noqa: S104
         yield Way(proxy, path, ClientOptions(**options))
 
 

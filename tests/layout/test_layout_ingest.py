@@ -257,7 +257,7 @@ def test_the_order_in_which_things_become_durable(layout, monkeypatch):
         fsync(fd)
 
     def watched_replace(source: object, target: object, **options: object) -> None:
-        log.append(("rename", os.stat(source).st_ino))  # type: ignore[arg-type]
+        log.append(("rename", os.stat(source).st_ino))  # type: ignore[arg-type]  # noqa: PTH116
         replace(source, target, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "fsync", watched_fsync)

@@ -283,7 +283,7 @@ def test_codes_with_scales_of_their_own_take_no_others(store: FolderStore) -> No
     maker = made(store, "int8", "combined")
     maker.plain("model.fc.scales", mx.zeros((8, 1)))
     weights = opened(maker)
-    assert "model.fc.scales" in weights.keys()
+    assert "model.fc.scales" in weights
     np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
 
 

@@ -151,7 +151,7 @@ def test_a_redirect_is_not_followed_and_only_ids_are_read_of_it():
 
 
 def test_a_connection_that_was_kept_for_too_long_is_made_anew():
-    with answering(PONG, PONG) as address:  # it hangs up after each
+    with answering(PONG, PONG) as address:  # it hangs up after each  # noqa: SIM117
         with contextlib.closing(PeerClient(ME, None, timeouts=SHORT)) as client:
             assert client.ping(address) == client.ping(address) == OTHER
 

@@ -22,7 +22,7 @@ from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry
 
 
-def basic(user, password="secret"):
+def basic(user, password="secret"):  # noqa: S107
     return base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
@@ -50,7 +50,7 @@ def helpers(tmp_path, monkeypatch):
     return install
 
 
-def answer(user, secret="secret"):
+def answer(user, secret="secret"):  # noqa: S107
     return json.dumps({"ServerURL": "x", "Username": user, "Secret": secret})
 
 

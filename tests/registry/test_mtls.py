@@ -17,7 +17,7 @@ from clowder_aimage.registry.host_settings import Certificates, certificates
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
-HOST = "0.0.0.0"
+HOST = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from clowder_aimage.registry import ClientOptions, Repository
 from tests.scripted import ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
-HOST = "0.0.0.0"
+HOST = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from clowder_aimage.registry.session import (
 from clowder_aimage.registry.transport import POOLS, SEND_TIMEOUT, Transport
 from tests.scripted import Answer, ScriptedRegistry
 
-HOST = "0.0.0.0"
+HOST = "0.0.0.0"  # noqa: S104
 BODY = bytes(5000)
 
 

@@ -204,7 +204,11 @@ def test_a_socket_that_is_none_is_said(worker, target):
     command = shlex.join([*PROGRAM, "serve"])
     script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=worker.aimage.env(), timeout=60
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        env=worker.aimage.env(),
+        timeout=60,
     )
     assert done.returncode == 2
     assert "descriptor 3 is not a listening socket" in done.stderr
