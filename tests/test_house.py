@@ -13,27 +13,28 @@ import pytest
 from clowder_aimage.cli.console.remedy import REMEDIES
 
 PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
-# Lines of each package, raised only with a record in docs/adr/; the root's modules are "."
+# Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
+# root's modules are "."
 BUDGETS = {
     ".": 3_300,
     "api": 2_540,
-    "cli": 4_500,
-    "content": 2_800,  # ADR 9
-    "dialect": 1_450,
-    "distribution": 2_100,
-    "engine": 3_100,  # ADR 13
-    "exporter": 1_330,
-    "formats": 2_900,
+    "cli": 5_060,
+    "content": 2_800,
+    "dialect": 1_500,
+    "distribution": 2_260,
+    "engine": 3_100,
+    "exporter": 1_430,
+    "formats": 3_140,
     "http": 1_390,
-    "importer": 2_350,
-    "layout": 3_060,  # docs/adr/0010
+    "importer": 2_370,
+    "layout": 3_060,
     "model": 3_800,
-    "node": 2_950,
+    "node": 4_270,
     "oci": 700,
-    "registry": 2_650,
+    "registry": 3_340,
     "tensor": 1_180,
 }
-MODULES = 280  # in the whole package
+MODULES = 314  # in the whole package
 FOLDER = 25  # modules in one folder
 # Files of a verb, and the parallel files of a family of models, may share their names
 SHARED = {("cli", "verbs"), ("model", "zimage")}
