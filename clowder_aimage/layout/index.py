@@ -32,8 +32,8 @@ _NAMES = (  # in order: what containerd exports has the tag alone as ref.name
     mediatype.REF_NAME,
 )
 _HINT = "another program wrote it; move it away to begin with an empty one"
-_TIMEOUT = 0.4  # seconds that an index is read again while another tool writes it in place
-_INTERVAL = 0.02  # seconds between two attempts
+_MAX_READS = 20  # of an index that another tool is writing in place
+_INTERVAL = 0.02  # seconds between two of them
 _SETTLED = 5e9  # nanoseconds after its last change: no tool is still writing it
 _Stamp = tuple[int, int, int]
 
@@ -51,8 +51,9 @@ def read_index(root: Path) -> dict[str, Any]:
 def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     """Return the content of the file, and a stamp that changes when the file does."""
     path = root / "index.json"
-    last = time.monotonic() + _TIMEOUT
+    reads = 0
     while True:
+        reads += 1
         with store_errors(root):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -73,7 +74,7 @@ def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
             return _parse(raw, path), stamp
         except FormatError:
             is_settled = not -_SETTLED < time.time_ns() - stamp[2] < _SETTLED
-            if is_settled or len(raw) > MAX_INDEX_SIZE or time.monotonic() > last:
+            if is_settled or len(raw) > MAX_INDEX_SIZE or reads == _MAX_READS:
                 raise
         time.sleep(_INTERVAL)
 

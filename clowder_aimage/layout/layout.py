@@ -52,8 +52,8 @@ from clowder_aimage.oci import (
 
 _USE_INTERVAL = 60.0  # seconds between two notes of a manifest's use
 _SETTLED = 5.0  # seconds after its last change: no tool is still writing a file
-_READ_TIMEOUT = 0.4  # seconds that a manifest is read again while another tool writes it
-_INTERVAL = 0.02  # seconds between two attempts
+_MAX_READS = 20  # of a manifest that another tool is writing in place
+_INTERVAL = 0.02  # seconds between two of them
 _WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes a second: another process's ingest
 
 
@@ -347,14 +347,15 @@ class ImageLayout(ContentStore):
             NotFoundError, VerificationError: it is missing; it is damaged.
             StoreError: it cannot be read.
         """
-        last = time.monotonic() + _READ_TIMEOUT
+        reads = 0
         while True:
+            reads += 1
             with store_errors(self.root):
                 try:
                     return read_all(self.open(content), content)
                 except VerificationError:
                     age = time.time() - os.stat(self.place(content)).st_mtime
-                    if age > _SETTLED or time.monotonic() > last:
+                    if age > _SETTLED or reads == _MAX_READS:
                         raise
             time.sleep(_INTERVAL)
 

@@ -67,8 +67,8 @@ def here(aimage):
     """The command line; what it has started ends with the test."""
     made, started = aimage(), []
 
-    def start(*arguments):
-        started.append(Aimage.start(made, *arguments))
+    def start(*arguments, **options):
+        started.append(Aimage.start(made, *arguments, **options))
         return started[-1]
 
     made.start = start

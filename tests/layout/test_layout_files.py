@@ -305,7 +305,7 @@ def test_a_store_that_is_a_file(tmp_path):
             with pytest.raises(StoreError, match="is not a directory") as caught:
                 attempt()
             assert caught.value.exit_code == 1
-            assert "--store" in caught.value.hint
+            assert caught.value.remedy == "store_directory"
     assert path.read_text() == "mine"
 
 

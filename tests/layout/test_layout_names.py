@@ -273,15 +273,15 @@ def test_another_tool_that_writes_again_and_again(layout, monkeypatch):
     """Each of its entries is kept, however often the file changes under us."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = []
-    mark_of = index_module._mark_of
+    stamp_of = index_module._stamp_of
 
     def just_before(root):
         if len(theirs) < 5:
             theirs.append(entry(made, f"theirs{len(theirs)}:v1"))
             overwrite(layout, *theirs)
-        return mark_of(root)
+        return stamp_of(root)
 
-    monkeypatch.setattr(index_module, "_mark_of", just_before)
+    monkeypatch.setattr(index_module, "_stamp_of", just_before)
     layout.tag(made.descriptor, ref("b:v1"))
     assert sorted(listed(layout)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
 
