@@ -57,14 +57,20 @@ def reaped() -> Iterator[None]:
         yield
     finally:
         for child in _children[before:]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            for stream in (child.stdin, child.stdout, child.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    if stream is not None:
-                        stream.close()
-            child.wait()
-        del _children[before:]
+            end(child)
+
+
+def end(child: subprocess.Popen[Any]) -> None:
+    """Kill a child with its process group, and close what it is connected with."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for stream in (child.stdin, child.stdout, child.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.close()
+    child.wait()
+    with contextlib.suppress(ValueError):
+        _children.remove(child)
 
 
 def restore_signals() -> None:
@@ -120,9 +126,11 @@ class Aimage:
 
     def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
         """Run a verb as a process."""
-        with reaped():
-            child = self.start(*arguments, stdin=subprocess.PIPE)
+        child = self.start(*arguments, stdin=subprocess.PIPE)
+        try:  # not reaped(): other threads may start children meanwhile
             out, err = child.communicate(stdin, timeout=120)
+        finally:
+            end(child)
         assert "Traceback" not in err, err
         done = Done(child.returncode, out, err)
         _check(done, code)

@@ -173,7 +173,7 @@ def test_collections_beside_four_that_pull_and_remove(here, family):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        removed.append(here("--json", "gc", "--grace", "0").value["blobs"])
+        removed.append(here.process("--json", "gc", "--grace", "0").value["blobs"])
     assert failed == []
     assert sum(removed) > 0  # else it would show nothing
     for name in family:
