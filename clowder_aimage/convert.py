@@ -14,7 +14,7 @@ from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_confi
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.conversion_plan import plan_conversion
 from clowder_aimage.importer.planned_layer import layer_name
-from clowder_aimage.importer.precision import OnSurvey, survey_weights
+from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
 from clowder_aimage.oci import Reference

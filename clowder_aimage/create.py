@@ -23,7 +23,7 @@ from clowder_aimage.importer.adapter_check import Shapes, check_fit
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
-from clowder_aimage.importer.precision import OnSurvey, survey_weights
+from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.stored_aimage import read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 

@@ -198,8 +198,10 @@ class WorkerClient:
             hint = "AIMAGE_TOKEN must be the token in the worker's token file"
         if not hint and retry_after and retry_after.isdecimal():
             hint = f"try again in {retry_after} seconds"
-        kind = _CODES.get(str(fields.get("code"))) or _KINDS.get(status, AccessError)
-        return kind(message, hint=None if hint is None else str(hint))
+        code = str(fields.get("code"))
+        kind = _CODES.get(code) or _KINDS.get(status, AccessError)
+        remedy = "login_of_worker" if code == "registry_unauthorized" else ""
+        return kind(message, hint=None if hint is None else str(hint), remedy=remedy)
 
 
 _KINDS: Mapping[int, type[AImageError]] = {

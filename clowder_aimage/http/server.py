@@ -119,7 +119,9 @@ async def accepting(
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,
     }
-    runner = web.AppRunner(app, access_log=None, **(defaults | options))
+    logger = logging.getLogger("aimage.http")
+    logger.addFilter(_is_no_disconnect)
+    runner = web.AppRunner(app, access_log=None, logger=logger, **(defaults | options))
     await runner.setup()
     try:
         for each in listeners.sockets:
@@ -129,6 +131,11 @@ async def accepting(
             yield
     finally:
         await runner.cleanup()
+
+
+def _is_no_disconnect(record: logging.LogRecord) -> bool:
+    """Return whether a record is about more than a client that has left."""
+    return not (record.exc_info and isinstance(record.exc_info[1], ConnectionError))
 
 
 async def _notify_watchdog() -> None:

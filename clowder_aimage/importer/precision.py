@@ -7,7 +7,7 @@ type, so it is handled as the upper half of the bits of a float32.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import ModelError
-from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
-from clowder_aimage.importer.span_reader import JOBS, SpanReader
-from clowder_aimage.tensor.weight import FLOATS, Weight, WeightReader
+from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.tensor.weight import FLOATS, Weight
 
 CHUNK = 1024 * 1024  # bytes of a source that are looked at or cast at once
 CHUNKS = 8 * CHUNK  # of all threads together
@@ -166,46 +165,3 @@ def _check_fits(
             lost += cast(buffer[:count], weight.dtype, target)[1]
     if lost:
         raise overflow(layer_name(component, weight.name), lost, target)
-
-
-OnSurvey = Callable[[int], None]  # bytes
-
-
-def survey_weights(
-    components: Mapping[str, Sequence[Weight]],
-    recipe: Recipe,
-    jobs: int | None,
-    on_survey: OnSurvey,
-    on_surveyed: OnSurvey,
-) -> frozenset[tuple[str, str]]:
-    """Return the (component, tensor) pairs with the property that the recipe asks for.
-
-    See ``precision.survey``.
-
-    Without a recipe that asks, nothing is imported and nothing read but global scales.
-
-    Raises:
-        ModelError: a value does not fit the type that is asked for.
-        FormatError: a global scale is none.
-    """
-    pairs = [(name, weight) for name, weights in components.items() for weight in weights]
-    for _, weight in pairs:
-        _check_factors(weight)
-    if recipe.dtype is None:
-        return frozenset()
-    from clowder_aimage.importer import precision
-
-    recipe.check_components(name for name, weights in components.items() if weights)
-    if asked := precision.to_survey(pairs, recipe):
-        on_survey(sum(weight.nbytes for _, weight in asked))
-    return precision.survey(pairs, recipe, jobs=jobs or JOBS, on_read=on_surveyed)
-
-
-def _check_factors(weight: Weight) -> None:
-    for part in weight.parts:
-        if part.reading is not WeightReader.AS_IS:
-            data = memoryview(bytearray(part.tensor.nbytes))
-            with SpanReader(part.tensor.span, threading.Event()) as reader:
-                reader.readinto(data)
-            inverted = part.reading is WeightReader.DIVISOR
-            factors(part.tensor.name, bytes(data), part.tensor.dtype, inverted=inverted)

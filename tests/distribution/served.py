@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,18 +131,22 @@ class Server:
 
 
 def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe that is not read would fill
     process = spawn(
         [sys.executable, "-c", PROGRAM, str(root), address, *flags],
         cwd=REPOSITORY_ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=log,
         text=True,
         env=os.environ | {"PYTHONWARNINGS": "error"},
     )
     assert process.stdout is not None
     url = process.stdout.readline().strip()  # ends with the process, if it fails
     if not url:
-        raise AssertionError(f"no server: {process.communicate()[1]}")
+        process.wait()
+        log.seek(0)
+        raise AssertionError(f"no server: {log.read()}")
+    log.close()
     return Server(root, process, url, requests.Session())
 
 

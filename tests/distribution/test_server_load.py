@@ -19,7 +19,8 @@ from served import OCI_MANIFEST, Server, digest_of
 MIB = 1024 * 1024
 
 
-def test_many_clients_at_once(server: Server) -> None:
+def test_many_clients_at_once(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    server = serve_layout(tmp_path / "store")
     shared = os.urandom(300_000)
 
     def client(number: int) -> None:

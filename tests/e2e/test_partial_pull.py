@@ -116,7 +116,7 @@ def test_a_full_pull_adds_the_rest_and_takes_the_mark_away(aimage, pushed, proxy
     layout = ImageLayout(here.store)
     layer = pushed.layers["vae/config.json"]
     layout.path(Descriptor.from_json(layer, "layer")).unlink()
-    assert "is not there" in here("verify", code=5).out
+    assert "is missing" in here("verify", code=5).out
 
 
 def test_a_second_part_is_added_to_the_first(aimage, pushed, proxy, name):

@@ -189,7 +189,7 @@ def test_a_directory_by_what_is_in_it(tmp_path, kind):
 def test_two_formats_are_not_guessed_between(tmp_path, first, second):
     root = write(tmp_path, DIRECTORIES[second] | DIRECTORIES[first])
     error = refused(root, first, second, kind=UsageError)
-    assert "--format" in error.hint
+    assert error.remedy == "choose_format"
 
 
 def test_a_config_of_the_base_makes_no_model_of_an_adapter(tmp_path):

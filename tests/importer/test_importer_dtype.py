@@ -168,7 +168,7 @@ def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_
         with pytest.raises(ModelError) as caught:
             model.make(dtype="f16")
         assert "2 values of transformer/layers.0.attention.to_q.weight" in caught.value.message
-        assert "--dtype bf16" in caught.value.hint
+        assert "use bf16" in caught.value.hint
         assert not model.store.exists()
         assert model.make(dtype="bf16")
 

@@ -181,7 +181,7 @@ def test_the_library_opens_the_files_we_write(given_tensors, metadata):
         path.write_bytes(encode_header(given_tensors, metadata) + running(size))
         with safetensors.safe_open(path, "np") as file:
             assert file.metadata() == metadata
-            slices = {name: file.get_slice(name) for name in file}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     assert found == {name: (dtype, shape) for name, dtype, shape in given_tensors}
 

@@ -86,13 +86,13 @@ def test_another_workers_link_is_none_of_ours() -> None:
 
 
 def test_the_oldest_picture_goes_when_there_are_too_many() -> None:
-    pictures = PictureLinks(most=2)
+    pictures = PictureLinks(max_pictures=2)
     urls = [pictures.keep(b"picture", "png") for _ in range(3)]
     assert [is_kept(pictures, url) for url in urls] == [False, True, True]
 
 
 def test_the_oldest_pictures_go_when_they_are_too_large() -> None:
-    pictures = PictureLinks(largest=10)
+    pictures = PictureLinks(max_bytes=10)
     urls = [pictures.keep(data, "png") for data in (b"1234", b"1234", b"12345678")]
     assert [is_kept(pictures, url) for url in urls] == [False, False, True]
     assert pictures.size == 8

@@ -43,6 +43,7 @@ REMEDIES = {
     "load_decompressed": "unpack it on the way: {tool} -dc FILE | aimage load -",
     "load_without_as": "load it without --as, and use 'aimage tag'",
     "login": "log in with: aimage login {registry}",
+    "login_of_worker": "the user that the worker runs as logs in with: aimage login HOST",
     "name_adapter": "--adapter NAME=PATH names it",
     "no_layers": "leave --component and --include out to fetch all of it",
     "no_variant": "leave --variant out to have what is there",
