@@ -26,7 +26,7 @@ BUDGETS = {
     "exporter": 1_430,
     "formats": 3_140,
     "http": 1_390,
-    "importer": 2_370,
+    "importer": 2_380,
     "layout": 3_060,
     "model": 3_800,
     "node": 4_270,

@@ -200,8 +200,12 @@ class WorkerClient:
             hint = f"try again in {retry_after} seconds"
         code = str(fields.get("code"))
         kind = _CODES.get(code) or _KINDS.get(status, AccessError)
-        remedy = "login_of_worker" if code == "registry_unauthorized" else ""
-        return kind(message, hint=None if hint is None else str(hint), remedy=remedy)
+        is_registrys = code == "registry_unauthorized"
+        return kind(
+            message,
+            hint=None if hint is None else str(hint),
+            remedy="login_of_worker" if is_registrys else "",
+        )
 
 
 _KINDS: Mapping[int, type[AImageError]] = {

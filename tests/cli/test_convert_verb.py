@@ -194,6 +194,7 @@ def grown(here, model, *options):
     return int(done.stderr.rpartition("grew by ")[2])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("options", [("--dtype", "f16"), ("--quantize", "int8")], ids=str)
 def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, options):
     """Each has a buffer of 1 MiB, and a share of what all may cast and quantize at once."""
@@ -204,6 +205,7 @@ def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, option
     assert grown(here, model, *options, "--jobs", 64) < 160 * MIB
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8"), ("--dtype", "bf16")], ids=str)
 def test_memory_does_not_grow_with_the_model(aimage, tmp_path, options):
     """Two matrices of 128 MiB as F32: neither is ever in memory as a whole."""

@@ -98,6 +98,7 @@ def test_tls_where_there_is_none(aimage, registry):
     assert "localhost.localdomain" in done.err
 
 
+@pytest.mark.integration
 def test_wrong_credentials(aimage, private_registry, tiny):
     here = aimage()
     host = private_registry.host
@@ -118,6 +119,7 @@ def test_wrong_credentials(aimage, private_registry, tiny):
     assert here("logout", host, code=3).out == ""
 
 
+@pytest.mark.integration
 def test_a_credential_helper_is_asked(aimage, private_registry, tiny, tmp_path):
     helpers = tmp_path / "bin"
     helpers.mkdir()
@@ -192,6 +194,7 @@ def _on_small_disk(here):
     return here.store if subprocess.run(mount, capture_output=True).returncode == 0 else None
 
 
+@pytest.mark.integration
 def test_ctrl_c_in_the_middle_of_a_pull(aimage):
     """130, at once, and nothing half-written under a final name."""
     manifest, blobs = artifact(b"{}", b"x" * 3_000_000)

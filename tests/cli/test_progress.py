@@ -467,6 +467,7 @@ def test_a_pull_with_json(aimage, pushed):
     assert events[0]["size"] == events[-1]["size"]
 
 
+@pytest.mark.integration
 def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
     here = aimage()
     done = here("create", repository, tiny, "--json", "--manifest-type", "custom")
@@ -479,6 +480,7 @@ def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
     assert [event["event"] for event in events].count("plan") == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("options", [("-q",), ("-q", "--json")], ids=" ".join)
 def test_quiet_is_silent(options, aimage, pushed):
     assert aimage("there")("pull", pushed, *options).err == ""

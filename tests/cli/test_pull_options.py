@@ -8,6 +8,7 @@ import time
 import pytest
 
 
+@pytest.mark.integration
 def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
     here, there = aimage("here"), aimage("there")
     digest = here("create", repository, tiny).line
@@ -25,6 +26,7 @@ def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
     assert again["alreadyThere"] == value["fetch"]
 
 
+@pytest.mark.integration
 def test_a_limit_is_kept(aimage, tiny, repository):
     here, there = aimage("here"), aimage("there")
     here("create", repository, tiny)

@@ -28,7 +28,7 @@ def _end(server: Server) -> None:
     server.http.close()
     if server.process.poll() is None:
         server.stop(signal.SIGKILL)
-    for stream in (server.process.stdout, server.process.stderr):
+    for stream in (server.process.stdout, server.log):
         if stream is not None:
             stream.close()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import requests
 
@@ -82,6 +83,8 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     http: requests.Session
+    # its stderr: a pipe that is not read would fill
+    log: IO[str] = field(default_factory=io.StringIO)
 
     def ask(self, method: str, path: str, **options: Any) -> requests.Response:
         return self.http.request(method, self.url + path, timeout=20, **options)
@@ -126,12 +129,13 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=20)
-        return self.process.returncode, errors
+        self.process.communicate(timeout=20)
+        self.log.seek(0)
+        return self.process.returncode, self.log.read()
 
 
 def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe that is not read would fill
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115
     process = spawn(
         [sys.executable, "-c", PROGRAM, str(root), address, *flags],
         cwd=REPOSITORY_ROOT,
@@ -145,9 +149,10 @@ def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
     if not url:
         process.wait()
         log.seek(0)
-        raise AssertionError(f"no server: {log.read()}")
-    log.close()
-    return Server(root, process, url, requests.Session())
+        text = log.read()
+        log.close()
+        raise AssertionError(f"no server: {text}")
+    return Server(root, process, url, requests.Session(), log)
 
 
 def error_of(answer: requests.Response) -> tuple[int, str]:

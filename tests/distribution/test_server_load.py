@@ -25,7 +25,7 @@ def test_many_clients_at_once(tmp_path: Path, serve_layout: Callable[..., Server
 
     def client(number: int) -> None:
         with requests.Session() as http:
-            mine = Server(server.root, server.process, server.url, http)
+            mine = Server(server.root, server.process, server.url, http, server.log)
             own = [f"layer {number} {i}".encode() * 1000 for i in range(4)]
             raw = mine.push(f"tag{number}", shared, *own, name="many/clients")
             back = mine.ask("GET", f"/v2/many/clients/manifests/tag{number}")

@@ -142,6 +142,7 @@ def test_names_that_copy_does_not_take(aimage, repository):
     there("copy", f"{repository}:nothing", f"{repository}:v1", code=3)
 
 
+@pytest.mark.integration
 def test_a_copy_where_credentials_are_wanted(aimage, tiny, private_registry):
     if private_registry.log is None:
         pytest.skip("no access log")
@@ -156,6 +157,7 @@ def test_a_copy_where_credentials_are_wanted(aimage, tiny, private_registry):
     assert private_registry.count(mark, f"{host}/mine/b")["PUT blob"] == 0
 
 
+@pytest.mark.integration
 def test_a_push_under_another_name_mounts(aimage, tiny, registry, repository):
     here = aimage()
     here("create", f"{repository}:v1", tiny)

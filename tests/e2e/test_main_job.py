@@ -10,6 +10,7 @@ import pytest
 PROMPT = "a red fox"
 
 
+@pytest.mark.integration
 def test_the_whole_job(aimage, tiny, registry, repository):
     here, there = aimage("here"), aimage("there")
     reference = f"{repository}:v1"
@@ -23,6 +24,7 @@ def test_the_whole_job(aimage, tiny, registry, repository):
     assert there("replay", second).line == "equal"
 
 
+@pytest.mark.integration
 def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, repository):
     here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
     here("create", repository, tiny)
@@ -33,6 +35,7 @@ def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, reposi
     assert name.startswith(f"{repository}@sha256:")
 
 
+@pytest.mark.integration
 def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
     aimage, tiny, registry, repository
 ):
@@ -78,6 +81,7 @@ def test_models_share_what_they_have_in_common(aimage, tiny, registry, repositor
     assert registry.count(mark, repository)["PUT blob"] == len(tensors)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
 def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository):
     here, there = aimage("here"), aimage("there")

@@ -30,6 +30,7 @@ def test_only_the_manifest_is_known_by_sha256(made):
     made("verify")
 
 
+@pytest.mark.integration
 def test_there_and_back(made, aimage):
     made("push", made.name)
     there = aimage()

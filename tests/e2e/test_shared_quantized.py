@@ -33,6 +33,7 @@ def test_shared_tensors_are_stored_once(here, repository):
     assert len(files) == len({*plain.values(), *small.values()}) + 4  # and configs and manifests
 
 
+@pytest.mark.integration
 def test_shared_tensors_are_sent_once(here, aimage, repository, registry):
     plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
     mark = registry.mark()

@@ -54,7 +54,7 @@ def refused(path: Path, *said: str, kind: type[ContentError] = ModelError) -> An
         detect(path)
     for word in said:
         assert word in caught.value.message
-    assert caught.value.hint
+    assert caught.value.hint or caught.value.remedy
     return caught.value
 
 

@@ -407,6 +407,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(path):
     assert (took, refused > 400) == (0, True)
 
 
+@pytest.mark.integration
 def test_damaged_files_are_refused_in_words(path):
     took, refused = survives(take, path, mutants(gguf(), 3000))
     assert took > 100

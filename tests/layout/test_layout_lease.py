@@ -361,6 +361,7 @@ def test_a_copy_keeps_what_it_has_until_it_is_named(layout, tmp_path, monkeypatc
     assert all(layout.exists(content) for content in (made.descriptor, *made.children))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("store", ["new", "made"])
 def test_create_keeps_what_it_has_written(layout, tiny, store):
     if store == "made":

@@ -278,6 +278,7 @@ def check_modes(store):
             assert not mode & 0o002, f"{path}: {mode:o}"
 
 
+@pytest.mark.integration
 @needs_root
 def test_two_users_of_a_group_share_a_store(shared, model):
     anna, bert = shared
@@ -297,6 +298,7 @@ def test_two_users_of_a_group_share_a_store(shared, model):
     check_modes(anna.store)
 
 
+@pytest.mark.integration
 @needs_root
 def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, repository):
     anna, bert = shared

@@ -330,6 +330,7 @@ def written(tmp_path_factory):
     return layout
 
 
+@pytest.mark.integration
 def test_eight_processes_give_four_hundred_names(written):
     assert len(listed(written)) == WRITERS * NAMES
     assert set(listed(written)) == ours()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, Reference
 from tests.process import spawn
@@ -23,6 +25,7 @@ def start(root: Path, who: int) -> subprocess.Popen[bytes]:
     return spawn(arguments, env=environment, stderr=subprocess.PIPE)
 
 
+@pytest.mark.integration
 def test_no_name_is_lost_and_no_reader_sees_half_a_file(tmp_path):
     layout = ImageLayout(tmp_path / "store")
     writers = [start(layout.root, who) for who in range(WRITERS)]

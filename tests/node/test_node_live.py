@@ -52,6 +52,7 @@ def asked(node, method, path, body=None):
         return answer.status, json.loads(raw) if raw else None
 
 
+@pytest.mark.integration
 def test_what_is_wanted_comes_is_pinned_and_makes_the_node_ready(node, model, proxy):
     ref = model()
     proxy.hold = 1000

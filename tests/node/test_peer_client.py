@@ -74,6 +74,7 @@ def head(status, headers=""):
 PONG = head("200 OK", f"Aimage-Node: {OTHER}\r\n")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "said",
     [

@@ -246,6 +246,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     assert seen == {frozenset({"clowder"})}
 
 
+@pytest.mark.integration
 def test_two_pushes_to_a_real_registry(aimage, tiny, repository):
     """docker-registry refuses the custom type; the second push does not offer it again."""
     here, name = aimage(), f"{repository}:v1"

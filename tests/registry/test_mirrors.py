@@ -351,6 +351,7 @@ def test_a_config_file_that_is_none(tmp_path, text):
         read_settings(path)
 
 
+@pytest.mark.integration
 def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
     """Named by the environment, found in its usual place, and missed where it is named."""
     here = aimage()

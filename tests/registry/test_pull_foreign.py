@@ -187,6 +187,7 @@ def test_a_manifest_of_our_own_type_that_is_no_aimage(tmp_path):
     assert round_trip(script, CUSTOM, tmp_path) == (CUSTOM.raw, mediatype.AIMAGE_MANIFEST)
 
 
+@pytest.mark.integration
 def test_an_aimage_of_our_own_type(aimage, tiny):
     """Our own server takes none by push, and serves what the layout holds."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")

@@ -44,11 +44,13 @@ def judged(scenes: list[Scene], seen: list[Seen]) -> dict[str, float]:
     return {name: figure["share"] or 0.0 for name, figure in found.items()}
 
 
+@pytest.mark.integration
 def test_true_pictures_are_right(scenes: list[Scene], seen: list[Seen]) -> None:
     found = judged(scenes, seen)
     assert min(found.values()) >= 0.99, found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("off", [0, 25])
 def test_blurred_and_noisy_pictures_are_right(scenes: list[Scene], off: float) -> None:
     rng = np.random.default_rng(4)
@@ -87,6 +89,7 @@ def other(name: str, names: tuple[str, ...], rng: random.Random) -> str:
     return rng.choice([each for each in names if each != name])
 
 
+@pytest.mark.integration
 def test_another_colour_is_wrong(scenes: list[Scene]) -> None:
     rng = random.Random(6)
     verdicts = []
@@ -100,6 +103,7 @@ def test_another_colour_is_wrong(scenes: list[Scene]) -> None:
     assert caught(list(verdicts)) >= 0.99
 
 
+@pytest.mark.integration
 def test_another_shape_is_wrong(scenes: list[Scene]) -> None:
     rng = random.Random(7)
     verdicts = []

@@ -52,6 +52,7 @@ def exact(load: Load) -> list[quality.Pixels]:
 # -- what it was asked
 
 
+@pytest.mark.integration
 def test_300_held_out_scenes(load: Load) -> None:
     """None dropped: scene i with seed i."""
     found = quality.judged(SCENES, pictures(load("float32"), range(len(SCENES))))
@@ -69,6 +70,7 @@ def test_300_held_out_scenes(load: Load) -> None:
     } == {}
 
 
+@pytest.mark.integration
 def test_another_caption_is_another_picture(load: Load) -> None:
     """The judge is not pleased by whatever it is shown: the pictures of other scenes fail."""
     made = pictures(load("float32"), SAMPLE)
@@ -100,6 +102,7 @@ def test_embeddings(load: Load, precision: str) -> None:
     assert mx.abs(red - blue).max().item() > 0.1
 
 
+@pytest.mark.integration
 def test_weights_stored_as_float16(load: Load, exact: list[quality.Pixels], tmp_path: Path) -> None:
     """A copy of the model in F16 loads, and its pictures are like those of BF16."""
     copy = tmp_path / "model"
@@ -120,6 +123,7 @@ def test_weights_stored_as_float16(load: Load, exact: list[quality.Pixels], tmp_
 # -- the checklist: pictures
 
 
+@pytest.mark.integration
 def test_int8_is_like_float32(load: Load, exact: list[quality.Pixels]) -> None:
     """A shape on the verge may tip over: of 300 pictures the least is 0.91."""
     found = np.array(quality.correlations(pictures(load("int8"), SAMPLE), exact))
@@ -127,6 +131,7 @@ def test_int8_is_like_float32(load: Load, exact: list[quality.Pixels]) -> None:
     assert (found > 0.99).mean() >= 0.95
 
 
+@pytest.mark.integration
 def test_bfloat16_stays_near_float32(load: Load, exact: list[quality.Pixels]) -> None:
     found = quality.correlations(pictures(load("bfloat16"), SAMPLE), exact)
     assert min(found) > BFLOAT16

@@ -125,6 +125,7 @@ def counted(worker: Worker) -> float:
     return sum(float(line.split()[-1]) for line in lines if "images/generations" in line)
 
 
+@pytest.mark.integration
 def test_a_picture_equals_the_one_that_is_made_without_a_worker(litellm, named):
     made = litellm.made(seed=7, steps=2, size="48x64")
     wishes = ("--seed", 7, "--steps", 2, "--width", 48, "--height", 64)

@@ -84,6 +84,7 @@ def post(worker: Worker, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         return answer.status, json.loads(answer.read())
 
 
+@pytest.mark.integration
 def test_a_pull_tells_of_every_blob_and_then_it_is_here(client, registry, pushed, empty):
     name = f"{registry.host}/{PATH}"
     lines = list(client.pull(name, stream=True))

@@ -164,6 +164,7 @@ def quick(live, worker):
     return worker.start("--alias", "z-image=short")
 
 
+@pytest.mark.integration
 def test_the_command_for_a_picture(quick, tmp_path):
     answer = json.loads(shell(PLAIN, quick.url, tmp_path))
     assert pixels(base64.b64decode(answer["data"][0]["b64_json"])).shape == (1024, 1024, 3)
@@ -172,6 +173,7 @@ def test_the_command_for_a_picture(quick, tmp_path):
     assert isinstance(answer["created"], int)
 
 
+@pytest.mark.integration
 def test_the_command_that_saves_a_file(quick, tmp_path):
     assert shell(TO_FILE, quick.url, tmp_path) == ""
     shown, facts = load_picture(tmp_path / "image.png")

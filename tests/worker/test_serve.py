@@ -121,6 +121,7 @@ def test_a_signal_ends_it_and_that_is_no_failure(worker, number):
 # -- draining
 
 
+@pytest.mark.integration
 def test_what_runs_ends_and_nothing_new_begins(worker):
     other = worker.start()
     line, answer = begun(other)
@@ -217,6 +218,7 @@ def test_wanted_models_make_it_ready(worker):
     worker.aimage("rm", "absent")
 
 
+@pytest.mark.integration
 def test_wanted_models_are_fetched(worker, repository):
     worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
     worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
@@ -373,6 +375,7 @@ def test_a_given_socket_that_others_reach_needs_a_token_too(worker):
     assert "can be reached from other machines" in errors
 
 
+@pytest.mark.integration
 def test_who_waits_is_sent_elsewhere(worker):
     other = worker.start()
     line, answer = begun(other)
