@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 # Per cent of lines and branches together, rounded down; the root's modules are "."
-FLOORS: dict[str, int] = {}
+FLOORS: dict[str, int] = {"oci": 95}  # the others are not measured yet
 COUNTS = ("num_statements", "num_branches", "covered_lines", "covered_branches")
 
 
