@@ -119,9 +119,8 @@ async def accepting(
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,
     }
-    logger = logging.getLogger("aimage.http")
-    logger.addFilter(_is_no_disconnect)
-    runner = web.AppRunner(app, access_log=None, logger=logger, **(defaults | options))
+    logging.getLogger("aiohttp.server").addFilter(_is_no_disconnect)
+    runner = web.AppRunner(app, access_log=None, **(defaults | options))
     await runner.setup()
     try:
         for each in listeners.sockets:
