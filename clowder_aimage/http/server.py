@@ -119,7 +119,7 @@ async def accepting(
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,
     }
-    logging.getLogger("aiohttp.server").addFilter(_is_no_disconnect)
+    logging.getLogger("aiohttp.server").addFilter(_is_not_disconnect)
     runner = web.AppRunner(app, access_log=None, **(defaults | options))
     await runner.setup()
     try:
@@ -132,7 +132,7 @@ async def accepting(
         await runner.cleanup()
 
 
-def _is_no_disconnect(record: logging.LogRecord) -> bool:
+def _is_not_disconnect(record: logging.LogRecord) -> bool:
     """Return whether a record is about more than a client that has left."""
     return not (record.exc_info and isinstance(record.exc_info[1], ConnectionError))
 
