@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.content import OnEvent, Overlay, Source, copy
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.store import file_body
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage

@@ -17,7 +17,7 @@ from clowder_aimage.content import (
     plan_copy,
     read_all,
 )
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.platform import ANY, ManifestSelector, Platform, select
 from clowder_aimage.dialect import detect

@@ -16,7 +16,7 @@ from clowder_aimage.content import (
     copy,
     plan_copy,
 )
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import WrappedSource
 from clowder_aimage.dialect import LADDER, READABLE, Dialect

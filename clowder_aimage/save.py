@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
 from clowder_aimage.content.atomic_file import atomic_file
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.tar_store import TarTarget, write_error
 from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError

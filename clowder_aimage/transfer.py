@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clowder_aimage.content import OnEvent, copy
-from clowder_aimage.content.copy_event import ignore
+from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import ManifestRefusedError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, MountOrigins, Repository

@@ -1,16 +1,14 @@
 """The protocols of stores of content, and the copy between two of them."""
 
-from clowder_aimage.content.copy import copy
-from clowder_aimage.content.copy_event import CopyEvent, OnEvent
-from clowder_aimage.content.copy_plan import CopyPlan, plan_copy
-from clowder_aimage.content.memory import MemoryStore, Overlay
-from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.copy import CopyPlan, copy, plan_copy
+from clowder_aimage.content.copy_option import CopyEvent, OnEvent, Rate
 from clowder_aimage.content.store import (
     Body,
     ContentStore,
     Ingest,
     IngestBusyError,
     Lease,
+    Overlay,
     Source,
     Target,
     bytes_body,
@@ -26,7 +24,6 @@ __all__ = [
     "Ingest",
     "IngestBusyError",
     "Lease",
-    "MemoryStore",
     "OnEvent",
     "Overlay",
     "Rate",

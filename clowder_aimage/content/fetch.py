@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, is_large
-from clowder_aimage.content.concurrency import ConcurrencyProbe
-from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, ConcurrencyProbe, is_large
+from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.store import ContentStore, CopyOptions, IngestBusyError, Source
+from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest

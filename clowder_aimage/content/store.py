@@ -10,17 +10,14 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
-from clowder_aimage.content.copy_event import OnEvent, ignore
-from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-DEFAULT_CONCURRENCY = 8
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'  # oci-layout (OCI image-spec, image-layout.md)
 
 
@@ -98,13 +95,29 @@ class WrappedSource(Source):
         return self._source.distrust(content)
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
-    """Options of a copy: how many blobs at a time, the listener, and a limit on the speed."""
+class Overlay(WrappedSource):
+    """A source with a few small documents laid over another source; every name means ``root``.
 
-    concurrency: int = DEFAULT_CONCURRENCY
-    on_event: OnEvent = ignore
-    rate: Rate | None = None
+    A push that rewrites a manifest reads the new manifest and config from here, and every layer
+    from the store below, which stays as it was.
+    """
+
+    def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
+        super().__init__(source)
+        self._root = root
+        self._documents = documents
+
+    def resolve(self, _: Reference, /) -> Descriptor:
+        return self._root
+
+    def exists(self, content: Descriptor, /) -> bool:
+        return content.digest in self._documents or super().exists(content)
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        data = self._documents.get(content.digest)
+        if data is None:
+            return super().open(content, offset, length)
+        return io.BytesIO(data[offset : None if length is None else offset + length])
 
 
 class Lease(Protocol):

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.atomic_file import DISK_FULL
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.copy_event import CopyEvent
-from clowder_aimage.content.copy_plan import CopyPlan
-from clowder_aimage.content.store import LAYOUT_FILE, Body, CopyOptions, Source, Target
+from clowder_aimage.content.copy import CopyPlan
+from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
+from clowder_aimage.content.store import LAYOUT_FILE, Body, Source, Target
 from clowder_aimage.content.tar import TarReader, tar_header
 from clowder_aimage.content.verified_reader import VerifyingReader, readinto
 from clowder_aimage.errors import AImageError, FormatError, NoSpaceError, NotFoundError, StoreError

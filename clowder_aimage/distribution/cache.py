@@ -16,8 +16,7 @@ from clowder_aimage.distribution.blob_fetch import CachedFetch
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.pending_manifest import PendingManifests
-from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
-from clowder_aimage.distribution.served_lease import ServedLeases
+from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs, ServedLeases
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.served_lease import ServedLeases
+from clowder_aimage.distribution.served_blobs import ServedLeases
 from clowder_aimage.errors import ContentError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document

@@ -14,13 +14,11 @@ from aiohttp import web
 from clowder_aimage.distribution.blob_routes import BlobRoutes
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
+from clowder_aimage.distribution.catalog_routes import CatalogRoutes
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.manifest_routes import ManifestRoutes
 from clowder_aimage.distribution.push_routes import PushRoutes
-from clowder_aimage.distribution.referrer_routes import ReferrerRoutes
-from clowder_aimage.distribution.served_blobs import ServedBlobs
-from clowder_aimage.distribution.served_lease import ServedLeases
-from clowder_aimage.distribution.tag_routes import TagRoutes
+from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
@@ -63,20 +61,17 @@ class RegistryRole(Role):
         self._cache = (
             PullThroughCache(layout, catalog, blobs, self._leases, upstream) if upstream else None
         )
-        self._tags, self._referrers = (
-            TagRoutes(catalog, self._cache),
-            ReferrerRoutes(catalog, self._cache),
-        )
+        self._catalog = CatalogRoutes(catalog, self._cache)
         self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
         self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
 
     def routes(self) -> list[Route]:
         """Return every endpoint. The first that matches wins: uploads stand before blobs."""
-        tag, push, blob, manifest = self._tags, self._push, self._blobs, self._manifests
+        names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
         found = [
-            Route("GET", "/v2/", tag.version, ADMIN),
-            Route("GET", "/v2/_catalog", tag.repositories, ADMIN),
-            Route("GET", _NAME + "/tags/list", tag.tags, ADMIN),
+            Route("GET", "/v2/", names.version, ADMIN),
+            Route("GET", "/v2/_catalog", names.repositories, ADMIN),
+            Route("GET", _NAME + "/tags/list", names.tags, ADMIN),
             Route("POST", _NAME + "/blobs/uploads/", push.begin, ADMIN, None),
             Route("GET", _UPLOAD, push.status, ADMIN, has_head=False),
             Route("PATCH", _UPLOAD, push.append, ADMIN, None),
@@ -87,7 +82,7 @@ class RegistryRole(Role):
             Route("GET", _NAME + "/manifests/{reference}", manifest.get, ADMIN),
             Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
-            Route("GET", _NAME + "/referrers/{digest}", self._referrers.referrers, ADMIN),
+            Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
         ]
         if not self._refusal:
             return found
@@ -154,10 +149,10 @@ def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") ->
     """
     catalog = Catalog(layout, base)
     blobs = ServedBlobs(layout, catalog, leases)
-    tags, manifests = TagRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
+    names, manifests = CatalogRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
     return [
-        Route("GET", "/v2/", tags.version, NODE),
-        Route("GET", _NAME + "/tags/list", tags.tags, NODE),
+        Route("GET", "/v2/", names.version, NODE),
+        Route("GET", _NAME + "/tags/list", names.tags, NODE),
         Route("GET", _NAME + "/blobs/{digest}", BlobRoutes(blobs, None).get, NODE),
         Route("GET", _NAME + "/manifests/{reference}", manifests.get, NODE),
     ]

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import BinaryIO, cast
 
-from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.copy_option import Rate
 from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.oci import Descriptor, mediatype

@@ -17,7 +17,7 @@ from typing import Any
 
 from clowder_aimage.content import Rate
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.copy_event import CopyEvent, OnEvent
+from clowder_aimage.content.copy_option import CopyEvent, OnEvent
 from clowder_aimage.engine.engine_error import StoppedError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clowder_aimage.content import Rate, Source
-from clowder_aimage.content.copy_event import OnEvent
+from clowder_aimage.content.copy_option import OnEvent
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.counted_source import CountedSource

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
-from clowder_aimage.content.store import Body, ContentStore, CopyOptions, IngestBusyError, Source
+from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source
 from clowder_aimage.content.verified_reader import read_all, readinto
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
 from clowder_aimage.layout.fingerprint import fingerprint

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.copy_option import Rate
 from clowder_aimage.distribution.upstream import ClientPool
 from clowder_aimage.errors import AImageError
 from clowder_aimage.node.rendezvous import BlobRange

@@ -11,7 +11,7 @@ from aiohttp import web
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.registry_role import reading_routes
 from clowder_aimage.distribution.repository_name import digest_of, repository_of
-from clowder_aimage.distribution.served_lease import ServedLeases
+from clowder_aimage.distribution.served_blobs import ServedLeases
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.route import NODE, Handler, Route
 from clowder_aimage.layout import ImageLayout

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import urlencode
 
-from clowder_aimage.content.copy_event import CopyEvent, OnEvent, ignore
+from clowder_aimage.content.copy_option import CopyEvent, OnEvent, ignore
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, UnauthorizedError

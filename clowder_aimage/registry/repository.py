@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.copy import push_blobs
-from clowder_aimage.content.store import Body, CopyOptions, Source, Target
+from clowder_aimage.content.copy_option import CopyOptions
+from clowder_aimage.content.store import Body, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import RegistryError, UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy, plan_copy
+from clowder_aimage.content import bytes_body, copy, plan_copy
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import NotFoundError
@@ -13,6 +13,7 @@ from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import _tag_part as name_part
 from clowder_aimage.pull import stored_name
+from tests.memory_store import MemoryStore
 
 NAME = Reference.parse("registry.example.com/model:v1")
 CONFIG = b'{"schemaVersion":1,"components":{}}'

@@ -20,7 +20,7 @@ from rich.cells import cell_len
 
 from clowder_aimage.cli.console.output import duration
 from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
-from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.process import PROGRAM, spawn
 

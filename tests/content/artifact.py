@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.content import bytes_body
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
+from tests.memory_store import MemoryStore
 
 BLOB = "application/vnd.example.blob"
 CONFIG = "application/vnd.example.config"

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, Overlay, bytes_body, copy, parallel
+from clowder_aimage.content import Overlay, bytes_body, copy, parallel
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -29,6 +29,7 @@ from tests.content.artifact import (
     put,
     put_artifact,
 )
+from tests.memory_store import MemoryStore
 
 NAME = Reference.parse("a:v1")
 

@@ -15,9 +15,9 @@ import pytest
 
 from clowder_aimage.content import chunk as parts
 from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
+from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import NOTED, BlobDownload
-from clowder_aimage.content.rate import Rate
-from clowder_aimage.content.store import CopyOptions, Source
+from clowder_aimage.content.store import Source
 from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest

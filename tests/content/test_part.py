@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clowder_aimage.content import chunk
-from clowder_aimage.content.chunk import LOOK, BlobTransfer
-from clowder_aimage.content.concurrency import PLENTY
+from clowder_aimage.content.chunk import LOOK, PLENTY, BlobTransfer
 from clowder_aimage.oci import Descriptor, Digest
 
 SIZE = 8 * 1024**3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.content.concurrency import START, ConcurrencyProbe
+from clowder_aimage.content.chunk import START, ConcurrencyProbe
 
 MIB = 1024 * 1024
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
+from tests.memory_store import MemoryStore
 
 # Each gives an empty store and the name of a repository that it may use, with its host if any.
 STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {

@@ -6,10 +6,11 @@ import threading
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, VerifyingReader, bytes_body, copy
+from clowder_aimage.content import VerifyingReader, bytes_body, copy
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.content.artifact import BLOB, blob, broken_body, index, manifest, put, put_artifact
+from tests.memory_store import MemoryStore
 
 DATA = bytes(range(256)) * 20
 LARGE = bytes(range(251)) * 13_000  # over three mebibytes: more than one buffer

@@ -36,7 +36,7 @@ upstream = None
 if "upstream" in flags:
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.distribution import upstream as upstream_module
-    upstream_module.REST = 0.0
+    upstream_module.DOWN_PAUSE = 0.0
     from clowder_aimage.registry.host_settings import HostSettings
     mirrors = tuple(filter(None, [flags.get("mirror")]))
     connection = ClientOptions(

@@ -12,10 +12,11 @@ import zlib
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.content import bytes_body
 from clowder_aimage.content.decompress import MAX_RATIO, open_plain
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, mediatype
+from tests.memory_store import MemoryStore
 
 KIND = "application/vnd.example.weights"
 DATA = random.Random(5).randbytes(300_000) + bytes(500_000) + b"end"

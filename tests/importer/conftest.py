@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.create import Created, create
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header, nbytes
+from tests.memory_store import MemoryStore
 
 Tensor = tuple[str, str, tuple[int, ...]]
 WEIGHTS: dict[str, list[Tensor]] = {

@@ -11,7 +11,6 @@ import pytest
 import safetensors
 
 from clowder_aimage import __version__
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError
@@ -21,6 +20,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of
+from tests.memory_store import MemoryStore
 
 
 @pytest.fixture

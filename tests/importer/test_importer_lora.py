@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.convert import convert
 from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
@@ -21,6 +20,7 @@ from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import Header, TensorInfo, encode_header
 from tests.importer.conftest import safetensors
+from tests.memory_store import MemoryStore
 
 STYLE = Reference.parse("style")
 TO_Q = "layers.0.attention.to_q"

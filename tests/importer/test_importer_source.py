@@ -9,7 +9,6 @@ import os
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     FormatError,
@@ -27,6 +26,7 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from tests.importer.conftest import data_of, safetensors
+from tests.memory_store import MemoryStore
 
 NAME = Reference.parse("llm")
 TENSORS = [

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError, NoSpaceError, VerificationError
@@ -17,6 +16,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
 from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
+from tests.memory_store import MemoryStore
 
 NAME = Reference.parse("m")
 SMALL = 4096  # bytes: larger blobs are written as they come

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.content import MemoryStore
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
 from clowder_aimage.importer import PackedModel, Recipe
@@ -20,6 +19,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header
 from tests.importer.conftest import FILES, Model, weights_name
+from tests.memory_store import MemoryStore
 
 Array = npt.NDArray[Any]
 Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, the bytes

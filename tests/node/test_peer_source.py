@@ -11,13 +11,14 @@ import time
 import pytest
 from aiohttp import web
 
-from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.node.range_owner import OwnerTimeouts
 from clowder_aimage.node.rendezvous import RANGE
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import blob
+from tests.memory_store import MemoryStore
 from tests.node.nodes import MIB, TOKEN, Node, fleet, noise, push_model
 from tests.proxy import Proxy
 from tests.scripted import Answer, ScriptedRegistry

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import (
     AImageError,
     NotFoundError,
@@ -20,6 +20,7 @@ from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository, logout
 from clowder_aimage.registry.auth import _is_internal
 from clowder_aimage.registry.session import Session
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")

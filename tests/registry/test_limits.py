@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from clowder_aimage.content.rate import Rate
+from clowder_aimage.content.copy_option import Rate
 from clowder_aimage.errors import UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference

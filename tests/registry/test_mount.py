@@ -7,13 +7,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body
+from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository, retry
 from clowder_aimage.registry.mount import CANDIDATES, holders, sibling_repositories
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 BLOB = Descriptor.of("application/octet-stream", b"a blob")

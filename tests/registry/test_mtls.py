@@ -9,11 +9,12 @@ import pytest
 import trustme
 
 from clowder_aimage.cli.console import option
-from clowder_aimage.content import MemoryStore, copy
+from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError, StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.host_settings import Certificates, certificates
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")

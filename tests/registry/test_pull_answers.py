@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, chunk, copy
+from clowder_aimage.content import chunk, copy
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -21,6 +21,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, download, retry
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB

@@ -51,13 +51,14 @@ import tracemalloc
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.session import Session
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")

@@ -7,10 +7,11 @@ import ssl
 import pytest
 import trustme
 
-from clowder_aimage.content import MemoryStore, copy
+from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
+from tests.memory_store import MemoryStore
 from tests.scripted import ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")

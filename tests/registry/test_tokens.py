@@ -15,12 +15,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import trustme
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.auth import _Challenge
 from clowder_aimage.registry.session import Session
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 BASIC = base64.b64encode(b"operator:pa55word").decode()

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from clowder_aimage.content import MemoryStore, bytes_body, copy
+from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry, upload
 from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.retry import ATTEMPTS
+from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 MIB = 1024 * 1024

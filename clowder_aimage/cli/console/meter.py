@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.mediatype import NAME
 

@@ -22,7 +22,7 @@ from clowder_aimage.cli.console.output import (
     speed,
     wants_json,
 )
-from clowder_aimage.content.copy_event import CopyEvent
+from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Digest, Reference
 
 if TYPE_CHECKING:

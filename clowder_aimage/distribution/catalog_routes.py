@@ -1,8 +1,9 @@
-"""Routes of names (distribution-spec, "Listing Tags"; the catalog is Docker's older addition)."""
+"""Routes of lists (distribution-spec, "Listing Tags", "Listing Referrers"; Docker's catalog)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 from urllib.parse import urlencode
 
@@ -11,11 +12,12 @@ from aiohttp import web
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError
-from clowder_aimage.distribution.repository_name import parse_repository, repository_of
+from clowder_aimage.distribution.repository_name import digest_of, parse_repository, repository_of
+from clowder_aimage.oci import Descriptor, Digest, mediatype
 
 
-class TagRoutes:
-    """Tags of a repository, and repositories, in lexical order and in pages."""
+class CatalogRoutes:
+    """Repositories, and tags and referrers in one of them."""
 
     def __init__(self, catalog: Catalog, cache: PullThroughCache | None) -> None:
         self._catalog = catalog
@@ -40,6 +42,31 @@ class TagRoutes:
         """Answer GET /v2/_catalog?n=<count>&last=<name>."""
         names = await asyncio.to_thread(self._catalog.repositories)
         return _page(request, filter(_is_servable, names), {}, "repositories")
+
+    async def referrers(self, request: web.Request) -> web.StreamResponse:
+        """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type>: an index, maybe empty."""
+        repository, subject = repository_of(request), digest_of(request)
+        found = None
+        if self._cache is not None:
+            found = await self._cache.referrers(repository, subject)
+        if found is None:
+            found = await asyncio.to_thread(self._find, repository, subject)
+        headers = {}
+        if "artifactType" in request.query:
+            wanted = request.query["artifactType"]
+            found = [each for each in found if each.extra.get("artifactType", "") == wanted]
+            headers["OCI-Filters-Applied"] = "artifactType"
+        index = {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_INDEX,
+            "manifests": [each.to_json() for each in found],
+        }
+        body = json.dumps(index).encode()  # not json_response, which would add a charset
+        return web.Response(body=body, content_type=mediatype.OCI_INDEX, headers=headers)
+
+    def _find(self, repository: str, subject: Digest) -> list[Descriptor]:
+        summaries = self._catalog.summaries(repository)
+        return [each.listed for each in summaries if each.subject == subject]
 
 
 def _is_servable(repository: str) -> bool:

@@ -1,4 +1,4 @@
-"""A store in memory, and documents in memory over another source."""
+"""A store in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import BinaryIO
 
 from clowder_aimage.content.copy import push_blobs
-from clowder_aimage.content.store import Body, CopyOptions, Source, Target, WrappedSource
+from clowder_aimage.content.copy_option import CopyOptions
+from clowder_aimage.content.store import Body, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader, check
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -105,28 +106,3 @@ class MemoryIngest:
     def abort(self) -> None:
         self._data.clear()
         self._written.clear()
-
-
-class Overlay(WrappedSource):
-    """A source with a few small documents laid over another source; every name means ``root``.
-
-    A push that rewrites a manifest reads the new manifest and config from here, and every layer
-    from the store below, which stays as it was.
-    """
-
-    def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
-        super().__init__(source)
-        self._root = root
-        self._documents = documents
-
-    def resolve(self, _: Reference, /) -> Descriptor:
-        return self._root
-
-    def exists(self, content: Descriptor, /) -> bool:
-        return content.digest in self._documents or super().exists(content)
-
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        data = self._documents.get(content.digest)
-        if data is None:
-            return super().open(content, offset, length)
-        return io.BytesIO(data[offset : None if length is None else offset + length])
