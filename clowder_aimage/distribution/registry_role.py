@@ -22,8 +22,6 @@ from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http import app
-from clowder_aimage.http.access import LOOPBACK_HOSTS
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import listen
@@ -117,30 +115,6 @@ def _refusing(message: str) -> Handler:
     return refuse
 
 
-def build_app(
-    layout: ImageLayout,
-    *,
-    readonly: bool = False,
-    hosts: frozenset[str] | None = LOOPBACK_HOSTS,
-    token: str | None = None,
-    upstream: UpstreamRegistry | None = None,
-) -> web.Application:
-    """Return the registry as an application; its work begins and ends with it."""
-    role = RegistryRole(layout, readonly=readonly, upstream=upstream)
-    built = app.build_app(role, hosts=hosts, tokens=_scopes(token), interface=OCI)
-
-    async def running(_: web.Application) -> AsyncIterator[None]:
-        async with role.running():
-            yield
-
-    built.cleanup_ctx.append(running)
-    return built
-
-
-def _scopes(token: str | None) -> dict[str, str]:
-    return {token: ADMIN} if token is not None else {}
-
-
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
     """Return the routes that only read, for other nodes.
 
@@ -189,7 +163,7 @@ def serve(
         serve_roles(
             listeners,
             RegistryRole(layout, readonly=readonly, upstream=upstream),
-            tokens=_scopes(token),
+            tokens={token: ADMIN} if token is not None else {},
             interface=OCI,
             on_ready=lambda urls: on_ready(urls[0]),
             # A body must reach the store as it was sent: content codings are not undone

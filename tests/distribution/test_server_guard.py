@@ -19,13 +19,13 @@ from served import Server, digest_of, error_of, start
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.registry_role import build_app
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import connection_timeout
 from clowder_aimage.http.access import read_token
 from clowder_aimage.http.connection_timeout import IdleTimeout
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
+from tests.registry_app import registry_app
 
 TOKEN = "correct-horse-battery-staple"
 Serve = Callable[..., Server]
@@ -201,7 +201,7 @@ def test_blobs_are_sent_by_the_kernel(tmp_path: Path) -> None:
             return by_kernel[-1]
 
         loop.sock_sendfile = counted  # type: ignore[method-assign]
-        runner = web.AppRunner(build_app(layout))
+        runner = web.AppRunner(registry_app(layout))
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from clowder_aimage.distribution.registry_role import build_app
 from clowder_aimage.layout import ImageLayout
 from tests.hostile.hostile_world import digest_of
+from tests.registry_app import registry_app
 from tests.scripted import Answer, Script, Seen
 from tests.scripted import serving as serving_blobs
 
@@ -42,7 +42,7 @@ class Ours:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = web.AppRunner(build_app(ImageLayout(self._store)))
+        runner = web.AppRunner(registry_app(ImageLayout(self._store)))
 
         async def begin() -> None:
             await runner.setup()

@@ -28,7 +28,6 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
-from clowder_aimage.distribution.registry_role import build_app as registry_app
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
@@ -38,6 +37,7 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import mediatype
 from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_corpus import TEXTS
+from tests.registry_app import registry_app
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact
 
 HEX = "0123456789abcdef" * 4

@@ -1,0 +1,26 @@
+"""``registry serve`` as an application, for tests that run it in their own process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from clowder_aimage.distribution.registry_role import RegistryRole
+from clowder_aimage.http.access import LOOPBACK_HOSTS
+from clowder_aimage.http.api_error import OCI
+from clowder_aimage.http.app import build_app
+from clowder_aimage.layout import ImageLayout
+
+
+def registry_app(layout: ImageLayout) -> web.Application:
+    """Return the registry; its work begins and ends with the application."""
+    role = RegistryRole(layout)
+
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        async with role.running():
+            yield
+
+    app = build_app(role, hosts=LOOPBACK_HOSTS, interface=OCI)
+    app.cleanup_ctx.append(running)
+    return app
