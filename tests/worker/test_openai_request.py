@@ -286,7 +286,7 @@ def test_what_the_model_refuses_is_told_by_the_name_that_the_client_used(
 
 def test_the_documentation_names_every_field_and_preset() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
-    section = text.partition("### What a request may say")[2].partition("### Streams")[0]
+    section = text.partition("### Fields of a request")[2].partition("### Streams")[0]
     documented = set(re.findall(r"`([a-z_]+)`", section))
     assert ImageRequest.model_fields.keys() | ImageRequest.NO_EFFECT <= documented
     assert set(PRESETS) <= documented
