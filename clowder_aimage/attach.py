@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +21,6 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.registry import ClientOptions, Repository
 
 EMPTY = b"{}"
-TITLE = "org.opencontainers.image.title"
 _LAYER = "application/octet-stream"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"  # RFC 6838, 4.2
 _MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
@@ -47,25 +47,18 @@ def attach(
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
     """
     if _MEDIA_TYPE.fullmatch(artifact_type) is None:
-        raise UsageError(
-            f"{artifact_type!r} is not a media type",
-            remedy="attach_type",
-        )
-    _check_titles(files)
+        raise UsageError(f"{artifact_type!r} is not a media type", remedy="attach_type")
+    for title, count in Counter(file.name for file in files).items():
+        if count > 1:
+            raise UsageError(f"two of the files are called {title}")
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
         layers = [_layer(file) for file in files]
         manifest = build(artifact_type, layers, subject, annotations or {})
         documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
-        name = reference.with_digest(manifest.digest)
-        copy(
-            source,
-            name,
-            repository,
-            concurrency=connection.jobs(reference.registry),
-            on_event=on_event,
-        )
+        name, jobs = reference.with_digest(manifest.digest), connection.jobs(reference.registry)
+        copy(source, name, repository, concurrency=jobs, on_event=on_event)
     return manifest.descriptor, subject
 
 
@@ -89,14 +82,6 @@ def build(
     return Manifest.build(document)
 
 
-def _check_titles(files: Sequence[Path]) -> None:
-    seen: set[str] = set()
-    for file in files:
-        if file.name in seen:
-            raise UsageError(f"two of the files are called {file.name}")
-        seen.add(file.name)
-
-
 def _layer(file: Path) -> Descriptor:
     """Return the descriptor of a file, titled with its name without the directories."""
     try:
@@ -105,7 +90,7 @@ def _layer(file: Path) -> Descriptor:
             size = opened.tell()
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from error
-    return Descriptor(_LAYER, Digest("sha256", encoded), size, {TITLE: file.name})
+    return Descriptor(_LAYER, Digest("sha256", encoded), size, {mediatype.TITLE: file.name})
 
 
 class _Files(Source):

@@ -8,7 +8,7 @@ from typing import Any
 
 from clowder_aimage.content import ContentStore
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
 from clowder_aimage.importer.blob_writer import OnWritten, pack
@@ -85,11 +85,8 @@ def _configured(
 
 def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
     """Return a JSON file of an AImage; nothing if it has none, or one that is too large."""
-    try:
-        content = aimage.layer(name).descriptor
-    except NotFoundError:
-        return {}
-    if content.size > _LARGEST:
-        return {}
-    with store.open(content) as file:
-        return parse_object(name, file.read(content.size))
+    for layer in aimage.layers:
+        if layer.name == name and layer.descriptor.size <= _LARGEST:
+            with store.open(layer.descriptor) as file:
+                return parse_object(name, file.read(layer.descriptor.size))
+    return {}

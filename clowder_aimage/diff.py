@@ -6,15 +6,13 @@ chart) are compared, too: the names of their layers are their titles, or else th
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.content.platform import ANY, Platform, select
+from clowder_aimage.content.platform import ANY, select
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer, detect
@@ -25,8 +23,6 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.registry import ClientOptions, Repository
 
 FOREIGN = "foreign"  # the dialect of an artifact that is not an AImage
-_TITLE = "org.opencontainers.image.title"
-_OF_CONFIG = (mediatype.CREATED, mediatype.LICENSES)  # annotations that repeat the config
 _MAX_DEPTH = 16  # levels of a config; deeper values are compared as a whole
 
 
@@ -49,10 +45,9 @@ class Side:
     @property
     def annotations(self) -> dict[str, str]:
         """Return the annotations of the manifest that do not repeat the config."""
-        said = self.manifest.annotations
-        if self.dialect == FOREIGN:
-            return dict(said)
-        return {key: value for key, value in said.items() if key not in _OF_CONFIG}
+        repeated = () if self.dialect == FOREIGN else (mediatype.CREATED, mediatype.LICENSES)
+        said = self.manifest.annotations.items()
+        return {key: value for key, value in said if key not in repeated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +60,7 @@ class Change:
 
     @property
     def is_tensor(self) -> bool:
-        layer = self.b or self.a
-        return layer is not None and layer.is_tensor
+        return any(layer.is_tensor for layer in (self.b or self.a,) if layer)
 
     @property
     def before(self) -> int:
@@ -132,20 +126,14 @@ def diff(
         UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
         FormatError, VerificationError: it is malformed or damaged.
     """
-    first = _read(a, layout, connection, remote)
-    return compare(first, _read(b, layout, connection, remote))
+    return _compare(*(_read(one, layout, connection, remote) for one in (a, b)))
 
 
-def compare(a: Side, b: Side) -> Difference:
-    """Return how ``b`` differs from ``a``. Raises FormatError for a config nested too deeply."""
+def _compare(a: Side, b: Side) -> Difference:
     names = sorted(a.layers.keys() | b.layers.keys())
     all_ = [Change(name, a.layers.get(name), b.layers.get(name)) for name in names]
     both = [(one, one.a.descriptor, one.b.descriptor) for one in all_ if one.a and one.b]
     here = {layer.descriptor.digest for layer in a.layers.values()} | a.blobs.keys()
-    try:
-        config = tuple(_fields(a.properties, b.properties))
-    except RecursionError:
-        raise FormatError("a config is nested too deeply to be compared") from None
     return Difference(
         a,
         b,
@@ -153,7 +141,7 @@ def compare(a: Side, b: Side) -> Difference:
         changed=tuple(one for one, old, new in both if old.digest != new.digest),
         added=tuple(one for one in all_ if one.a is None),
         removed=tuple(one for one in all_ if one.b is None),
-        config=config,
+        config=tuple(_fields(a.properties, b.properties)),
         annotations=tuple(_fields(a.annotations, b.annotations)),
         fetch={digest: size for digest, size in b.blobs.items() if digest not in here},
     )
@@ -162,29 +150,28 @@ def compare(a: Side, b: Side) -> Difference:
 def _read(
     reference: Reference, layout: ImageLayout, connection: ClientOptions, remote: bool
 ) -> Side:
-    """Read one side, from the store if it is there."""
-    if not remote:
-        try:
-            layout.resolve(reference)
-        except NotFoundError:
-            if reference.registry is None:
-                raise
-        else:
-            return _side(layout, reference, "store")
-    elif reference.registry is None:
+    if remote and reference.registry is None:
         raise UsageError(
             f"{reference} has no registry host: it names an AImage in the local store",
             remedy="diff_remote",
         )
+    if reference.registry is None or not (remote or _is_unknown(layout, reference)):
+        return _side(layout, reference, "store")
     with Repository(reference, connection) as repository:
         return _side(repository, reference, "registry")
 
 
-def _side(source: Source, reference: Reference, where: str) -> Side:
-    machine = os.uname()
+def _is_unknown(layout: ImageLayout, reference: Reference) -> bool:
     try:
-        here = Platform.of(machine.sysname, machine.machine)
-        _, manifest = select(source, source.resolve(reference), reference, ANY, here)
+        layout.resolve(reference)
+    except NotFoundError:
+        return True
+    return False
+
+
+def _side(source: Source, reference: Reference, where: str) -> Side:
+    try:
+        _, manifest = select(source, source.resolve(reference), reference, ANY)
     except UsageError as error:
         error.remedy = ""
         error.hint = f"name one by its digest, {reference.name}@DIGEST, or pull it under a name"
@@ -193,8 +180,13 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
         raise FormatError(f"{reference} is an index")
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     dialect, aimage = _aimage(manifest, raw)
+    try:
+        properties = aimage.properties
+    except FormatError:
+        if dialect != FOREIGN:
+            raise
+        properties = {"digest": str(Digest.of(raw))}  # another tool's config may be anything
     layers = {layer.name: layer for layer in aimage.layers}
-    properties = _object(raw) if dialect == FOREIGN else aimage.properties
     return Side(reference, where, manifest, dialect, layers, properties)
 
 
@@ -209,20 +201,11 @@ def _aimage(manifest: Manifest, config: bytes) -> tuple[str, AImage]:
 
 def _foreign(manifest: Manifest) -> Iterator[Layer]:
     """Yield the layers by their titles, where these are unique; none of them is a tensor."""
-    titles = Counter(layer.annotations.get(_TITLE, "") for layer in manifest.layers)
+    titles = Counter(layer.annotations.get(mediatype.TITLE, "") for layer in manifest.layers)
     for layer in manifest.layers:
-        title = layer.annotations.get(_TITLE, "")
+        title = layer.annotations.get(mediatype.TITLE, "")
         plain = Descriptor(layer.media_type, layer.digest, layer.size)
         yield Layer(plain, title if title and titles[title] == 1 else str(layer.digest))
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    """Parse another tool's config; for one that is not a JSON object, return its digest."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(raw)
-        if isinstance(value, dict):
-            return value
-    return {"digest": str(Digest.of(raw))}
 
 
 def _fields(
@@ -233,15 +216,11 @@ def _fields(
         old, new = ((side[key],) if key in side else () for side in (a, b))
         if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
             yield from _fields(old[0] if old else {}, new[0] if new else {}, (*path, key))
-        elif not _same(old, new):
+        elif json.dumps(old, sort_keys=True) != json.dumps(new, sort_keys=True):
+            # as JSON: unlike in Python, 1 equals neither true nor 1.0
             yield FieldChange((*path, key), old, new)
 
 
 def _has_fields(value: tuple[Any, ...]) -> bool:
     """Return whether a value is a non-empty object, or missing."""
     return not value or (isinstance(value[0], dict) and bool(value[0]))
-
-
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Compare as JSON: unlike in Python, ``1`` equals neither ``true`` nor ``1.0``."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

@@ -119,11 +119,9 @@ class RegistryError(AccessError):
         code: str = "",
         detail: str = "",
         retry_after: float = 0.0,
-        hint: str | None = None,
-        remedy: str = "",
-        **facts: object,
+        **advice: Any,
     ) -> None:
-        super().__init__(message, hint=hint, remedy=remedy, **facts)
+        super().__init__(message, **advice)
         self.status = status
         self.retry_after = retry_after
         self.code = code
@@ -143,14 +141,6 @@ class NoSpaceError(AccessError):
 
     exit_code = 6
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing_size: int = 0,
-        hint: str | None = None,
-        remedy: str = "",
-        **facts: object,
-    ) -> None:
-        super().__init__(message, hint=hint, remedy=remedy, **facts)
+    def __init__(self, message: str, *, missing_size: int = 0, **advice: Any) -> None:
+        super().__init__(message, **advice)
         self.missing_size = missing_size

@@ -54,15 +54,12 @@ def fetch(
     """
     _check_kind(store, reference)
     try:
-        stored = _complete(store, reference, lease)
+        return find(store, reference, lease)
     except NotFoundError as incomplete:
         if reference.registry is None:
             raise
         descriptor = _pull(reference, store, connection, on_event, incomplete)
-        stored = _complete(store, stored_name(reference, descriptor), lease)
-    inflate(store, stored)
-    store.use(stored.descriptor)
-    return stored
+    return find(store, stored_name(reference, descriptor), lease)
 
 
 def _check_kind(store: ContentStore, reference: Reference) -> None:
@@ -86,7 +83,15 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
 
 def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
-    stored = _complete(store, reference, lease)
+    hold(store, reference, lease)
+    stored = read_aimage(store, reference)
+    lease.add(
+        stored.descriptor.digest,
+        *(blob.digest for blob in stored.manifest.children),
+        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
+    )
+    validate("aimage-config", stored.aimage.properties)
+    require_complete(store, reference, stored)
     inflate(store, stored)
     store.use(stored.descriptor)
     return stored
@@ -113,22 +118,6 @@ def _pull(
     except AImageError as error:
         error.message = f"{error.message}; {incomplete.message}"
         raise
-
-
-def _complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """Return the AImage and lease it, if all its blobs are in the store. Raises NotFoundError."""
-    hold(store, reference, lease)
-    stored = read_aimage(store, reference)
-    lease.add(
-        stored.descriptor.digest,
-        *(blob.digest for blob in stored.manifest.children),
-        *(
-            layer.descriptor.digest for layer in stored.aimage.layers
-        ),  # what compressed ones unpack to
-    )
-    validate("aimage-config", stored.aimage.properties)
-    require_complete(store, reference, stored)
-    return stored
 
 
 def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None) -> RunnableModel:

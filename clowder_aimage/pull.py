@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,17 +18,13 @@ from clowder_aimage.content import (
 )
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
-from clowder_aimage.content.platform import ANY, ManifestSelector, Platform, select
+from clowder_aimage.content.platform import ANY, ManifestSelector, select
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate, interpret
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
-
-
-def _unwrapped(source: Source) -> Source:
-    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class PullOptions:
     is_dry_run: bool = False
     on_event: OnEvent = ignore
     rate: Rate | None = None
-    wrap: Callable[[Source], Source] = _unwrapped
+    wrap: Callable[[Source], Source] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +84,9 @@ def pull(
         StoreError, NoSpaceError: it cannot be kept.
     """
     with Repository(reference, connection) as repository:
-        source = options.wrap(repository)
-        plan = _plan(source, source.resolve(reference), reference, options)
+        source = options.wrap(repository) if options.wrap else repository
+        root = source.resolve(reference)
+        plan = plan_copy(source, *select(source, root, reference, options.selector))
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
         name = stored_name(reference, plan.root)
@@ -129,7 +125,7 @@ def resolve_changed(
         root = repository.resolve_changed(reference, known)
         if root is None:
             return None
-        return root, select(repository, root, reference, ANY, _this_machine())[0]
+        return root, select(repository, root, reference, ANY)[0]
 
 
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
@@ -137,15 +133,6 @@ def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     if reference.digest is None:
         return reference
     return replace(reference, digest=descriptor.digest)
-
-
-def _this_machine() -> Platform:
-    machine = os.uname()
-    return Platform.of(machine.sysname, machine.machine)
-
-
-def _plan(source: Source, root: Descriptor, reference: Reference, options: PullOptions) -> CopyPlan:
-    return plan_copy(source, *select(source, root, reference, options.selector, _this_machine()))
 
 
 def _select_layers(

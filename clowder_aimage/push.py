@@ -112,15 +112,11 @@ def push(
         if fallback and reference.digest is None:
             known = memory.refused(host) if dialect is None else frozenset()
             names = _rungs(names[0], known, on_remembered)
-        refused: list[str] = []
-        try:
-            sent, taken = _descend(store, stored, names, send, on_fallback, refused)
-        except ManifestRefusedError:
-            if len(refused) > 1:
-                memory.forget(host)
-            raise
-        memory.learn(host, refused, taken)
-        return sent
+
+        def send_in(name: str) -> Descriptor:
+            return send(_rewritten(store, stored, READABLE[name]))
+
+        return _descend(names, send_in, on_fallback, memory, host)
 
 
 def _read(
@@ -210,25 +206,28 @@ def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) ->
 
 
 def _descend(
-    store: ContentStore,
-    stored: StoredAImage,
     names: list[str],
-    send: Callable[[Source], Descriptor],
+    send: Callable[[str], Descriptor],
     on_fallback: OnFallback,
-    refused: list[str],
-) -> tuple[Descriptor, str]:
-    """Push in the first dialect that fits and is accepted; ``refused`` gets the others."""
+    memory: DialectCache,
+    host: str,
+) -> Descriptor:
+    """Push in the first dialect that fits and is accepted."""
+    refused: list[str] = []
     reasons: list[AImageError] = []
     for name in names:
         if reasons:
             on_fallback(name, reasons[-1])
         try:
-            return send(_rewritten(store, stored, READABLE[name])), name
-        except ManifestRefusedError as error:
-            refused.append(name)
+            sent = send(name)
+        except (ManifestRefusedError, _UnfitError) as error:
             reasons.append(error)
-        except _UnfitError as error:
-            reasons.append(error)
+            refused += [name] if isinstance(error, ManifestRefusedError) else []
+        else:
+            memory.learn(host, refused, name)
+            return sent
+    if len(refused) > 1:
+        memory.forget(host)
     raise _last_word(reasons)
 
 

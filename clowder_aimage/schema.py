@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ _HERE = Path(__file__).parent
 _SUFFIX = ".schema.json"
 JSONPath = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
+MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes in which lines are looked for, at 1 MiB/s or so
 _MAX_MESSAGE = 300  # characters
 _T = TypeVar("_T")
 
@@ -97,20 +98,13 @@ def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
     try:
         document = json.loads(path.read_bytes())
         validate("config", document)
+        return parse(document)
     except (FileNotFoundError, NotADirectoryError):
         return parse({})
     except (OSError, ValueError, RecursionError, FormatError) as error:
-        raise _configuration_error(path, error) from None
-    try:
-        return parse(document)
-    except ValueError as error:
-        raise _configuration_error(path, error) from None
-
-
-def _configuration_error(path: Path, error: Exception) -> UsageError:
-    return UsageError(
-        f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
-    )
+        raise UsageError(
+            f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
+        ) from None
 
 
 def violations(name: str, document: object) -> Iterator[Violation]:
@@ -160,12 +154,9 @@ def _pattern(
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", re.sub(r"\[[^]]*\]", _shielded, pattern)))
-
-
-def _shielded(found: re.Match[str]) -> str:
-    """Escape ``$`` in a class of characters, where it is a dollar."""
-    return found[0].replace("$", r"\$")
+    # in a class of characters, $ is a dollar
+    shielded = re.sub(r"\[[^]]*\]", lambda found: found[0].replace("$", r"\$"), pattern)
+    return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
 
 
 def _message(error: ValidationError) -> str:
@@ -176,3 +167,59 @@ def _message(error: ValidationError) -> str:
     if len(text) <= _MAX_MESSAGE:
         return text
     return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
+
+
+def locate(text: str, found: list[Violation]) -> list[Violation]:
+    """Return the violations with the nearest lines, in the order of the text."""
+    positions = json_positions(text)
+    if not positions:
+        return found
+    placed = []
+    for one in found:
+        path = one.path
+        while path not in positions:
+            path = path[:-1]
+        placed.append((positions[path][-1], one))  # the second of two keys is the one too many
+    placed.sort(key=lambda pair: pair[0])
+    found = []
+    for offset, one in placed:
+        line, column = line_column(text, offset)
+        found.append(replace(one, line=line, column=column))
+    return found
+
+
+def json_positions(text: str) -> dict[JSONPath, list[int]]:
+    """Return where the values of a JSON text begin: the value in a list, the key in an object.
+
+    PyYAML reads the text, in which what YAML does not allow is replaced at the same length:
+    tabs, control characters, escaped surrogates.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    if len(text) > MAX_POSITIONED_SIZE:
+        return {}
+    plain = re.sub("[^ -~]", " ", text).replace("\\ud", "\\u0").replace("\\uD", "\\u0")
+    try:
+        root = yaml.compose(plain, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError):  # such as a key of more than 1,024 characters
+        return {}
+    positions: dict[JSONPath, list[int]] = {(): [root.start_mark.index]}
+    nodes: list[tuple[JSONPath, Any]] = [((), root)]
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                positions[*path, number] = [item.start_mark.index]
+                nodes.append(((*path, number), item))
+        elif isinstance(node, yaml.MappingNode):
+            for key, item in node.value:
+                start = key.start_mark.index
+                inner = (*path, json.loads(text[start : key.end_mark.index]))
+                positions.setdefault(inner, []).append(start)
+                nodes.append((inner, item))
+    return positions
+
+
+def line_column(text: str, offset: int) -> tuple[int, int]:
+    """Return the line and column of a character; both count from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)

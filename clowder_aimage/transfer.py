@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clowder_aimage.content import OnEvent, copy
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import ManifestRefusedError, UsageError
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, MountOrigins, Repository
 
 
@@ -35,7 +35,12 @@ def transfer(
         Repository(target, connection, origins) as here,
     ):
         if target.digest is not None:
-            _check_digest(target, source.digest or there.resolve(source).digest)
+            digest = source.digest or there.resolve(source).digest
+            if target.digest != digest:
+                raise UsageError(
+                    f"what is to be copied is {digest}, not what {target} says",
+                    hint="leave the digest out of the second name",
+                )
         try:
             jobs = connection.jobs(source.registry, target.registry)
             return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
@@ -46,28 +51,14 @@ def transfer(
 
 
 def _check_hosts(source: Reference, target: Reference) -> None:
-    if source.registry is None:
-        raise UsageError(
-            f"{source} has no registry host, and copy goes from a registry to a registry",
-            remedy="copy_from_store",
-            source=source,
-            target=target,
-        )
-    if target.registry is None:
-        raise UsageError(
-            f"{target} has no registry host, and copy goes from a registry to a registry",
-            remedy="copy_to_store",
-            source=source,
-            target=target,
-        )
-
-
-def _check_digest(target: Reference, digest: Digest) -> None:
-    if target.digest != digest:
-        raise UsageError(
-            f"what is to be copied is {digest}, not what {target} says",
-            hint="leave the digest out of the second name",
-        )
+    for name in (source, target):
+        if name.registry is None:
+            raise UsageError(
+                f"{name} has no registry host, and copy goes from a registry to a registry",
+                remedy="copy_from_store" if name is source else "copy_to_store",
+                source=source,
+                target=target,
+            )
 
 
 def _origins(source: Reference, target: Reference) -> Sequence[str]:

@@ -1,27 +1,24 @@
 """usage: the disk space that names in a store take, and what one of them alone needs.
 
 A name needs what a collection takes it to need (``layout/gc.py``), so that ``unique`` is what
-removing the name would free. The time grows with the bytes of all manifests and the number of
-blobs; the memory with the number of layers in all manifests.
+removing the name would free.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from clowder_aimage.errors import NotFoundError
+from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs
 from clowder_aimage.layout.lock import check_own, store_errors
-from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.oci import Descriptor, Digest, Manifest
 
 _BLOCK = 512  # bytes that st_blocks counts in
 
@@ -169,13 +166,13 @@ class _Needs:
         needed = self._scanner.needs(key, self._read, self._read)
         here = tuple(filter(self._sizes.__contains__, needed))
         missing: dict[str, int] = {}
-        for digest, document in (
-            self._scanner.walk(key, self._read) if len(here) < len(needed) else ()
-        ):
-            gone = {one for one in document.mentioned if one not in self._sizes} if document else ()
-            if gone:
-                sizes = _sizes(self._read(digest) or b"")
-                missing |= {one: sizes[one] for one in gone if one in sizes}
+        documents = self._scanner.walk(key, self._read) if len(here) < len(needed) else ()
+        for digest, document in documents:
+            if document and not self._sizes.keys() >= set(document.mentioned):
+                with contextlib.suppress(FormatError):  # a document of another kind
+                    children = Manifest.parse(self._read(digest) or b"").children
+                    sizes = {str(child.digest): child.size for child in children}
+                    missing |= {one: sizes[one] for one in sizes.keys() - self._sizes.keys()}
         return _Needed(here, missing)
 
     def _read(self, key: str) -> bytes | None:
@@ -199,22 +196,3 @@ def _partials(root: Path) -> Iterator[os.stat_result]:
             if not entry.name.endswith(".journal") and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     yield entry.stat(follow_symlinks=False)
-
-
-def _sizes(raw: bytes) -> dict[str, int]:
-    """Return the sizes of config and layers by digest, as far as the document means anything."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    listed = [value.get("config"), *_items(value.get("layers"))] if isinstance(value, dict) else []
-    sizes = {}
-    for child in listed:
-        if isinstance(child, dict):
-            size = child.get("size")
-            sizes[str(child.get("digest"))] = size if isinstance(size, int) and size >= 0 else 0
-    return sizes
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

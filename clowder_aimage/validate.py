@@ -13,10 +13,9 @@ import io
 import json
 import os
 import pathlib
-import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from clowder_aimage import schema as schemas
@@ -36,10 +35,9 @@ from clowder_aimage.oci import (
     read_json,
 )
 from clowder_aimage.oci.strict_json import is_too_deep
-from clowder_aimage.schema import JSONPath, Violation
+from clowder_aimage.schema import JSONPath, Violation, json_positions, line_column, locate
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
-MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes in which lines are looked for, at 1 MiB/s or so
 SAFETENSORS = "safetensors"  # shown in the place of a schema's name
 AIMAGE_MANIFEST, AIMAGE_CONFIG, OCI_INDEX = "aimage-manifest", "aimage-config", "oci-index"
 _MANIFESTS = {
@@ -189,7 +187,7 @@ def check(
         found += _check_graph(schema, value, raw, {one.path for one in found})
         found = found or _check_reader(raw, media_type)
     if found and has_lines:
-        found = _with_lines(raw.decode(), found)
+        found = locate(raw.decode(), found)
     note = "" if schema else f"no schema is known for {media_type or 'it'}"
     return CheckedDocument(name, schema, found, note, value)
 
@@ -244,7 +242,7 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
         value = json.loads(text)
     except UnicodeDecodeError as error:
         text = raw[: error.start].decode()
-        line, column = _line(text, len(text))
+        line, column = line_column(text, len(text))
         return None, [Violation((), "not JSON: not UTF-8", line, column)]
     except json.JSONDecodeError as error:
         return None, [Violation((), f"not JSON: {error.msg}", error.lineno, error.colno)]
@@ -339,62 +337,6 @@ def _read_layers(manifest: Manifest, config: bytes) -> list[Violation]:
     except FormatError as error:
         return [Violation((), error.message)]
     return []
-
-
-def _with_lines(text: str, found: list[Violation]) -> list[Violation]:
-    """Return the violations with the nearest lines, in the order of the text."""
-    positions = json_positions(text)
-    if not positions:
-        return found
-    placed = []
-    for one in found:
-        path = one.path
-        while path not in positions:
-            path = path[:-1]
-        placed.append((positions[path][-1], one))  # the second of two keys is the one too many
-    placed.sort(key=lambda pair: pair[0])
-    found = []
-    for offset, one in placed:
-        line, column = _line(text, offset)
-        found.append(replace(one, line=line, column=column))
-    return found
-
-
-def json_positions(text: str) -> dict[JSONPath, list[int]]:
-    """Return where the values of a JSON text begin: the value in a list, the key in an object.
-
-    PyYAML reads the text, in which what YAML does not allow is replaced at the same length:
-    tabs, control characters, escaped surrogates.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    if len(text) > MAX_POSITIONED_SIZE:
-        return {}
-    plain = re.sub("[^ -~]", " ", text).replace("\\ud", "\\u0").replace("\\uD", "\\u0")
-    try:
-        root = yaml.compose(plain, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError):  # such as a key of more than 1,024 characters
-        return {}
-    positions: dict[JSONPath, list[int]] = {(): [root.start_mark.index]}
-    nodes: list[tuple[JSONPath, Any]] = [((), root)]
-    while nodes:
-        path, node = nodes.pop()
-        if isinstance(node, yaml.SequenceNode):
-            for number, item in enumerate(node.value):
-                positions[*path, number] = [item.start_mark.index]
-                nodes.append(((*path, number), item))
-        elif isinstance(node, yaml.MappingNode):
-            for key, item in node.value:
-                start = key.start_mark.index
-                inner = (*path, json.loads(text[start : key.end_mark.index]))
-                positions.setdefault(inner, []).append(start)
-                nodes.append((inner, item))
-    return positions
-
-
-def _line(text: str, offset: int) -> tuple[int, int]:
-    """Return the line and column of a character; both count from 1."""
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
 
 @dataclass(frozen=True, slots=True)

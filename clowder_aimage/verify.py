@@ -73,7 +73,7 @@ def repair(
     try:
         for problem in problems:
             if problem.kind == "damaged":
-                aside[problem] = _aside(layout, problem)
+                aside[problem] = _move_aside(layout, problem)
         for name in sorted({name for problem in problems for name in problem.names}):
             wanted = {Digest.parse(one.what) for one in problems if name in one.names}
             try:
@@ -83,8 +83,11 @@ def repair(
     finally:
         outcome = [(problem, _outcome(layout, problem, failed)) for problem in problems]
         for problem, why in outcome:
-            if problem in aside:
-                _end(layout, problem, aside[problem], is_repaired=why is None)
+            with store_errors(layout.root):
+                if problem in aside and why is None:
+                    aside[problem].unlink(missing_ok=True)
+                elif problem in aside and aside[problem].exists():
+                    aside[problem].replace(_path(layout, problem))
     return outcome
 
 
@@ -93,8 +96,7 @@ def _path(layout: ImageLayout, problem: FsckProblem) -> Path:
     return Path(layout.root, "blobs", digest.algorithm, digest.encoded)
 
 
-def _aside(layout: ImageLayout, problem: FsckProblem) -> Path:
-    """Move a damaged blob aside."""
+def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
     path = _path(layout, problem)
     aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
     with store_errors(layout.root):
@@ -102,14 +104,6 @@ def _aside(layout: ImageLayout, problem: FsckProblem) -> Path:
         with contextlib.suppress(FileNotFoundError):  # it is in a read-only store
             path.replace(aside)
     return aside
-
-
-def _end(layout: ImageLayout, problem: FsckProblem, aside: Path, *, is_repaired: bool) -> None:
-    with store_errors(layout.root):
-        if is_repaired:
-            aside.unlink(missing_ok=True)
-        elif aside.exists():
-            aside.replace(_path(layout, problem))
 
 
 def _fetch(
@@ -143,10 +137,7 @@ def _fetch(
 def _outcome(
     layout: ImageLayout, problem: FsckProblem, failed: dict[str, AImageError]
 ) -> AImageError | None:
-    if _path(layout, problem).is_file():
-        return None
-    if not problem.names:
-        return None  # nothing needs it, and the damaged file is gone
-    return next((failed[name] for name in problem.names if name in failed), None) or NotFoundError(
-        f"{problem.what} could not be fetched"
-    )
+    if _path(layout, problem).is_file() or not problem.names:
+        return None  # without names nothing needs it, and the damaged file is gone
+    errors = (failed[name] for name in problem.names if name in failed)
+    return next(errors, NotFoundError(f"{problem.what} could not be fetched"))

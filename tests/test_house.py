@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
 # root's modules are "."
 BUDGETS = {
-    ".": 3_300,
+    ".": 3_020,
     "api": 2_540,
     "cli": 5_060,
     "content": 2_800,
-    "dialect": 1_500,
+    "dialect": 1_460,
     "distribution": 2_260,
     "engine": 3_100,
     "exporter": 1_430,
@@ -30,7 +30,7 @@ BUDGETS = {
     "layout": 3_060,
     "model": 3_800,
     "node": 4_270,
-    "oci": 700,
+    "oci": 650,
     "registry": 3_340,
     "tensor": 1_180,
 }

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clowder_aimage.validate import MAX_POSITIONED_SIZE, check, json_positions
+from clowder_aimage.schema import MAX_POSITIONED_SIZE, json_positions
+from clowder_aimage.validate import check
 
 VALUES = st.recursive(
     st.none()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,11 +100,11 @@ def select(
     root: Descriptor,
     reference: Reference,
     selector: ManifestSelector | None,
-    here: Platform,
 ) -> tuple[Descriptor, Manifest | Index]:
     """Return the manifest that is selected of ``root``, which ``reference`` names, and its content.
 
-    Without a selector that is the root itself, an index as a whole.
+    Of several that fit, it is the one for this machine's platform. Without a selector that is the
+    root itself, an index as a whole.
 
     Raises:
         UsageError: several manifests of an index fit, or a single one is another variant.
@@ -114,6 +115,8 @@ def select(
     if selector is None:
         return root, document
     if isinstance(document, Index):
+        machine = os.uname()
+        here = Platform.of(machine.sysname, machine.machine)
         chosen = choose(candidates_in(source, document), selector, here, reference).descriptor
         return chosen, read_document(source, chosen)
     if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):

@@ -60,13 +60,7 @@ __all__ = [
     "LADDER",
     "READABLE",
     "AImage",
-    "ClowderDialect",
-    "ContainerDialect",
     "Dialect",
-    "DockerDialect",
-    "KitOps",
     "Layer",
-    "ModelPackDialect",
-    "OllamaDialect",
     "detect",
 ]

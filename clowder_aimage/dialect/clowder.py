@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from clowder_aimage.dialect.aimage import (
-    AImage,
-    Layer,
-    check_names,
-    parse_content,
-    parse_dtype,
-    parse_shape,
-)
-from clowder_aimage.dialect.layer_name import name_all
+from clowder_aimage.dialect.aimage import AImage, Layer, parse_content, parse_dtype, parse_shape
+from clowder_aimage.dialect.dialect import Dialect, build_manifest
+from clowder_aimage.dialect.layer_name import name_layers
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
-class ClowderDialect:
+class ClowderDialect(Dialect):
     """The default dialect, and ``custom``, where the manifest's media type is Clowder's, too.
 
     Clowder's storage document prefers ``custom``; registries refuse it, image layouts do not.
@@ -27,11 +20,8 @@ class ClowderDialect:
     """
 
     def __init__(self, *, custom: bool = False) -> None:
+        self.name = "custom" if custom else "clowder"
         self._media_type = mediatype.AIMAGE_MANIFEST if custom else mediatype.OCI_MANIFEST
-
-    @property
-    def name(self) -> str:
-        return "custom" if self._media_type == mediatype.AIMAGE_MANIFEST else "clowder"
 
     def matches(self, manifest: Manifest) -> bool:
         return (
@@ -40,26 +30,22 @@ class ClowderDialect:
         )
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        said = [layer.annotations.get(mediatype.NAME) for layer in manifest.layers]
-        names = zip(manifest.layers, name_all(manifest.layers, said), strict=True)
-        layers = check_names(tuple(_read(layer, name) for layer, name in names))
-        return AImage(config, layers, manifest.subject)
+        names = [layer.annotations.get(mediatype.NAME) for layer in manifest.layers]
+        return AImage(config, name_layers(manifest.layers, names, _read), manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        config = Descriptor.of(mediatype.AIMAGE_CONFIG, aimage.config, algorithm=aimage.algorithm)
-        document: dict[str, Any] = {
-            "schemaVersion": 2,
-            "mediaType": self._media_type,
-            "artifactType": mediatype.AIMAGE_MANIFEST,
-            "config": config.to_json(),
-            "layers": [_write(layer) for layer in aimage.layers],
-        }
-        if aimage.subject is not None:
-            document["subject"] = aimage.subject.to_json()
-        annotations = manifest_annotations(aimage)
-        if annotations:
-            document["annotations"] = annotations
-        return Manifest.build(document), aimage.config
+    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
+        return build_manifest(
+            aimage,
+            mediatype.AIMAGE_CONFIG,
+            aimage.config,
+            [
+                layer.descriptor.to_json() | {"annotations": layer_annotations(layer)}
+                for layer in aimage.layers
+            ],
+            media_type=self._media_type,
+            artifact_type=mediatype.AIMAGE_MANIFEST,
+            annotations=manifest_annotations(aimage),
+        )
 
 
 def manifest_annotations(aimage: AImage) -> dict[str, str]:
@@ -108,7 +94,3 @@ def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = Non
 
 def _read(layer: Descriptor, name: str) -> Layer:
     return annotated_layer(layer, Descriptor(layer.media_type, layer.digest, layer.size), name)
-
-
-def _write(layer: Layer) -> dict[str, Any]:
-    return layer.descriptor.to_json() | {"annotations": layer_annotations(layer)}

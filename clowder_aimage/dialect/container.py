@@ -12,6 +12,7 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations
+from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, read_json
@@ -20,7 +21,7 @@ from clowder_aimage.oci.manifest import encode
 CARRIED_LAYERS = "vnd.clowder.aimage.layers"
 
 
-class ContainerDialect:
+class ContainerDialect(Dialect):
     """OCI image config and layer types; the true media type of a layer is an annotation."""
 
     name = "container"
@@ -37,14 +38,16 @@ class ContainerDialect:
         if not isinstance(texts, list) or len(texts) != len(manifest.layers):
             raise FormatError("the image config has another number of diff_ids than of layers")
         diff_ids = [Digest.parse(text) for text in texts]
-        table = value.get(CARRIED_LAYERS)
-        layers = _from_annotations(manifest) if table is None else _from_table(table)
+        if (table := value.get(CARRIED_LAYERS)) is None:
+            layers = tuple(map(_read_annotated, manifest.layers))
+        else:
+            layers = _read_table(table)
         if [layer.descriptor.digest for layer in layers] != diff_ids:
             raise FormatError("the layers are not those that the image config's diff_ids name")
         known = carried_config(config) or foreign_config(layers)
         return AImage(known, check_names(layers), manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
+    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         config = encode(
             {
                 "architecture": "unknown",
@@ -60,28 +63,15 @@ class ContainerDialect:
                 ],
             }
         )
-        document: dict[str, Any] = {
-            "schemaVersion": 2,
-            "mediaType": mediatype.OCI_MANIFEST,
-            "config": Descriptor.of(
-                mediatype.OCI_CONFIG, config, algorithm=aimage.algorithm
-            ).to_json(),
-            "layers": [_write(layer) for layer in aimage.layers],
-        }
-        if aimage.subject is not None:
-            document["subject"] = aimage.subject.to_json()
-        return Manifest.build(document), config
+        layers = [_write(layer) for layer in aimage.layers]
+        return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers)
 
 
-def _from_table(table: object) -> tuple[Layer, ...]:
+def _read_table(table: object) -> tuple[Layer, ...]:
     if not isinstance(table, list):
         raise FormatError(f"{CARRIED_LAYERS} must be a list")
     rows = (Descriptor.from_json(row, CARRIED_LAYERS) for row in table)
     return tuple(from_named(row, row.media_type) for row in rows)
-
-
-def _from_annotations(manifest: Manifest) -> tuple[Layer, ...]:
-    return tuple(_read_annotated(layer) for layer in manifest.layers)
 
 
 def _read_annotated(layer: Descriptor) -> Layer:

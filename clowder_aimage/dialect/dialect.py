@@ -1,32 +1,63 @@
-"""The interface of all dialects."""
+"""The interface of all dialects, and the form that their manifests have in common."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.oci import Manifest
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """A way to write an AImage; ``write(read(m, c))`` keeps every blob's digest."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    product: str  # whose manifests are only read
 
+    @abstractmethod
     def matches(self, manifest: Manifest) -> bool:
         """Return whether ``manifest`` is in this dialect."""
-        ...
 
+    @abstractmethod
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         """Return the AImage of a manifest and the bytes of its config. Raises FormatError."""
-        ...
 
-    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
-        """Return the manifest and the config bytes of ``aimage``, the same for the same one.
+    def write(self, _: AImage, /) -> tuple[Manifest, bytes]:
+        """Return the manifest and the config bytes of an AImage, the same for the same one.
 
         Raises:
             UsageError: this dialect is only read.
             FormatError: the AImage cannot be written in it.
         """
-        ...
+        raise UsageError(
+            f"AImages are not written in the {self.name} dialect: manifests of {self.product} are "
+            "only read",
+            hint="other tools also read ModelPacks, which can be written",
+            remedy="write_modelpack",
+        )
+
+
+def build_manifest(
+    aimage: AImage,
+    config_type: str,
+    config: bytes,
+    layers: list[dict[str, Any]],
+    *,
+    media_type: str = mediatype.OCI_MANIFEST,
+    artifact_type: str = "",
+    annotations: dict[str, str] | None = None,
+) -> tuple[Manifest, bytes]:
+    """Return the manifest of ``aimage`` with that config, and the bytes of the config."""
+    document = {
+        "schemaVersion": 2,
+        "mediaType": media_type,
+        "artifactType": artifact_type,
+        "config": Descriptor.of(config_type, config, algorithm=aimage.algorithm).to_json(),
+        "layers": layers,
+        "subject": aimage.subject and aimage.subject.to_json(),
+        "annotations": annotations,
+    }
+    known = {key: value for key, value in document.items() if value or key == "layers"}
+    return Manifest.build(known), config

@@ -12,15 +12,15 @@ for the template and the projector, whose usual names are taken.
 
 from __future__ import annotations
 
-from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_all, numbered
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.dialect.dialect import Dialect
+from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_layers, numbered
 from clowder_aimage.dialect.vendor import (
     FILEPATH,
     VendorFile,
     at,
     part_names,
     read_object,
-    read_only,
     type_of_file,
     vendor_config,
 )
@@ -47,10 +47,11 @@ _PARTS = {
 _FORMATS = ("gguf", "safetensors", "diffusers")
 
 
-class DockerDialect:
+class DockerDialect(Dialect):
     """A GGUF or safetensors model with one file a layer."""
 
     name = "docker"
+    product = "Docker Model Runner"
 
     def matches(self, manifest: Manifest) -> bool:
         return manifest.config.media_type.startswith(_CONFIG)
@@ -66,14 +67,8 @@ class DockerDialect:
             path or (name and taken.add(numbered(name)))
             for path, name in zip(paths, part_names(parts), strict=True)
         ]
-        names = name_all(manifest.layers, known)
-        found = zip(manifest.layers, names, strict=True)
-        layers = check_names(tuple(_read(layer, name) for layer, name in found))
+        layers = name_layers(manifest.layers, known, _read)
         return AImage(_config_of(layers, config), layers, manifest.subject)
-
-    def write(self, _aimage: AImage, /) -> tuple[Manifest, bytes]:
-        """Refuse: the dialect is only read. Raises UsageError."""
-        raise read_only(self.name, "Docker Model Runner")
 
 
 def _path(layer: Descriptor) -> str:

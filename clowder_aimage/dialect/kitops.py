@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.layer_name import clean_path, name_all
-from clowder_aimage.dialect.vendor import at, read_object, read_only, type_of_file, vendor_config
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.dialect.dialect import Dialect
+from clowder_aimage.dialect.layer_name import clean_path, name_layers
+from clowder_aimage.dialect.vendor import at, read_object, type_of_file, vendor_config
 from clowder_aimage.oci import Descriptor, Manifest
 
 _MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
@@ -32,8 +32,7 @@ _LAYER = re.compile(
 _LISTS = {"dataset": "datasets", "code": "code", "docs": "docs", "prompt": "prompts"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Element:
+class _Element(NamedTuple):
     """An entry of a Kitfile: its kind, its path, and the digest of its layer if it has one."""
 
     kind: str
@@ -41,10 +40,11 @@ class _Element:
     digest: str
 
 
-class KitOpsDialect:
+class KitOpsDialect(Dialect):
     """A model with its data, code and documentation."""
 
     name = "kitops"
+    product = "KitOps"
 
     def matches(self, manifest: Manifest) -> bool:
         return manifest.artifact_type == _MANIFEST or manifest.config.media_type == _CONFIG
@@ -52,14 +52,9 @@ class KitOpsDialect:
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         kitfile = read_object(config)
         elements = list(_elements(kitfile))
-        names = name_all(manifest.layers, [_name(layer, elements) for layer in manifest.layers])
-        found = zip(manifest.layers, names, strict=True)
-        layers = check_names(tuple(_read(layer, name) for layer, name in found))
+        names = [_name(layer, elements) for layer in manifest.layers]
+        layers = name_layers(manifest.layers, names, _read)
         return AImage(_config_of(layers, kitfile), layers, manifest.subject)
-
-    def write(self, _aimage: AImage, /) -> tuple[Manifest, bytes]:
-        """Refuse: the dialect is only read. Raises UsageError."""
-        raise read_only(self.name, "KitOps")
 
 
 def _elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:

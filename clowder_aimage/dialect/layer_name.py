@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.dialect.aimage import Layer, check_name, check_names
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor
+from clowder_aimage.oci import Descriptor, mediatype
 
-TITLE = "org.opencontainers.image.title"  # OCI image-spec, annotations.md
 _WORD = re.compile(r"[A-Za-z0-9_-]+")
 _NUMBER = re.compile(r"v?[0-9]+")
 _SAYS_NOTHING = frozenset(
@@ -33,17 +32,23 @@ def clean_path(path: str) -> str:
     return check_name("/".join(parts)) if parts else ""
 
 
-def name_all(layers: Sequence[Descriptor], known: Sequence[str | None]) -> list[str]:
-    """Return a unique name for each of ``layers``.
+def name_layers(
+    layers: Sequence[Descriptor],
+    known: Sequence[str | None],
+    read: Callable[[Descriptor, str], Layer],
+) -> tuple[Layer, ...]:
+    """Return what ``read`` makes of each of ``layers`` and its unique name.
 
-    It is the one in ``known``, else the layer's title, else the most specific word of its media
-    type with its position.
+    That is the one in ``known``, else the layer's title, else the most specific word of its media
+    type with its position. Raises FormatError for names that are not valid, or not unique.
     """
     taken = UsedNames(name for name in known if name is not None)
-    return [
-        taken.add(_proposals(layer, position)) if name is None else name
-        for position, (layer, name) in enumerate(zip(layers, known, strict=True))
-    ]
+    return check_names(
+        tuple(
+            read(layer, taken.add(_proposals(layer, position)) if name is None else name)
+            for position, (layer, name) in enumerate(zip(layers, known, strict=True))
+        )
+    )
 
 
 class UsedNames:
@@ -80,7 +85,7 @@ def numbered(name: str) -> Iterator[str]:
 
 def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
     with contextlib.suppress(FormatError):  # a title is for people: it need not be a name
-        yield check_name(layer.annotations.get(TITLE, ""))
+        yield check_name(layer.annotations.get(mediatype.TITLE, ""))
     plain = f"{_word(layer.media_type)}.{position}"
     yield plain
     yield from (f"{plain}-{number}" for number in count(2))

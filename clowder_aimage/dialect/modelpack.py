@@ -15,13 +15,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from clowder_aimage.dialect.aimage import AImage, Layer, check_names
-from clowder_aimage.dialect.clowder import (
-    annotated_layer,
-    layer_annotations,
-    manifest_annotations,
-)
-from clowder_aimage.dialect.layer_name import clean_path, name_all
+from clowder_aimage.dialect.aimage import AImage, Layer
+from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations, manifest_annotations
+from clowder_aimage.dialect.dialect import Dialect, build_manifest
+from clowder_aimage.dialect.layer_name import clean_path, name_layers
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_text
 from clowder_aimage.dialect.vendor import FILEPATH, at, read_object, type_of_file, vendor_config
 from clowder_aimage.errors import FormatError
@@ -60,7 +57,7 @@ _FORMAT_WORDS = {"transformers": "safetensors", "lora": "safetensors", "savedmod
 _SCALES = ((10**15, "Q"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
-class ModelPackDialect:
+class ModelPackDialect(Dialect):
     """A ModelPack; a layer of one file is written raw, under the path of the file."""
 
     name = "modelpack"
@@ -70,30 +67,23 @@ class ModelPackDialect:
         return any(kind in (MANIFEST, CONFIG, *_EARLIER) for kind in kinds)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        names = name_all(manifest.layers, [_name(layer) for layer in manifest.layers])
-        found = zip(manifest.layers, names, strict=True)
-        layers = check_names(tuple(_read(layer, name) for layer, name in found))
+        layers = name_layers(manifest.layers, list(map(_name, manifest.layers)), _read)
         carried = manifest.annotations.get(CARRIED_CONFIG)
         known = _config(layers, config) if carried is None else carried_text(carried)
         return AImage(known, layers, manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
+    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         if not aimage.layers:
             raise FormatError("a ModelPack has at least one layer, and this AImage has none")
-        config = encode(_describe(aimage))
-        document: dict[str, Any] = {
-            "schemaVersion": 2,
-            "mediaType": mediatype.OCI_MANIFEST,
-            "artifactType": MANIFEST,
-            "config": Descriptor.of(CONFIG, config, algorithm=aimage.algorithm).to_json(),
-            "layers": [_write(layer) for layer in aimage.layers],
-        }
-        if aimage.subject is not None:
-            document["subject"] = aimage.subject.to_json()
-        document["annotations"] = manifest_annotations(aimage) | {
-            CARRIED_CONFIG: aimage.config_text
-        }
-        return Manifest.build(document), config
+        annotations = manifest_annotations(aimage) | {CARRIED_CONFIG: aimage.config_text}
+        return build_manifest(
+            aimage,
+            CONFIG,
+            encode(_describe(aimage)),
+            [_write(layer) for layer in aimage.layers],
+            artifact_type=MANIFEST,
+            annotations=annotations,
+        )
 
 
 def _name(layer: Descriptor) -> str | None:

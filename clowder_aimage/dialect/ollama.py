@@ -13,10 +13,10 @@ parts of a split file, in order.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
-from clowder_aimage.dialect.layer_name import name_all
+from clowder_aimage.dialect.dialect import Dialect, build_manifest
+from clowder_aimage.dialect.layer_name import name_layers
 from clowder_aimage.dialect.vendor import VendorFile, part_names, read_object, vendor_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
@@ -39,9 +39,8 @@ _PARTS = {
     _OLLAMA + "projector": VendorFile("projector", ".gguf", mediatype.AIMAGE_GGUF),
     _OLLAMA + "adapter": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
     _OLLAMA + "template": VendorFile("template", "", mediatype.AIMAGE_FILE),
-    _OLLAMA + "prompt": VendorFile(
-        "prompt", "", mediatype.AIMAGE_FILE
-    ),  # a template's earlier name
+    # a template's earlier name
+    _OLLAMA + "prompt": VendorFile("prompt", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "license": VendorFile("license", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "params": VendorFile("params", ".json", mediatype.AIMAGE_FILE),
     _OLLAMA + "system": VendorFile("system", "", mediatype.AIMAGE_FILE),
@@ -50,7 +49,7 @@ _PARTS = {
 }
 
 
-class OllamaDialect:
+class OllamaDialect(Dialect):
     """ollama's models, and tensor models as ollama writes them.
 
     A layer of another kind keeps Clowder's media type.
@@ -59,10 +58,8 @@ class OllamaDialect:
     name = "ollama"
 
     def matches(self, manifest: Manifest) -> bool:
-        kinds = (
-            layer.media_type in _READ or layer.media_type in _PARTS for layer in manifest.layers
-        )
-        return any(kinds) or _is_ours(manifest)
+        kinds = {layer.media_type for layer in manifest.layers}
+        return not kinds.isdisjoint(_READ.keys() | _PARTS.keys()) or _is_ours(manifest)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         is_tensors = any(layer.media_type in _READ for layer in manifest.layers)
@@ -72,21 +69,21 @@ class OllamaDialect:
         layers = check_names(tuple(from_named(layer, _media_type(_READ, layer)) for layer in named))
         return AImage(carried_config(config) or foreign_config(layers), layers, manifest.subject)
 
-    def write(self, aimage: AImage) -> tuple[Manifest, bytes]:
-        config = _config(aimage)
-        document: dict[str, Any] = {
-            "schemaVersion": 2,
-            "mediaType": mediatype.DOCKER_MANIFEST,
-            "config": Descriptor.of(
-                mediatype.DOCKER_CONFIG, config, algorithm=aimage.algorithm
-            ).to_json(),
-            "layers": [
-                to_named(layer, _media_type(_WRITE, layer.descriptor)) for layer in aimage.layers
-            ],
+    def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
+        config = {
+            "model_format": "safetensors",
+            "model_family": aimage.properties.get("pipeline", ""),
+            "capabilities": ["image"],
+            CARRIED_CONFIG: aimage.config_text,  # byte for byte, as text
         }
-        if aimage.subject is not None:  # OCI's word: ollama passes over it
-            document["subject"] = aimage.subject.to_json()
-        return Manifest.build(document), config
+        layers = [to_named(one, _media_type(_WRITE, one.descriptor)) for one in aimage.layers]
+        return build_manifest(
+            aimage,
+            mediatype.DOCKER_CONFIG,
+            encode(config),
+            layers,
+            media_type=mediatype.DOCKER_MANIFEST,
+        )
 
 
 def _is_ours(manifest: Manifest) -> bool:
@@ -98,11 +95,7 @@ def _is_ours(manifest: Manifest) -> bool:
 def _read_parts(manifest: Manifest, config: bytes) -> AImage:
     """Read a GGUF model. Raises FormatError."""
     parts = [_PARTS.get(layer.media_type) for layer in manifest.layers]
-    names = name_all(manifest.layers, part_names(parts))
-    layers = tuple(
-        Layer(Descriptor((part and part.media_type) or one.media_type, one.digest, one.size), name)
-        for one, part, name in zip(manifest.layers, parts, names, strict=True)
-    )
+    layers = name_layers(manifest.layers, part_names(parts), _read_part)
     said = read_object(config)
     known = vendor_config(
         layers,
@@ -115,7 +108,13 @@ def _read_parts(manifest: Manifest, config: bytes) -> AImage:
             "context": (said.get("context_length"),),
         },
     )
-    return AImage(carried_config(config) or known, check_names(layers), manifest.subject)
+    return AImage(carried_config(config) or known, layers, manifest.subject)
+
+
+def _read_part(layer: Descriptor, name: str) -> Layer:
+    part = _PARTS.get(layer.media_type)
+    media_type = part.media_type if part else layer.media_type
+    return Layer(Descriptor(media_type, layer.digest, layer.size), name)
 
 
 def _named(layer: Descriptor, position: int) -> Descriptor:
@@ -128,18 +127,6 @@ def _named(layer: Descriptor, position: int) -> Descriptor:
 
 def _media_type(table: dict[str, str], descriptor: Descriptor) -> str:
     return table.get(descriptor.media_type, descriptor.media_type)
-
-
-def _config(aimage: AImage) -> bytes:
-    """Return ollama's config, with the AImage config inside, byte for byte as text."""
-    properties = aimage.properties
-    value = {
-        "model_format": "safetensors",
-        "model_family": properties.get("pipeline", ""),
-        "capabilities": ["image"],
-        CARRIED_CONFIG: aimage.config_text,
-    }
-    return encode(value)
 
 
 def carried_config(config: bytes) -> bytes | None:

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from clowder_aimage.dialect.aimage import Layer
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype, read_json
 from clowder_aimage.oci.manifest import encode
 
@@ -114,15 +114,6 @@ def vendor_config(layers: Sequence[Layer], facts: Mapping[str, Sequence[object]]
             value[key] = fact
     value["size"] = sum(layer.descriptor.size for layer in layers)
     return encode(value | {"components": {}})
-
-
-def read_only(name: str, product: str) -> UsageError:
-    """Return the error for writing a vendor's dialect."""
-    return UsageError(
-        f"AImages are not written in the {name} dialect: manifests of {product} are only read",
-        hint="other tools also read ModelPacks, which can be written",
-        remedy="write_modelpack",
-    )
 
 
 def read_count(fact: object) -> int | None:

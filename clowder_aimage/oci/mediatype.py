@@ -56,6 +56,7 @@ CONTAINERD_NAME = "io.containerd.image.name"
 CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"  # in Clowder's first documents; read only
 CREATED = "org.opencontainers.image.created"
 LICENSES = "org.opencontainers.image.licenses"
+TITLE = "org.opencontainers.image.title"
 
 
 def is_ours(media_type: str) -> bool:

@@ -213,13 +213,6 @@ def test_a_missing_manifest_or_config(store):
     assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
 
 
-@pytest.mark.parametrize("size", [None, -1])
-def test_a_missing_layer_of_no_size(size, store):
-    absent = {"mediaType": BLOB, "digest": "sha256:" + "a" * 64, "size": size}
-    store.name(store.manifest(store.blob(b"{}"), absent), "x")
-    assert (store.share("x").missing, store.share("x").missing_size) == (1, 0)
-
-
 def test_a_truncated_blob_counts_as_it_lies_there(store):
     layer = store.blob(b"layer" * 100)
     store.name(store.manifest(store.blob(b"{}"), layer), "x")
