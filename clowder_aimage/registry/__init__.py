@@ -2,7 +2,7 @@
 
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.credential import login, logout
-from clowder_aimage.registry.dialect_cache import DialectCache
+from clowder_aimage.registry.host_settings import DialectCache
 from clowder_aimage.registry.mount import MountHolders, MountOrigins
 from clowder_aimage.registry.repository import Repository
 

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,10 +34,8 @@ from clowder_aimage.registry.docker_config import (
     find_credential,
     read_config,
 )
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import failure
+from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
-from clowder_aimage.registry.transport import network_error
 
 _MAX_TOKEN_RESPONSE = 1024 * 1024
 _LIFE = 60.0  # seconds, of a token without expires_in
@@ -47,6 +46,8 @@ _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {
 }
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
+# method, URL, headers, body -> the response, without redirects
+SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # it prints, and could print secrets
 
 
@@ -68,22 +69,15 @@ class _TokenResponse:
 class _TokenSession:
     """Requests to token services, also for oras-py's token exchange; responses are small."""
 
-    def __init__(self, session: requests.Session, timeout: tuple[float, float]) -> None:
-        self._session = session
-        self._timeout = timeout
+    def __init__(self, send: SendOnce) -> None:
+        self._send = send
         self.response: _TokenResponse | None = None
 
     def request(self, method: str, url: str, **options: Any) -> _TokenResponse:
         """Send a request. A transient status is an error, to be tried again."""
         options.pop("verify", None)  # the session's setting is used
-        host = urlsplit(url).hostname or url[:100]
-        try:
-            found = self._session.request(
-                method, url, stream=True, allow_redirects=False, timeout=self._timeout, **options
-            )
-        except (requests.RequestException, OSError) as error:
-            raise network_error(host, error) from error
-        response = RegistryResponse(found.status_code, found.url, found.headers, found.raw)
+        request = requests.Request(method, url, **options).prepare()
+        response = self._send(method, request.url or url, request.headers, request.body)
         if response.status_code in TRANSIENT_STATUS:
             raise failure(response, "a request for a token")
         self.response = _TokenResponse(response.status_code, response.read(_MAX_TOKEN_RESPONSE))
@@ -134,15 +128,14 @@ class Authenticator:
         self,
         reference: Reference,
         connection: ClientOptions,
-        session: requests.Session,
-        timeout: tuple[float, float],
+        send: SendOnce,
         scheme: str,
         basic_auth: str | None,
     ) -> None:
         self._reference = reference
         self._connection = connection
         self._scheme = scheme
-        self._session = _TokenSession(session, timeout)
+        self._session = _TokenSession(send)
         self._lock = threading.RLock()
         self._held: dict[str, _Header] = {}
         self._tokens: dict[tuple[_Challenge, frozenset[str]], _Header] = {}

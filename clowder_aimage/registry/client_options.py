@@ -60,7 +60,7 @@ class ClientOptions:
 
     @property
     def auth_files(self) -> tuple[Path, ...]:
-        """The files with credentials, in the order in which they are read.
+        """The files with credentials, as they are read; ``login`` writes the first.
 
         Files of another user, which are not readable after a change of users, are left out.
         """
@@ -69,73 +69,57 @@ class ClientOptions:
         readable = (path for path in self.container_auth if os.access(path, os.R_OK))
         return (*first, docker, *readable)
 
+    def host(self, name: str | None) -> HostSettings:
+        """Return the configuration of a host."""
+        return self.registries.get(name or "", HostSettings())
+
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line's precede the configuration's."""
-        known = self.registries.get(host)
-        if known is None or self.plain_http or self.insecure or self.ca_file is not None:
+        if self.plain_http or self.insecure or self.ca_file is not None:
             return self
+        known = self.host(host)
         return replace(
             self, plain_http=known.plain_http, insecure=known.insecure, ca_file=known.ca_file
         )
 
     def jobs(self, *hosts: str | None) -> int:
         """Return how many layers may move at once to or from all of ``hosts``."""
-        if self.told_jobs:
-            return self.told_jobs
-        known = (self.registries.get(host or "") for host in hosts)
-        return min((one.jobs for one in known if one and one.jobs), default=DEFAULT_JOBS)
+        configured = filter(None, (self.host(host).jobs for host in hosts))
+        return self.told_jobs or min(configured, default=DEFAULT_JOBS)
 
     def limit(self, host: str | None) -> int:
         """Return the bytes per second of a pull from ``host``; 0 for no limit."""
-        known = self.registries.get(host or "")
-        return known.limit if known else 0
+        return self.host(host).limit
 
     def to_mirror(self, host: str) -> ClientOptions:
         """Return the options for a mirror, to which the command line's do not apply."""
         return replace(self, plain_http=False, insecure=False, ca_file=None).to(host)
 
-    @property
-    def login_file(self) -> Path:
-        """The file that ``login`` writes."""
-        return self.auth_files[0]
-
 
 class _Requests(requests.Session):
-    """A session without netrc and without a proxy for loopback.
-
-    It sends no credentials along with redirects, and prefers the given authorities to
-    ``REQUESTS_CA_BUNDLE``.
-    """
+    """A session without a proxy for loopback, with ``ca_bundle`` before REQUESTS_CA_BUNDLE."""
 
     ca_bundle: str | None = None
 
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:
-        """Add the environment's proxies and CA file, below the settings of this session."""
-        if _is_loopback(str(url)):
+        if Reference(urlsplit(str(url)).netloc, "x").is_loopback:
             return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
         settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
         if self.verify is not True:
-            return settings | {"verify": self.verify}
-        if settings["verify"] is True and self.ca_bundle is not None:
-            return settings | {"verify": self.ca_bundle}
+            settings["verify"] = self.verify
+        elif settings["verify"] is True and self.ca_bundle is not None:
+            settings["verify"] = self.ca_bundle
         return settings
-
-
-def _unchanged(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Return the request as it is: an ``auth`` that keeps netrc out."""
-    return request
 
 
 class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
-    def __init__(self, size: int, context: ssl.SSLContext | None = None) -> None:
-        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE}
-        if context is not None:
-            self._more["ssl_context"] = context
-        super().__init__(pool_connections=4, pool_maxsize=size)
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE, **({"ssl_context": context} if context else {})}
+        super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._more | kwargs))
@@ -148,15 +132,11 @@ class _Adapter(requests.adapters.HTTPAdapter):
         return found
 
     def close(self) -> None:
-        """Close the connections now; urllib3 leaves that to the garbage collector."""
+        # urllib3 leaves it to the garbage collector
         for manager in (self.poolmanager, *self.proxy_manager.values()):
             for key in list(manager.pools.keys()):
                 manager.pools[key].close()
         super().close()
-
-
-def _is_loopback(url: str) -> bool:
-    return Reference(urlsplit(url).netloc, "x").is_loopback
 
 
 def open_session(connection: ClientOptions, host: str) -> requests.Session:
@@ -169,7 +149,6 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
         StoreError: a certificate or key cannot be read.
     """
     session = _Requests()
-    session.auth = _unchanged
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
     if connection.insecure:  # our caller warns; urllib3's warning has our paths
@@ -179,17 +158,16 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     elif connection.ca_bundle is not None:
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
-        session.mount(prefix, _Adapter(MOST_JOBS))
+        session.mount(prefix, _Adapter())
     context = _context(connection, host)
     if context is not None:
-        session.mount(f"https://{host}/", _Adapter(MOST_JOBS, context))
+        session.mount(f"https://{host}/", _Adapter(context))
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session
 
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
-    """Return TLS with the certificates for this host, or None."""
     found = certificates(connection.cert_dirs, host)
     if not found.authorities and not found.pairs:
         return None
@@ -197,9 +175,9 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
     if connection.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+    is_told = connection.insecure or connection.ca_file is not None
     path = Path()
     try:
-        is_told = connection.insecure or connection.ca_file is not None
         for path in () if is_told else found.authorities:
             context.load_verify_locations(path)
         for path, key in found.pairs:
@@ -214,9 +192,5 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
 
 def _hide_queries(record: logging.LogRecord) -> bool:
     """Remove queries from urllib3's log: those of content networks and uploads are secret."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(
-            re.sub(r"\?[^\s\"]*", "?...", part) if isinstance(part, str) else part
-            for part in record.args
-        )
+    record.msg, record.args = re.sub(r"\?[^\s\"]*", "?...", record.getMessage()), ()
     return True

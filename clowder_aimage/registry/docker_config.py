@@ -11,7 +11,7 @@ import binascii
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import oras.auth.utils
 import oras.utils
 
 from clowder_aimage.content.atomic_file import write_file
-from clowder_aimage.errors import StoreError
+from clowder_aimage.errors import StoreError, UnauthorizedError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
@@ -29,11 +29,7 @@ _IDENTITY_USER = "<token>"  # what a helper answers as Username when Secret is a
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """A user's credential: one of three.
-
-    ``basic`` is a name and password, ``identity_token`` is exchanged for access tokens, and
-    ``registry_token`` is an access token.
-    """
+    """A name and password, an identity token (exchanged for access tokens), or an access token."""
 
     basic: str | None = field(default=None, repr=False)
     identity_token: str | None = field(default=None, repr=False)
@@ -47,11 +43,9 @@ class Credential:
         except (binascii.Error, ValueError):
             return None
         user, colon, password = text.rstrip("\0").partition(":")
-        if not colon:
-            return None
-        if user == _IDENTITY_USER:
+        if user == _IDENTITY_USER and colon:
             return cls(identity_token=password)
-        return cls(basic=basic)
+        return cls(basic=basic) if colon else None
 
 
 def config_key(registry: str) -> str:
@@ -77,15 +71,6 @@ def scope_of(key: str) -> str | None:
     return f"{host}/{path}" if path else host
 
 
-def _scopes(registry: str, repository: str) -> Iterator[str]:
-    """Yield the keys for a repository, the longest first, the host last."""
-    host = "docker.io" if registry in DOCKER_HUB else registry
-    parts = repository.split("/")
-    for count in range(len(parts), 0, -1):
-        yield "/".join((host, *parts[:count]))
-    yield host
-
-
 def find_credential(
     configs: Iterable[dict[str, Any]], registry: str, repository: str
 ) -> Credential | None:
@@ -103,27 +88,23 @@ def find_credential(
 
 
 def _find(config: dict[str, Any], registry: str, repository: str) -> Credential | None:
-    inline = _inline(config)
-    *paths, host = _scopes(registry, repository)
-    for scope in paths:
-        if scope in inline:
-            return inline[scope]
-    own = _own_helper(config, registry)
+    host, inline = scope_of(registry), _inline(config)
+    path = f"{host}/{repository}"
+    while path != host:
+        if path in inline:
+            return inline[path]
+        path = path.rpartition("/")[0]
+    own, store = _own_helper(config, registry), config.get("credsStore")
     found = _ask(own, registry) if own else None
-    found = found or inline.get(host)
-    store = config.get("credsStore")
+    found = found or inline.get(path)
     return found or (_ask(store, registry) if store else None)
 
 
 def _inline(config: dict[str, Any]) -> dict[str, Credential]:
     """Return the credentials in the file itself, by host or path."""
-    found = {}
-    for key, entry in (config.get("auths") or {}).items():
-        scope = scope_of(key)
-        credential = _entry(entry) if isinstance(entry, dict) else None
-        if scope is not None and credential is not None:
-            found[scope] = credential
-    return found
+    entries = ((scope_of(key), entry) for key, entry in (config.get("auths") or {}).items())
+    found = {scope: _entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope}
+    return {scope: credential for scope, credential in found.items() if credential is not None}
 
 
 def _entry(entry: dict[str, Any]) -> Credential | None:
@@ -147,30 +128,37 @@ def _ask(name: str, registry: str) -> Credential | None:
     try:
         found = json.loads(run_helper(name, "get", config_key(registry)))
         basic = oras.auth.utils.get_basic_auth(found["Username"], found["Secret"])
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+    except (UnauthorizedError, OSError, ValueError, LookupError, TypeError):
         return None
     return Credential.of_basic(basic)
 
 
 def run_helper(name: str, verb: str, text: str) -> bytes:
-    """Run a credential helper. Raises OSError or subprocess.CalledProcessError."""
-    command = [f"docker-credential-{name}", verb]
-    return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
+    """Run a credential helper and return its output. Raises UnauthorizedError."""
+    binary = f"docker-credential-{name}"
+    try:
+        command = [binary, verb]
+        return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
+    except FileNotFoundError:
+        raise UnauthorizedError(
+            f"the credential helper {binary} is not installed",
+            hint="install it, or remove it from docker's config.json",
+        ) from None
+    except subprocess.CalledProcessError as error:
+        output = (error.stdout + error.stderr).decode(errors="replace").strip()
+        raise UnauthorizedError(f"{binary} {verb} failed: {output[:300]}") from None
 
 
 def _own_helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the helper of this host alone, or None."""
-    host = scope_of(registry)
-    for key, name in (config.get("credHelpers") or {}).items():
-        if scope_of(key) == host and isinstance(name, str):
-            return name
-    return None
+    host, helpers = scope_of(registry), config.get("credHelpers") or {}
+    named = (name for key, name in helpers.items() if scope_of(key) == host)
+    return next((name for name in named if isinstance(name, str)), None)
 
 
 def helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the credential helper for a registry, or None."""
-    named = _own_helper(config, registry) or config.get("credsStore")
-    return named if isinstance(named, str) else None
+    return _own_helper(config, registry) or config.get("credsStore")
 
 
 def keys_of(config: dict[str, Any], registry: str) -> list[str]:
@@ -180,11 +168,7 @@ def keys_of(config: dict[str, Any], registry: str) -> list[str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the file's object, or an empty one if there is no file.
-
-    Raises:
-        StoreError: it cannot be read, or is not such a file.
-    """
+    """Return the file's object, or an empty one if there is no file. Raises StoreError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -204,11 +188,7 @@ def _broken(path: Path, why: str) -> StoreError:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Replace the file, readable by its owner alone; a link to it stays a link.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Replace the file, readable by its owner alone; a link to it stays. Raises StoreError."""
     target = path.resolve()
     data = json.dumps(config, indent="\t") + "\n"
     try:

@@ -11,8 +11,7 @@ from urllib3.exceptions import HTTPError
 
 from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import failure
+from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})

@@ -7,7 +7,7 @@ error: the blob is uploaded instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlencode
 
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent, ignore
@@ -42,36 +42,29 @@ class MountOrigins:
         found = [name for name in self._find(digest) if name not in self._refused]
         return sorted(found, key=lambda name: name in self._missing)[:CANDIDATES]
 
-    def mounted(self, content: Descriptor) -> None:
-        """Report a blob as present."""
-        self._on_event(CopyEvent("skip", content, content.size))
+    def begin(self, session: Session, content: Descriptor) -> RegistryResponse | None:
+        """Mount a blob, or begin its upload; return the response to that, or None if mounted.
 
-    def refused(self, repository: str) -> None:
-        """Exclude a repository."""
-        self._refused.add(repository)
+        A response 202 to a mount begins an upload, too.
+        """
+        for repository in self.of(content.digest):
+            answer = _mount(session, content.digest, repository)
+            status = answer.status_code if answer is not None else 0
+            if status == 202:
+                self._missing.add(repository)
+                return answer
+            if answer is not None:
+                answer.finish()
+            if status == 201:
+                self._on_event(CopyEvent("skip", content, content.size))
+                return None
+            self._refused.add(repository)
+        return _begin(session, "")
 
-    def missed(self, repository: str) -> None:
-        """Put a repository last."""
-        self._missing.add(repository)
 
-
-def begin(session: Session, content: Descriptor, origins: MountOrigins) -> RegistryResponse | None:
-    """Mount a blob, or begin its upload; return the response to that, or None if mounted.
-
-    A response 202 to a mount begins an upload, too.
-    """
-    for repository in origins.of(content.digest):
-        answer = _mount(session, content.digest, repository)
-        if answer is not None and answer.status_code == 202:
-            origins.missed(repository)
-            return answer
-        if answer is not None:
-            answer.finish()
-        if answer is not None and answer.status_code == 201:
-            origins.mounted(content)
-            return None
-        origins.refused(repository)
-    return session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
+def _begin(session: Session, query: str) -> RegistryResponse:
+    url = session.url(f"blobs/uploads/{query}")
+    return session.request("POST", url, headers={"Content-Length": "0"})
 
 
 def _mount(session: Session, digest: Digest, repository: str) -> RegistryResponse | None:
@@ -80,13 +73,12 @@ def _mount(session: Session, digest: Digest, repository: str) -> RegistryRespons
     A token that another thread received a moment ago may lack the right to read the other
     repository, so a 401 is worth a second request.
     """
-    query = urlencode({"mount": str(digest), "from": repository})
-    url = session.url(f"blobs/uploads/?{query}")
+    query = "?" + urlencode({"mount": str(digest), "from": repository})
     try:
-        answer = session.request("POST", url, headers={"Content-Length": "0"})
+        answer = _begin(session, query)
         if answer.status_code == 401:
             answer.finish()
-            answer = session.request("POST", url, headers={"Content-Length": "0"})
+            answer = _begin(session, query)
     except UnauthorizedError:
         return None
     return answer
@@ -107,17 +99,22 @@ class MountHolders:
     def __call__(self, digest: Digest) -> Sequence[str]:
         with self._lock:
             if self._known is None:
-                self._known = holders(self._manifests())
+                self._known = self._read()
             return self._known.get(digest, ())
 
-    def _manifests(self) -> Iterator[tuple[str, Manifest]]:
+    def _read(self) -> dict[Digest, list[str]]:
+        """Return the repositories of each blob."""
+        found: dict[Digest, dict[str, None]] = {}
         names = sibling_repositories(self._store.tags(), self._target)
         for repository, descriptor in names[:_MANIFESTS_READ]:
             try:
                 raw = read_all(self._store.open(descriptor), descriptor)
-                yield repository, Manifest.parse(raw, descriptor.media_type)
+                blobs = Manifest.parse(raw, descriptor.media_type).children
             except AImageError:
                 continue  # not ours to judge here: it only could have saved some time
+            for blob in blobs:
+                found.setdefault(blob.digest, {})[repository] = None
+        return {digest: list(repositories) for digest, repositories in found.items()}
 
 
 def sibling_repositories(
@@ -130,19 +127,7 @@ def sibling_repositories(
             reference = Reference.parse(name)
         except AImageError:
             continue  # a name that another tool gave
-        if reference.registry != target.registry or reference.repository == target.repository:
-            continue
-        if descriptor.media_type in mediatype.MANIFESTS:
+        is_sibling = reference.registry == target.registry and reference.name != target.name
+        if is_sibling and descriptor.media_type in mediatype.MANIFESTS:
             found[reference.repository, descriptor.digest] = descriptor
     return [(repository, descriptor) for (repository, _), descriptor in found.items()]
-
-
-def holders(manifests: Iterable[tuple[str, Manifest]]) -> dict[Digest, list[str]]:
-    """Return the repositories of each blob in ``manifests``."""
-    found: dict[Digest, list[str]] = {}
-    for repository, manifest in manifests:
-        for blob in manifest.children:
-            places = found.setdefault(blob.digest, [])
-            if repository not in places:
-                places.append(repository)
-    return found

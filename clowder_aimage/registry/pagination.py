@@ -7,14 +7,13 @@ are followed only within the registry's origin, and up to a limit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from urllib.parse import urljoin, urlsplit
 
 import requests.utils
 
 from clowder_aimage.errors import FormatError, RegistryError
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, read_json
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import failure
+from clowder_aimage.oci import read_json
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.transport import origin
@@ -42,11 +41,11 @@ def _tags(raw: bytes, name: str) -> list[str]:
     try:
         listed = read_json(raw, "the answer")["tags"] or []
     except (FormatError, KeyError, TypeError):
-        raise FormatError(f"the answer about the tags of {name} is not a list of tags") from None
+        listed = None
     if not isinstance(listed, list) or not all(
         isinstance(tag, str) and tag.isprintable() for tag in listed
     ):
-        raise FormatError(f"the tags of {name} contain an invalid one")
+        raise FormatError(f"the answer about the tags of {name} is not a list of valid tags")
     return listed
 
 
@@ -63,27 +62,14 @@ def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple
         if url in seen:
             raise RegistryError(f"the pages about {what} form a circle")
         seen.add(url)
-        raw, media_type, link, base = _page(session, url, what, accept)
+        raw, response = retrying(partial(session.get, url, accept, what))
         size += len(raw)
-        yield raw, media_type
-        url = _following(session, link, base, what) if link else None
+        yield raw, response.headers.get("Content-Type", "")
+        links = requests.utils.parse_header_links(response.headers.get("Link", ""))
+        link = next((one["url"] for one in links if one.get("rel") == "next"), "")
+        url = _following(session, link, response.url, what) if link else None
         if url is not None and (len(seen) == MAX_PAGES or size > MAX_LIST_SIZE):
             raise RegistryError(f"the list about {what} does not end")
-
-
-def _page(session: Session, url: str, what: str, accept: str) -> tuple[bytes, str, str, str]:
-    """Return a page, its media type, the link to the next, and the link's base URL."""
-
-    def get() -> tuple[bytes, RegistryResponse]:
-        response = session.request("GET", url, headers={"Accept": accept})
-        if response.status_code != 200:
-            raise failure(response, what)
-        return response.read(MAX_MANIFEST_SIZE), response
-
-    raw, response = retrying(get)
-    links = requests.utils.parse_header_links(response.headers.get("Link", ""))
-    link = next((one["url"] for one in links if one.get("rel") == "next"), "")
-    return raw, response.headers.get("Content-Type", ""), link, response.url
 
 
 def _following(session: Session, link: str, base: str, what: str) -> str:

@@ -11,8 +11,9 @@ import io
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -22,6 +23,7 @@ from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry.response import RegistryResponse
 
 # In a request: the node that asks. In an answer: the node that answers, or, with a redirect, those
 # that have the content.
@@ -30,7 +32,6 @@ NODE_ID = re.compile(r"[0-9a-f]{32}")
 BUSY = 429
 STORED = "only-if-cached"  # Cache-Control of a request (RFC 9111, 5.2.1.7)
 MAX_NODES = 16  # of one redirect
-_MAX_BODY = 16 * 1024  # bytes of an answer that is not a range
 _CONNECTIONS = 16  # to one node that are kept
 _POOLS = 4096  # nodes whose connections are kept
 _CONNECT_TIMEOUT = 2.0  # seconds
@@ -72,6 +73,11 @@ class BlobSpan:
         query = urlencode({"ns": self.reference.registry or ""})
         return f"/v2/{self.reference.repository}/blobs/{self.digest}?{query}"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of a request for the bytes."""
+        return {"Range": f"bytes={self.start}-{self.end - 1}"}
+
 
 @dataclass(frozen=True, slots=True)
 class PeerRefusal:
@@ -108,10 +114,8 @@ class PeerReader(io.RawIOBase):
     ``on_end`` is called with the error that ended it, or with None when all of it came.
     """
 
-    def __init__(
-        self, address: PeerAddress, response: urllib3.BaseHTTPResponse, count: int, limit: float
-    ) -> None:
-        self._address, self._response = address, response
+    def __init__(self, peer: object, response: RegistryResponse, count: int, limit: float) -> None:
+        self._peer, self._response = peer, response
         self._left, self._limit, self._waited = count, limit, 0.0
         self.on_end: Callable[[PeerError | None], object] = lambda _: None
 
@@ -133,27 +137,26 @@ class PeerReader(io.RawIOBase):
 
     def _read(self, count: int) -> bytes:
         began = time.monotonic()
-        with _errors(self._address):
-            data = self._response.read1(count)
+        with _errors(self._peer):
+            data = self._response.raw.read1(count)
         self._waited += time.monotonic() - began
         if not data:
-            raise PeerError(f"the answer of the peer {self._address} broke off")
+            raise PeerError(f"the answer of the peer {self._peer} broke off")
         if self._waited > self._limit:
-            raise PeerError(f"the peer {self._address} is too slow", is_late=True)
+            raise PeerError(f"the peer {self._peer} is too slow", is_late=True)
         return data
 
     def close(self) -> None:
         if not self.closed and self._left:
             self._response.close()
         elif not self.closed:
-            self._response.drain_conn()
-            self._response.release_conn()
+            self._response.finish()
             self.on_end(None)
         super().close()
 
 
 class PeerClient:
-    """A client of other nodes. Threads may share it.
+    """A client of other nodes, which are named by their URLs. Threads may share it.
 
     ``node`` is the id of this node, ``token`` the token that the nodes share, ``ca_file`` the
     authorities of those that speak TLS, if they are not the usual ones.
@@ -167,11 +170,7 @@ class PeerClient:
         ca_file: Path | None = None,
         timeouts: PeerTimeouts | None = None,
     ) -> None:
-        self._headers = {
-            "Accept-Encoding": "identity",
-            "User-Agent": "aimage",
-            NODE_HEADER: node,
-        }
+        self._headers = {"Accept-Encoding": "identity", "User-Agent": "aimage", NODE_HEADER: node}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._timeouts = timeouts or PeerTimeouts()
@@ -188,103 +187,87 @@ class PeerClient:
         self._is_closed = True
         self._pools.clear()
 
-    def ping(self, address: PeerAddress) -> str:
-        """Return the id of the node at ``address``. Raises PeerError."""
-        timeout = self._timeouts.ping
-        response = self._send("GET", address, "/v2/", {}, timeout)
-        _finish(response)
+    def ping(self, peer: object) -> str:
+        """Return the id of a node. Raises PeerError."""
+        response = self._send("GET", peer, "/v2/", {}, self._timeouts.ping)
+        response.finish()
         node = response.headers.get(NODE_HEADER, "")
-        if response.status in (401, 403):
-            raise PeerError(f"the peer {address} refuses the token")
-        if response.status != 200 or not NODE_ID.fullmatch(node):
-            raise PeerError(f"{address} is not a node: it answers {response.status}")
+        if response.status_code in (401, 403):
+            raise PeerError(f"the peer {peer} refuses the token")
+        if response.status_code != 200 or not NODE_ID.fullmatch(node):
+            raise PeerError(f"{peer} is not a node: it answers {response.status_code}")
         return node
 
     def open(
-        self, address: PeerAddress, span: BlobSpan, *, is_stored: bool = False
+        self, peer: object, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | PeerRefusal:
         """Request content; with ``is_stored`` only what the node has, or is receiving.
 
         Raises:
             PeerError: there is no answer, or none that a node gives.
         """
-        headers = {"Range": f"bytes={span.start}-{span.end - 1}"}
-        if is_stored:
-            headers["Cache-Control"] = STORED
-        response = self._send("GET", address, span.path, headers, self._timeouts.stall)
-        if response.status == 206:
-            if not _is_range(response, span):
+        headers = span.headers | ({"Cache-Control": STORED} if is_stored else {})
+        response = self._send("GET", peer, span.path, headers, self._timeouts.stall)
+        if response.status_code == 206:
+            if not _is_range(response.headers, span):
                 response.close()
-                raise PeerError(f"the peer {address} sends another range")
-            count = span.end - span.start
-            return PeerReader(address, response, count, self._timeouts.range)
-        _finish(response)
-        if response.status not in (307, 404, BUSY, 502):
-            raise PeerError(f"the peer {address} answers {response.status}")
+                raise PeerError(f"the peer {peer} sends another range")
+            return PeerReader(peer, response, span.end - span.start, self._timeouts.range)
+        response.finish()
+        if response.status_code not in (307, 404, BUSY, 502):
+            raise PeerError(f"the peer {peer} answers {response.status_code}")
         nodes = response.headers.get(NODE_HEADER, "").replace(" ", "").split(",")[:MAX_NODES]
         return PeerRefusal(
-            response.status,
+            response.status_code,
             tuple(filter(NODE_ID.fullmatch, nodes)),
             "Retry-After" in response.headers,
         )
 
-    def has(self, address: PeerAddress, span: BlobSpan) -> bool:
+    def has(self, peer: object, span: BlobSpan) -> bool:
         """Return True if a node has content, or is receiving it from a registry.
 
         Raises:
             PeerError: as ``open``.
         """
-        headers = {"Range": f"bytes={span.start}-{span.end - 1}", "Cache-Control": STORED}
-        response = self._send("HEAD", address, span.path, headers, self._timeouts.ping)
-        _finish(response)
-        return response.status == 200
+        headers = span.headers | {"Cache-Control": STORED}
+        response = self._send("HEAD", peer, span.path, headers, self._timeouts.ping)
+        response.finish()
+        return response.status_code == 200
 
     def _send(
-        self, method: str, address: PeerAddress, path: str, headers: dict[str, str], limit: float
-    ) -> urllib3.BaseHTTPResponse:
+        self, method: str, peer: object, path: str, headers: dict[str, str], limit: float
+    ) -> RegistryResponse:
         if self._is_closed:
             raise PeerError("this node is shutting down")
-        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=limit)
-
-        def send() -> urllib3.BaseHTTPResponse:
-            return self._pools.request(
-                method, f"{address}{path}",
-                headers=self._headers | headers, timeout=timeout,
-                preload_content=False, redirect=False, retries=False,
-            )  # fmt: skip
-
-        with _errors(address):
+        send = partial(
+            self._pools.request, method, url := f"{peer}{path}", headers=self._headers | headers,
+            timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=limit), preload_content=False,
+            redirect=False, retries=False,
+        )  # fmt: skip
+        with _errors(peer):
             try:
-                return send()
+                raw = send()
             except ProtocolError:  # the connection was kept for too long
-                return send()
+                raw = send()
+        return RegistryResponse(raw.status, url, raw.headers, raw)
 
 
 @contextlib.contextmanager
-def _errors(address: PeerAddress) -> Iterator[None]:
+def _errors(peer: object) -> Iterator[None]:
     """Raise the errors of urllib3 as PeerError."""
     try:
         yield
     except HTTPTimeoutError as error:
-        raise PeerError(f"the peer {address} does not answer in time", is_late=True) from error
+        raise PeerError(f"the peer {peer} does not answer in time", is_late=True) from error
     except (HTTPError, OSError, ValueError) as error:
-        raise PeerError(f"cannot reach the peer {address}: {error}") from error
+        raise PeerError(f"cannot reach the peer {peer}: {error}") from error
 
 
-def _is_range(response: urllib3.BaseHTTPResponse, span: BlobSpan) -> bool:
+def _is_range(headers: Mapping[str, str], span: BlobSpan) -> bool:
     """Return True if a 206 announces the bytes of ``span``, and only these."""
-    headers = response.headers
     content_range = f"bytes {span.start}-{span.end - 1}/"
     is_coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
     is_as_long = headers.get("Content-Length") == str(span.end - span.start)
-    is_at = headers.get("Content-Range", "").startswith(content_range)
-    return is_as_long and is_at and not is_coded
-
-
-def _finish(response: urllib3.BaseHTTPResponse) -> None:
-    """Read the small body of an answer, so that its connection can be used again."""
-    with contextlib.suppress(HTTPError, OSError):
-        response.read(_MAX_BODY)
-        if response.read(1):
-            response.close()
-        response.release_conn()
+    return (
+        is_as_long and headers.get("Content-Range", "").startswith(content_range) and not is_coded
+    )

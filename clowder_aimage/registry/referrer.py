@@ -8,23 +8,14 @@ Referrers", end-12a and end-12b, and "Referrers Tag Schema").
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
-from clowder_aimage.oci import (
-    MAX_MANIFEST_SIZE,
-    Descriptor,
-    Digest,
-    Index,
-    Manifest,
-    mediatype,
-    parse_document,
-)
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry.pagination import pages
-from clowder_aimage.registry.response_error import failure, manifest_failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 
@@ -55,8 +46,7 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
     """
     listed = _listed(session, subject, artifact_type)
     if listed is None:
-        raw = _tagged(session, subject)
-        listed = [] if raw is None else _entries(raw)
+        listed = _entries(_tagged(session, subject))
     unique = {entry.digest: entry for entry in listed}
     return [
         entry
@@ -82,7 +72,9 @@ def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descr
     return found
 
 
-def _entries(raw: bytes, media_type: str = "") -> list[Descriptor]:
+def _entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
+    if raw is None:
+        return []
     document = parse_document(raw, media_type)
     if not isinstance(document, Index):
         raise FormatError(f"a list of referrers must be an index, not {document.media_type}")
@@ -101,21 +93,20 @@ def record(
         RegistryError, NetworkError, UnauthorizedError: it cannot be stored.
     """
     entry = entry_of(content, document)
-    for _ in range(_ATTEMPTS):
-        raw = _tagged(session, subject)
-        if raw is not None and _has(_entries(raw), entry):
-            return
-        _put(session, subject, with_entry(raw, entry))
+    tag = tag_of(subject)
+    what = f"the list of referrers {tag}"
     raw = _tagged(session, subject)
-    if raw is None or not _has(_entries(raw), entry):
+    for _ in range(_ATTEMPTS):
+        if any(entry.digest == other.digest for other in _entries(raw)):
+            return
+        new = with_entry(raw, entry)
+        session.put_manifest(tag, parse_document(new).media_type, new, what)
+        raw = _tagged(session, subject)
+    if all(entry.digest != other.digest for other in _entries(raw)):
         raise RegistryError(
-            f"the list of referrers {tag_of(subject)} does not keep what is put there",
+            f"{what} does not keep what is put there",
             hint="others may be writing to it at the same time: try again",
         )
-
-
-def _has(entries: Iterable[Descriptor], entry: Descriptor) -> bool:
-    return any(other.digest == entry.digest for other in entries)
 
 
 def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
@@ -130,30 +121,11 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
 def _tagged(session: Session, subject: Digest) -> bytes | None:
     """Return the index under the subject's tag, or None."""
     tag = tag_of(subject)
-
-    def get() -> bytes | None:
-        headers = {"Accept": ", ".join(sorted(mediatype.INDEXES | mediatype.MANIFESTS))}
-        response = session.request("GET", session.url(f"manifests/{tag}"), headers=headers)
-        if response.status_code == 404:
-            response.finish()
-            return None
-        if response.status_code != 200:
-            raise failure(response, f"the list of referrers {tag}")
-        return response.read(MAX_MANIFEST_SIZE)
-
-    return retrying(get)
-
-
-def _put(session: Session, subject: Digest, raw: bytes) -> None:
-    tag = tag_of(subject)
-    media_type = parse_document(raw).media_type
-
-    def put() -> None:
-        url = session.url(f"manifests/{tag}")
-        headers = {"Content-Type": media_type}
-        response = session.request("PUT", url, headers=headers, body=raw)
-        if response.status_code not in (200, 201):
-            raise manifest_failure(response, f"the list of referrers {tag}")
-        response.finish()
-
-    retrying(put)
+    accept = ", ".join(sorted(mediatype.INDEXES | mediatype.MANIFESTS))
+    get = partial(
+        session.get, session.url(f"manifests/{tag}"), accept, f"the list of referrers {tag}"
+    )
+    try:
+        return retrying(get)[0]
+    except NotFoundError:
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
+from functools import partial
 from typing import BinaryIO, cast
 
 from clowder_aimage.content.copy import push_blobs
@@ -20,8 +20,7 @@ from clowder_aimage.registry import pagination, referrer
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import failure, manifest_failure
+from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.upload import upload
@@ -58,53 +57,51 @@ class Repository(Target):
     def __enter__(self) -> Repository:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._session.close()
 
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Fetch the manifest of ``reference`` and verify it by a digest in that (end-3)."""
-        return retrying(lambda: self._resolve(reference))
+        return retrying(lambda: self._resolve(reference, self._request_manifest(reference)))
 
     def resolve_changed(self, reference: Reference, known: Digest | None, /) -> Descriptor | None:
         """Resolve a reference whose manifest is no longer ``known``; return None if it is.
 
         This is one request, without a body in the second case (RFC 9110, 13.1.2).
         """
-        return retrying(lambda: self._resolve_changed(reference, known))
 
-    def _resolve_changed(self, reference: Reference, known: Digest | None) -> Descriptor | None:
+        def resolve() -> Descriptor | None:
+            response = self._request_manifest(reference, known)
+            if response.status_code == 304:
+                response.finish()
+                return None
+            found = self._resolve(reference, response)
+            return None if found.digest == known else found
+
+        return retrying(resolve)
+
+    def _request_manifest(
+        self, reference: Reference, known: Digest | None = None
+    ) -> RegistryResponse:
         headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{known}"'} if known else {})
-        response = self._get(f"manifests/{reference.target}", headers)
-        if response.status_code == 304:
-            response.finish()
-            return None
-        found = self._described(response, reference)
-        return None if found.digest == known else found
+        url = self._session.url(f"manifests/{reference.target}")
+        return self._session.request("GET", url, headers=headers)
 
-    def _resolve(self, reference: Reference) -> Descriptor:
-        response = self._get(f"manifests/{reference.target}", {"Accept": ACCEPT})
-        return self._described(response, reference)
-
-    def _described(self, response: RegistryResponse, reference: Reference) -> Descriptor:
+    def _resolve(self, reference: Reference, response: RegistryResponse) -> Descriptor:
+        """Verify a manifest, and keep it."""
         if response.status_code != 200:
             raise failure(response, f"manifest {reference}")
-        media_type = response.headers.get("Content-Type", "")
-        header = response.headers.get("Docker-Content-Digest", "")
         raw = response.read(MAX_MANIFEST_SIZE)
+        header = response.headers.get("Docker-Content-Digest", "")
         digest = _checked_digest(raw, reference, header)
-        document = parse_document(raw, media_type)
+        document = parse_document(raw, response.headers.get("Content-Type", ""))
         self._manifests[digest] = raw
         return Descriptor(document.media_type, digest, len(raw))
 
     def exists(self, content: Descriptor, /) -> bool:
         """Return whether a blob or manifest exists, by HEAD (end-2, end-3)."""
         key = (content.digest, content.size)
-        if key not in self._present and retrying(lambda: self._exists(content)):
+        if key not in self._present and retrying(partial(self._exists, content)):
             self._present.add(key)
         return key in self._present
 
@@ -117,8 +114,7 @@ class Repository(Target):
             return False
         if response.status_code != 200:
             raise failure(response, f"the request for {content.digest}")
-        length = response.headers.get("Content-Length")
-        return length is None or length == str(content.size)
+        return response.headers.get("Content-Length") in (None, str(content.size))
 
     def size(self, digest: Digest) -> int:
         """Return the size of a blob (HEAD, end-2).
@@ -140,16 +136,16 @@ class Repository(Target):
         if content.media_type in _MANIFESTS:
             return io.BytesIO(self._manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
-        what = f"blob {content.digest} of {self._name}"
         asked = itertools.count(1)
 
         def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
             if next(asked) > _MAX_REQUESTS:  # a mirror that breaks off time and again
-                self._session.avoid_mirrors(content.digest)
+                self._session.mirrors.avoid(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
+        what = f"blob {content.digest} of {self._name}"
         reader = BlobReader(get, what, offset, end, content.size)
         if reader.ignores_range:
             self._without_ranges.add(content.digest)
@@ -160,11 +156,11 @@ class Repository(Target):
 
     def distrust(self, content: Descriptor, /) -> bool:
         """Exclude the mirrors that sent wrong content; return whether there were any."""
-        return self._session.distrust(content.digest)
+        return self._session.mirrors.distrust(content.digest)
 
     def was_mirrored(self, content: Descriptor) -> bool:
         """Return whether a blob came from a mirror."""
-        return self._session.was_mirrored(content.digest)
+        return self._session.mirrors.have_sent(content.digest)
 
     def _manifest(self, content: Descriptor) -> bytes:
         if content.digest not in self._manifests:
@@ -182,8 +178,7 @@ class Repository(Target):
             return
         with VerifyingReader(body(), content) as reader:
             raw = reader.readall() or b""
-        target = Reference(None, "x", None, content.digest) if reference is None else reference
-        self._put_manifest(content, raw, target)
+        self._put_manifest(content, raw, reference)
 
     def tag_names(self) -> list[str]:
         """Return all tags of the repository, in the registry's order (end-8a, end-8b)."""
@@ -196,27 +191,15 @@ class Repository(Target):
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)
 
-    def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference) -> None:
-        """PUT a manifest by tag, or by digest where there is no tag (end-7)."""
-        target = reference.tag or str(content.digest)
-        listed = retrying(lambda: self._put(content, raw, target))
+    def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference | None) -> None:
+        """PUT a manifest by tag, or by digest where there is no tag, and list it as a referrer."""
+        target = (reference and reference.tag) or str(content.digest)
+        what = f"manifest {self._name}:{target}"
+        headers = self._session.put_manifest(target, content.media_type, raw, what)
         self._manifests[content.digest] = raw
         document = parse_document(raw, content.media_type)
-        if document.subject is not None and not listed:
+        if document.subject is not None and "OCI-Subject" not in headers:
             referrer.record(self._session, document.subject.digest, content, document)
-
-    def _put(self, content: Descriptor, raw: bytes, target: str) -> bool:
-        """PUT a manifest and return whether the registry lists it as a referrer."""
-        url = self._session.url(f"manifests/{target}")
-        headers = {"Content-Type": content.media_type}
-        response = self._session.request("PUT", url, headers=headers, body=raw)
-        if response.status_code not in (200, 201):
-            raise manifest_failure(response, f"manifest {self._name}:{target}")
-        response.finish()
-        return "OCI-Subject" in response.headers
-
-    def _get(self, path: str, headers: dict[str, str]) -> RegistryResponse:
-        return self._session.request("GET", self._session.url(path), headers=headers)
 
 
 def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:

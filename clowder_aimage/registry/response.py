@@ -1,8 +1,11 @@
-"""A registry's response, whose body is read when it is needed."""
+"""A registry's response, and the errors for unexpected ones (distribution-spec, "Error Codes")."""
 
 from __future__ import annotations
 
 import http.client
+import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +14,29 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from clowder_aimage.errors import VerificationError
-from clowder_aimage.registry.retry import BrokenOffError
+from clowder_aimage.errors import (
+    AImageError,
+    ManifestRefusedError,
+    NotFoundError,
+    RegistryError,
+    UnauthorizedError,
+    VerificationError,
+)
+from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 
 _MAX_IGNORED_SIZE = 64 * 1024  # of a body that is read only to keep its connection
+_MAX_ERROR_BODY = 64 * 1024
+_MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
+_PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
+_NO_PROJECT = "create the project in the registry first, or check its name"
+_HINTS = (  # by patterns of messages: Harbor's, by its documentation
+    (r"project \S+ not found", _NO_PROJECT),
+    (_PROXY_PROJECT, "push to another project: this one is a cache of another registry"),
+    (r"will exceed the configured upper limit|quota", "the project's storage quota is used up"),
+    (r"read.only mode", "its administrator made the registry read-only for now"),
+    (r"immutable", "push under another tag: this one is immutable there"),
+    (r"due to configured policy|POLICYVIOLATION", "ask the administrator of the project's policy"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,3 +113,119 @@ class RegistryResponse:
     def close(self) -> None:
         """Close the connection."""
         self.raw.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFailure:
+    """The status of an error response, and the first error in its body."""
+
+    host: str
+    status: int
+    code: str
+    message: str
+    detail: str
+    retry_after: float = 0.0
+
+    @classmethod
+    def of(cls, response: RegistryResponse) -> ResponseFailure:
+        """Read an error response with any body."""
+        host, status = response.host, response.status_code
+        # in seconds; a date is for the session, which has a clock
+        after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
+        try:
+            errors = json.loads(response.read(_MAX_ERROR_BODY))["errors"]
+            # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
+            error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
+            detail = error.get("detail") or ""
+            text = detail if isinstance(detail, str) else json.dumps(detail)
+            code, message = str(error.get("code", "")), str(error.get("message", ""))
+            return cls(host, status, code[:60], message[:300], text[:500], after)
+        except (
+            ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AImageError
+        ):  # fmt: skip
+            return cls(host, status, "", "", "", after)
+
+    @property
+    def text(self) -> str:
+        """Status, code and message in one line."""
+        return f"{self.status} {self.code} {self.message}".strip()
+
+    @property
+    def is_too_large(self) -> bool:
+        """True if the request's body was too large."""
+        return self.status == 413 or "too large" in self.detail.lower()
+
+    @property
+    def refuses_kind(self) -> bool:
+        """True if the kind of manifest is refused, and another dialect may be accepted.
+
+        By distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
+        """
+        if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
+            return False
+        if _PROXY_PROJECT in self.message:
+            return False
+        if self.status == 400:
+            return self.code == "MANIFEST_INVALID"
+        if self.status == 403:
+            return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
+        if self.status == 405:
+            return self.code == "UNSUPPORTED"
+        return self.status in (406, 415)
+
+
+def failure(response: RegistryResponse, what: str) -> AImageError:
+    """Return the error for an unexpected response to a request for ``what``."""
+    return error_for(ResponseFailure.of(response), what)
+
+
+def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
+    """Return the error for a refused manifest: for its kind, its size, or another reason."""
+    found = ResponseFailure.of(response)
+    fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
+    if found.refuses_kind:
+        return ManifestRefusedError(
+            f"{found.host} refuses this kind of manifest ({found.text})",
+            remedy="push_dialect",
+            **fields,
+        )
+    if found.is_too_large:
+        return RegistryError(
+            f"{found.host} refuses {what} as too large ({found.text} {found.detail})",
+            hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
+            **fields,
+        )
+    return error_for(found, what)
+
+
+def error_for(found: ResponseFailure, what: str) -> AImageError:
+    """Return the error for a failed request for ``what``."""
+    known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
+    if found.status == 401:
+        return UnauthorizedError(
+            f"{found.host} refuses {what} without (other) credentials ({found.text})",
+            hint=known,
+            remedy="" if known else "login",
+            registry=found.host,
+        )
+    if found.status == 403 and known in (None, _NO_PROJECT):  # else the account has the right
+        return UnauthorizedError(
+            f"{found.host} does not allow {what} ({found.text})",
+            hint=known or "the account may lack the right, or the repository may not exist",
+        )
+    if found.status == 404:
+        return NotFoundError(
+            f"{found.host} {'does not have' if what.startswith('the ') else 'has no'} {what} "
+            f"({found.text})",
+            hint=known or "check the name and the tag for typing errors",
+        )
+    if known is None and found.retry_after > LONGEST_PAUSE:
+        known = f"it accepts requests again in {found.retry_after:.0f} seconds"
+    return RegistryError(
+        f"{found.host} answered {found.text} to {what}",
+        hint=known,
+        status=found.status,
+        code=found.code,
+        detail=found.detail,
+        retry_after=found.retry_after,
+    )

@@ -1,31 +1,32 @@
-"""Requests to one repository, authenticated."""
+"""Requests to one repository, authenticated, and to its mirrors."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import threading
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import urllib3
 
 from clowder_aimage.content.parallel import ParallelStoppedError
-from clowder_aimage.errors import RegistryError, UnauthorizedError
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError, VerificationError
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
-from clowder_aimage.registry.mirror import Mirrors
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import failure
-from clowder_aimage.registry.retry import BrokenOffError, Pause
+from clowder_aimage.registry.response import RegistryResponse, failure, manifest_failure
+from clowder_aimage.registry.retry import BrokenOffError, Pause, retrying
 from clowder_aimage.registry.transport import Transport, origin
 
 CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
 FIRST_READ_TIMEOUT = 6.0  # a registry that is down is detected within ten seconds
 READ_TIMEOUT = 60.0
 _DOCKER_HUB = "registry-1.docker.io"
+_DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
 class CredentialsExpiredError(BrokenOffError, UnauthorizedError):
@@ -45,7 +46,7 @@ class Session:
     ) -> None:
         self._reference = reference
         self._registry = reference.registry or ""
-        self._mirrors = _mirrors(reference, None if is_mirror else connection)
+        self.mirrors = Mirrors() if is_mirror else _mirrors(reference, connection)
         connection = connection.to(self._registry)
         plain = connection.plain_http or reference.is_loopback
         scheme = "http" if plain else "https"
@@ -54,45 +55,21 @@ class Session:
         self._http = open_session(connection, host)
         self._closed = threading.Event()
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
-        self._http.hooks["response"].append(self._pause.observe)
         self._transport = Transport(self._http, self._registry)
-        known = connection.registries.get(self._registry)
-        self.chunk = known.chunk_size if known else 0  # bytes a request may carry; 0: any
-        timeout = (CONNECT_TIMEOUT, FIRST_READ_TIMEOUT)
-        self._auth = Authenticator(reference, connection, self._http, timeout, scheme, basic_auth)
+        self.chunk = connection.host(self._registry).chunk_size  # bytes in a request; 0: any
+        self._auth = Authenticator(reference, connection, self._send_once, scheme, basic_auth)
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Close all connections; a thread that still runs opens no new ones."""
         self._closed.set()
-        self._mirrors.close()
+        self.mirrors.close()
         self._http.close()
-
-    def distrust(self, digest: Digest) -> bool:
-        """Exclude the mirrors that sent wrong content for ``digest``.
-
-        Returns:
-            whether there are any: then it is worth requesting it again.
-        """
-        return self._mirrors.distrust(str(digest))
-
-    def was_mirrored(self, digest: Digest) -> bool:
-        """Return whether the content of ``digest`` came from a mirror."""
-        return self._mirrors.sent(str(digest))
-
-    def avoid_mirrors(self, digest: Digest) -> None:
-        """Exclude the mirrors whose content of ``digest`` breaks off."""
-        self._mirrors.avoid(str(digest))
 
     def url(self, path: str) -> str:
         """Return the URL of a path below ``/v2/<repository>/``."""
@@ -134,6 +111,38 @@ class Session:
             raise failure(response, "a request")
         response.finish()
 
+    def get(self, url: str, accept: str, what: str) -> tuple[bytes, RegistryResponse]:
+        """Return a document of at most MAX_MANIFEST_SIZE bytes, and the response that it came in.
+
+        Raises:
+            AImageError: the registry does not send ``what``.
+        """
+        response = self.request("GET", url, headers={"Accept": accept})
+        if response.status_code != 200:
+            raise failure(response, what)
+        return response.read(MAX_MANIFEST_SIZE), response
+
+    def put_manifest(
+        self, target: str, media_type: str, raw: bytes, what: str
+    ) -> Mapping[str, str]:
+        """PUT a manifest by tag or digest (end-7) and return the response's headers.
+
+        Raises:
+            ManifestRefusedError: the registry does not take this kind of manifest.
+            AImageError: it does not take this one.
+        """
+
+        def put() -> Mapping[str, str]:
+            headers = {"Content-Type": media_type}
+            url = self.url(f"manifests/{target}")
+            response = self.request("PUT", url, headers=headers, body=raw)
+            if response.status_code not in (200, 201):
+                raise manifest_failure(response, what)
+            response.finish()
+            return response.headers
+
+        return retrying(put)
+
     def request(
         self,
         method: str,
@@ -155,7 +164,7 @@ class Session:
             UnauthorizedError: the registry's challenge cannot be answered.
         """
         path = url.removeprefix(self.url(""))
-        found = self._mirrors.request(method, path, headers, read_timeout)
+        found = self.mirrors.request(method, path, headers, read_timeout)
         if found is not None:
             return found
         if actions is None:
@@ -198,18 +207,100 @@ class Session:
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
         response = self._transport.send(method, url, sent, body, timeout=timeout)
-        self._pause.observe(response)
+        self._pause.observe(response.status_code, response.headers)
         if self._closed.is_set():
             response.close()
             self._http.close()
         return response
 
+    def _send_once(
+        self, method: str, url: str, headers: Mapping[str, str], body: Any
+    ) -> RegistryResponse:
+        """Send a request to a token service."""
+        transport = Transport(self._http, urlsplit(url).hostname or url, has_answered=True)
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
+        response = transport.send(method, url, headers, body, timeout=timeout, max_redirects=0)
+        self._pause.observe(response.status_code, response.headers)
+        return response
 
-def _mirrors(reference: Reference, connection: ClientOptions | None) -> Mirrors:
-    """Open the mirrors that the config file names for the registry of ``reference``."""
-    known = None if connection is None else connection.registries.get(reference.registry or "")
-    if connection is None or known is None:
-        return Mirrors((), trust_tags=False)
+
+class Mirrors:
+    """Other registries that are asked first for the content of a digest.
+
+    One that fails or sends wrong content is not asked again; one where it is missing is. Mirrors
+    receive no content, and no HEAD requests, which ask what the registry itself has.
+    """
+
+    def __init__(self, sessions: Sequence[Session] = (), *, trust_tags: bool = False) -> None:
+        self._sessions = sessions
+        self._trusts_tags = trust_tags
+        self._failed: set[Session] = set()
+        self._sent: dict[str, set[Session]] = {}  # which of them sent what
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+    def avoid(self, digest: Digest) -> None:
+        """Exclude the mirrors whose content of ``digest`` breaks off; it may still be right."""
+        self._failed |= self._sent.get(str(digest), set())
+
+    def distrust(self, digest: Digest) -> bool:
+        """Exclude the mirrors that sent wrong content for ``digest``; return whether any did."""
+        senders = self._sent.pop(str(digest), set())
+        self._failed |= senders
+        return bool(senders)
+
+    def have_sent(self, digest: Digest) -> bool:
+        """Return whether the content of ``digest`` came from a mirror."""
+        return bool(self._sent.get(str(digest)))
+
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str] | None, read_timeout: float
+    ) -> RegistryResponse | None:
+        """Return the response of the first mirror that has ``path``, or None."""
+        kind, _, target = path.partition("/")
+        if method not in ("GET", "HEAD"):
+            self._trusts_tags = False  # we push: a mirror knows nothing of it yet
+        if method != "GET":
+            return None
+        is_digest = _DIGEST.fullmatch(target) is not None
+        if kind not in ("manifests", "blobs") or not (is_digest or self._trusts_tags):
+            return None
+        for session in self._sessions:
+            if session in self._failed:
+                continue
+            try:
+                url = session.url(path)
+                response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
+                if response.status_code == 304:
+                    return response
+                if response.status_code in (200, 206):
+                    self._sent.setdefault(target, set()).add(session)
+                    return _checked(response, target) if kind == "manifests" else response
+                response.finish()
+                if response.status_code == 404:
+                    continue
+            except AImageError:
+                pass  # where the session is closed, the registry's own says so
+            self._failed.add(session)
+        return None
+
+
+def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
+    """Read a mirror's manifest and verify it where ``target`` is a digest."""
+    raw = response.read(MAX_MANIFEST_SIZE)
+    if _DIGEST.fullmatch(target):
+        digest = Digest.parse(target)
+        if Digest.of(raw, digest.algorithm) != digest:
+            raise VerificationError(f"a mirror sent something else for {target}")
+    body = urllib3.HTTPResponse(io.BytesIO(raw), headers=response.headers, preload_content=False)
+    return replace(response, raw=body)
+
+
+def _mirrors(reference: Reference, connection: ClientOptions) -> Mirrors:
+    """Open the configured mirrors of the registry of ``reference``."""
+    known = connection.host(reference.registry)
     sessions = []
     for mirror in known.mirrors:
         host, _, path = mirror.partition("/")

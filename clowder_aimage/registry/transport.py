@@ -23,7 +23,6 @@ import urllib3.connectionpool
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
-    MaxRetryError,
     NewConnectionError,
     ProtocolError,
     ProxyError,
@@ -37,10 +36,9 @@ from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import BrokenOffError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_REDIRECTS = 5
 _BLOCK = 1024 * 1024
 SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing what it has
-_NO_RETRY = urllib3.Retry(0, read=False)
+_NO_RETRY = urllib3.Retry(False)
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
@@ -140,12 +138,14 @@ POOLS = {"http": _HTTPPool, "https": _HTTPSPool}
 class Transport:
     """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe."""
 
-    def __init__(self, session: requests.Session, registry: str) -> None:
+    def __init__(
+        self, session: requests.Session, registry: str, *, has_answered: bool = False
+    ) -> None:
         self._session = session
         self._registry = registry
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
-        self.has_answered = False
+        self.has_answered = has_answered
 
     def send(
         self,
@@ -155,6 +155,7 @@ class Transport:
         body: Any = None,
         *,
         timeout: urllib3.Timeout,
+        max_redirects: int = 5,
     ) -> RegistryResponse:
         """Send a request.
 
@@ -165,12 +166,12 @@ class Transport:
             NetworkError: no response, or too many or invalid redirects.
         """
         sent = {**self._headers, **headers}
-        for count in range(_MAX_REDIRECTS + 1):
+        for count in range(max_redirects + 1):
             response = self._send(method, url, sent, body, timeout)
             response.is_redirected = count > 0
             location = response.headers.get("Location")
             is_redirect = response.status_code in _REDIRECTS and method in ("GET", "HEAD")
-            if not location or not is_redirect:
+            if not location or not is_redirect or not max_redirects:
                 return response
             response.finish()
             try:
@@ -183,7 +184,7 @@ class Transport:
             if is_elsewhere:
                 sent.pop("Authorization", None)
             url = target
-        raise self._failure(f"more than {_MAX_REDIRECTS} redirects")
+        raise self._failure(f"more than {max_redirects} redirects")
 
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
@@ -205,7 +206,7 @@ class Transport:
                 timeout=timeout,
             )
         except (requests.RequestException, HTTPError, OSError, EOFError) as error:
-            raise network_error(self._registry, error, has_answered=self.has_answered) from error
+            raise self._network_error(error) from error
         self.has_answered = True
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
@@ -227,40 +228,30 @@ class Transport:
     def _failure(self, reason: str) -> NetworkError:
         return NetworkError(f"cannot use {self._registry}: {reason}")
 
-
-def network_error(registry: str, error: Exception, *, has_answered: bool = True) -> NetworkError:
-    """Return our error for one of urllib3, requests or the system."""
-    cause: object = error
-    while True:  # requests wraps urllib3's errors, which wrap each other
-        if isinstance(cause, requests.RequestException) and cause.args:
-            inner = cause.args[0]
-        else:
-            inner = cause.reason if isinstance(cause, MaxRetryError) else None
-        if not isinstance(inner, Exception):
-            break
-        cause = inner
-    reason = _reason(error)
-    if isinstance(cause, SSLError) and not _is_broken(cause):
-        return _tls_error(registry, reason)
-    if isinstance(cause, NewConnectionError | ProxyError):  # the first is a ConnectTimeoutError
-        return NetworkError(
-            f"cannot reach {registry}: {reason}",
-            hint="check the host and the port, and that the registry is running",
-        )
-    if isinstance(cause, ConnectTimeoutError):
-        return NetworkError(
-            f"{registry} does not answer", hint="check the host, the port and the network"
-        )
-    if isinstance(cause, ReadTimeoutError):
-        return (BrokenOffError if has_answered else NetworkError)(
-            f"{registry} accepts connections but does not answer",
-            hint="the registry may be overloaded; try again later",
-        )
-    if isinstance(cause, SSLError | ProtocolError | EOFError):
-        return BrokenOffError(
-            f"the connection to {registry} broke off ({reason})", hint="try again"
-        )
-    return NetworkError(f"cannot use {registry}: {reason}")
+    def _network_error(self, error: Exception) -> NetworkError:
+        """Return our error for one of urllib3, requests or the system."""
+        reason = _reason(error)
+        if isinstance(error, SSLError) and not _is_broken(error):
+            return _tls_error(self._registry, reason)
+        if isinstance(error, NewConnectionError | ProxyError):  # the first: a ConnectTimeoutError
+            return NetworkError(
+                f"cannot reach {self._registry}: {reason}",
+                hint="check the host and the port, and that the registry is running",
+            )
+        if isinstance(error, ConnectTimeoutError):
+            return NetworkError(
+                f"{self._registry} does not answer", hint="check the host, the port and the network"
+            )
+        if isinstance(error, ReadTimeoutError):
+            return (BrokenOffError if self.has_answered else NetworkError)(
+                f"{self._registry} accepts connections but does not answer",
+                hint="the registry may be overloaded; try again later",
+            )
+        if isinstance(error, SSLError | ProtocolError | EOFError):
+            return BrokenOffError(
+                f"the connection to {self._registry} broke off ({reason})", hint="try again"
+            )
+        return self._failure(reason)
 
 
 def _is_broken(error: SSLError) -> bool:
@@ -290,11 +281,9 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
 
 def _reason(error: BaseException) -> str:
     """Return the text of the innermost error, without the addresses of Python objects."""
-    seen = error
-    while True:
-        inner = seen.__cause__ or getattr(seen, "reason", None) or seen.__context__
-        if not isinstance(inner, BaseException) or inner is seen:
-            break
-        seen = inner
-    text = getattr(seen, "strerror", None) or str(seen)
+    inner: object = error
+    while isinstance(inner, BaseException):
+        error = inner
+        inner = error.__cause__ or getattr(error, "reason", None) or error.__context__
+    text = getattr(error, "strerror", None) or str(error)
     return str(text).rpartition(">: ")[2][:300]

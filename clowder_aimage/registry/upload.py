@@ -17,9 +17,8 @@ from clowder_aimage.content.store import Body
 from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.registry.mount import MountOrigins, begin
-from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.response_error import ResponseFailure, error_for, failure
+from clowder_aimage.registry.mount import MountOrigins
+from clowder_aimage.registry.response import RegistryResponse, ResponseFailure, error_for, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
@@ -76,7 +75,7 @@ class _Upload:
     def _begin(self) -> bool:
         """Mount the blob, or begin an upload; return whether one has begun."""
         self._location, self.at = None, 0
-        begun = begin(self._session, self._content, self._origins)
+        begun = self._origins.begin(self._session, self._content)
         if begun is None:
             return False
         if begun.status_code != 202:

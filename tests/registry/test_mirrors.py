@@ -15,7 +15,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.host_settings import HostSettings, read_settings
-from clowder_aimage.registry.mirror import Mirrors
+from clowder_aimage.registry.session import Mirrors, Session
 from clowder_aimage.registry.response import RegistryResponse
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
@@ -86,7 +86,7 @@ def test_a_path_in_front_of_the_repository(tmp_path, upstream, mirror):
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
 def test_a_mirror_that_fails_is_not_asked_again(tmp_path, upstream, status):
-    slept = []
+    slept: list[float] = []
     with ScriptedRegistry(lambda _: Answer(status, {"Retry-After": "50"})).running() as broken:
         connection = connect(tmp_path, upstream, broken.host, sleep=slept.append)
         content, _ = pull(upstream, connection)
@@ -181,7 +181,7 @@ def test_a_mirror_that_breaks_off_and_lies(tmp_path, monkeypatch):
     assert sent == [f"bytes=3000-{len(large) - 1}", None]  # the rest, and then all of it
 
 
-class Answering:
+class Answering(Session):
     """A mirror's session that has everything."""
 
     def __init__(self):
@@ -190,7 +190,7 @@ class Answering:
     def url(self, path):
         return path
 
-    def request(self, _, url, **__):
+    def request(self, method, url, **_):
         self.asked.append(url)
         return RegistryResponse(200, url, {}, urllib3.HTTPResponse(b""))
 
@@ -198,7 +198,7 @@ class Answering:
 @pytest.fixture
 def answering():
     session = Answering()
-    return session, Mirrors([session], trust_tags=False)
+    return session, Mirrors([session])
 
 
 BLOB = f"blobs/{DIGEST}"
@@ -207,7 +207,7 @@ BLOB = f"blobs/{DIGEST}"
 def test_a_mirror_that_is_avoided_is_asked_for_nothing(answering):
     session, mirrors = answering
     assert mirrors.request("GET", BLOB, None, 1) is not None
-    mirrors.avoid(str(DIGEST))
+    mirrors.avoid(DIGEST)
     assert mirrors.request("GET", BLOB, None, 1) is None
     assert mirrors.request("GET", f"blobs/{Digest.of(b'other')}", None, 1) is None
     assert session.asked == [BLOB]
@@ -216,15 +216,15 @@ def test_a_mirror_that_is_avoided_is_asked_for_nothing(answering):
 def test_what_an_avoided_mirror_sent_is_still_known_as_its_own(answering):
     _, mirrors = answering
     mirrors.request("GET", BLOB, None, 1)
-    mirrors.avoid(str(DIGEST))
-    assert mirrors.distrust(str(DIGEST))
-    assert not mirrors.distrust(str(DIGEST))  # told once: all that follows is the registry's
+    mirrors.avoid(DIGEST)
+    assert mirrors.distrust(DIGEST)
+    assert not mirrors.distrust(DIGEST)  # told once: all that follows is the registry's
 
 
 def test_what_no_mirror_sent_is_no_mirror_s_fault(answering):
     session, mirrors = answering
-    mirrors.avoid(str(DIGEST))
-    assert not mirrors.distrust(str(DIGEST))
+    mirrors.avoid(DIGEST)
+    assert not mirrors.distrust(DIGEST)
     assert mirrors.request("GET", BLOB, None, 1) is not None
     assert session.asked == [BLOB]
 

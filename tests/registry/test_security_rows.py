@@ -56,7 +56,6 @@ from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry
-from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -115,19 +114,17 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
     assert not list(tmp_path.rglob("x"))
 
 
-def authenticator(tmp_path, host, scheme):
+def authenticator(tmp_path, host):
     """What decides about realms, for a registry that need not be there."""
     connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse(f"{host}/x"), connection) as session:
-        return Authenticator(
-            Reference.parse(f"{host}/x"), connection, session._http, (1, 1), scheme, BASIC
-        )
+        return session._auth
 
 
 @pytest.mark.parametrize("host", ["registry.example.com", "auth.example.com"])
 def test_a_realm_without_encryption(host, tmp_path):
     """Not even the registry's own, and not even without credentials."""
-    asked = authenticator(tmp_path, "registry.example.com", "https")
+    asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="not encrypted"):
         asked.answer("pull", f'Bearer realm="http://{host}/token",service="x"', None)
 
@@ -135,7 +132,7 @@ def test_a_realm_without_encryption(host, tmp_path):
 @pytest.mark.parametrize("host", ["169.254.169.254", "127.0.0.1:1", "10.0.0.1", "[::1]:1", "127.1"])
 def test_a_realm_inside_this_network(host, tmp_path):
     """A registry out there has no business to have us ask there."""
-    asked = authenticator(tmp_path, "registry.example.com", "https")
+    asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="inside this network"):
         asked.answer("pull", f'Bearer realm="https://{host}/token",service="x"', None)
 
