@@ -118,7 +118,10 @@ class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE, **({"ssl_context": context} if context else {})}
+        self._more: dict[str, Any] = {
+            "blocksize": _BLOCK_SIZE,
+            **({"ssl_context": context} if context else {}),
+        }
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:

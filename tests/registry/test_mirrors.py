@@ -15,8 +15,8 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry
 from clowder_aimage.registry.host_settings import HostSettings, read_settings
-from clowder_aimage.registry.session import Mirrors, Session
 from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.session import Mirrors, Session
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
