@@ -66,7 +66,7 @@ def load(
 
     Raises:
         UsageError: no entry has a name, or several manifests would have the one name.
-        NotFoundError: there is no such archive.
+        NotFoundError: the archive does not exist.
         FormatError: it is not a layout in a tar, or has members that no layout has.
         VerificationError: a blob differs from its digest; it was not stored.
         NoSpaceError: it would not fit.
@@ -129,7 +129,7 @@ class _Loader:
             self._read_member(member)
         if not self._roots:
             raise FormatError(
-                f"{self._tar.name} is no OCI image layout: it has no index.json",
+                f"{self._tar.name} is not an OCI image layout: it has no index.json",
                 hint="what older dockers save can be turned into one: "
                 "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
             )
@@ -145,8 +145,6 @@ class _Loader:
         named = set(self._names.values())
         unnamed = [_describe(root) for root in self._roots if root not in named]
         return LoadResult(tuple(names), tuple(unnamed), len(stored), len(skipped), problem)
-
-    # -- members
 
     def _read_member(self, member: TarMember) -> None:
         """Store what belongs to a layout; other files are passed over."""
@@ -211,12 +209,8 @@ class _Loader:
         self._lease.add(content.digest)  # until it is named
         if self._layout.exists(content):
             return
-
-        def body(_: int = 0, /) -> BinaryIO:
-            return member.open()
-
         self._check_space(content)
-        self._layout.push(content, body)
+        self._layout.push(content, lambda _=0: member.open())
         self._stored.add(content.digest)
 
     def _check_space(self, content: Descriptor) -> None:
@@ -229,8 +223,6 @@ class _Loader:
             if self._on_plan is not None:
                 self._on_plan(sum(each.size for each in expected))
         check_space(coming, self._layout)
-
-    # -- names
 
     def _give_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
         """Give the names of which all content is there; return them, and why others were not."""

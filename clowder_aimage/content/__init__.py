@@ -1,34 +1,27 @@
 """The protocols of stores of content, and the copy between two of them."""
 
 from clowder_aimage.content.copy import CopyPlan, copy, plan_copy
-from clowder_aimage.content.copy_option import CopyEvent, OnEvent, Rate
+from clowder_aimage.content.copy_option import OnEvent, Rate
 from clowder_aimage.content.store import (
-    Body,
     ContentStore,
-    Ingest,
     IngestBusyError,
     Lease,
     Overlay,
     Source,
-    Target,
     bytes_body,
     file_body,
 )
 from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 
 __all__ = [
-    "Body",
     "ContentStore",
-    "CopyEvent",
     "CopyPlan",
-    "Ingest",
     "IngestBusyError",
     "Lease",
     "OnEvent",
     "Overlay",
     "Rate",
     "Source",
-    "Target",
     "VerifyingReader",
     "bytes_body",
     "copy",

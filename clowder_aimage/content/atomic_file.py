@@ -35,7 +35,7 @@ def atomic_file(
 ) -> Iterator[BinaryIO]:
     """Open an unbuffered file that is called ``path`` once the block has ended without an error.
 
-    Otherwise nothing of it stays, and a file that was there is unchanged.
+    Otherwise it raises OSError, nothing of it stays, and a file that was there is unchanged.
 
     Args:
         path: The final path. The caller resolves links.
@@ -44,9 +44,6 @@ def atomic_file(
         directory: The directory of the temporary file, on the same file system as ``path``.
         prepare: Called with the descriptor of the new file, before any byte is written.
         removes_leftovers: Remove the temporary files of killed processes.
-
-    Raises:
-        OSError: it cannot be written; ``path`` is as it was.
     """
     temporary, fd = _create(path, directory, mode)
     with os.fdopen(fd, "wb", buffering=0) as file:
@@ -78,19 +75,9 @@ def _create(path: Path, directory: Path | None, mode: int) -> tuple[Path, int]:
         os.close(fd)  # removed as a leftover before it was locked
 
 
-def write_file(
-    path: Path,
-    data: bytes,
-    *,
-    mode: int = 0o666,
-    durable: bool = True,
-    directory: Path | None = None,
-    prepare: Callable[[int], None] | None = None,
-) -> None:
+def write_file(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write ``data`` as ``atomic_file`` does. Raises OSError."""
-    with atomic_file(
-        path, mode=mode, durable=durable, directory=directory, prepare=prepare
-    ) as file:
+    with atomic_file(path, mode=mode, durable=durable) as file:
         write_all(file.fileno(), data)
 
 
@@ -148,11 +135,7 @@ def _remove_unlocked(path: Path, remove: Callable[[Path], None]) -> None:
 
 
 def flock(fd: int, operation: int) -> None:
-    """Lock an open file, where the file system has locks.
-
-    Raises:
-        BlockingIOError: another process has it, with LOCK_NB.
-    """
+    """Lock an open file, where the file system has locks. Raises BlockingIOError, with LOCK_NB."""
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
@@ -161,18 +144,12 @@ def flock(fd: int, operation: int) -> None:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a file is locked; for one that we have locked, whether locks work.
-
-    Raises OSError.
-    """
+    """Return whether a file is locked; for our own, whether locks work. Raises OSError."""
     fd = os.open(path, _OPEN)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
     finally:
         os.close(fd)
     return False

@@ -38,8 +38,7 @@ class Chunk:
     """
 
     def __init__(self, start: int, end: int, alignment: int = 1) -> None:
-        self.start = self.at = start
-        self.end = end
+        self.start, self.at, self.end = start, start, end
         self._alignment = alignment
         self._began = time.monotonic()
 
@@ -75,8 +74,7 @@ class BlobTransfer:
     """A blob that is fetched. All fields are guarded by the engine's lock."""
 
     def __init__(self, content: Descriptor, ingest: Ingest, alignment: int = 1) -> None:
-        self.content = content
-        self.ingest = ingest
+        self.content, self.ingest = content, ingest
         self._alignment = alignment  # parts end where a multiple of it does
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed

@@ -24,15 +24,14 @@ from clowder_aimage.content.store import (
     Target,
     bytes_body,
 )
-from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.content.verified_reader import SourceReader, readinto
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The documents and blobs to copy.
+    """The documents to copy, children before parents, and the blobs, each listed once.
 
-    ``documents`` are children before parents, the root last; ``blobs`` are each listed once.
     ``left_out`` are blobs that the documents need, and that are not copied; ``absent`` are
     manifests of an index that the source does not have.
     """
@@ -48,14 +47,14 @@ class CopyPlan:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all blobs."""
+        """The bytes of all blobs."""
         return sum(blob.size for blob in self.blobs)
 
     @property
     def digests(self) -> set[Digest]:
-        """Return the digests of all documents and blobs, those that are left out included."""
-        blobs = (*self.blobs, *self.left_out)
-        return {content.digest for content, _ in self.documents} | {b.digest for b in blobs}
+        """The digests of all documents and blobs, those that are left out included."""
+        contents = [content for content, _ in self.documents]
+        return {each.digest for each in (*contents, *self.blobs, *self.left_out)}
 
     def missing(self, target: Source) -> list[Descriptor]:
         """Return the blobs that ``target`` does not have in full."""
@@ -130,10 +129,7 @@ def copy(
     Blobs that the target has are skipped, the others move ``concurrency`` at a time. The first
     failure stops the rest. The root is pushed and named last, so a target never names content
     that is not there in full. A ``plan`` that was made before is followed as it is; when it leaves
-    blobs out, the caller gives the name.
-
-    Returns:
-        The descriptor of the root manifest or index.
+    blobs out, the caller gives the name. The descriptor of the root is returned.
 
     Raises:
         ContentError: the bytes of the source differ from their descriptors.
@@ -178,10 +174,8 @@ class _WatchedBody:
     def __init__(
         self, source: Source, blob: Descriptor, stopped: threading.Event, on_event: OnEvent
     ) -> None:
-        self._source = source
-        self._blob = blob
-        self._stopped = stopped
-        self._on_event = on_event
+        self._source, self._blob = source, blob
+        self._stopped, self._on_event = stopped, on_event
         self._count = 0
 
     def __call__(self, offset: int = 0, /) -> BinaryIO:
@@ -201,22 +195,15 @@ class _WatchedBody:
         self._progress(count)
 
 
-class _WatchedReader(io.RawIOBase):
+class _WatchedReader(SourceReader):
     def __init__(self, source: BinaryIO, body: _WatchedBody) -> None:
-        self._source = source
+        super().__init__(source)
         self._body = body
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = readinto(self._source, buffer)
         self._body.passed(count)
         return count
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
 
 
 class _WatchedFile(_WatchedReader):

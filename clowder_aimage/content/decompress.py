@@ -8,26 +8,25 @@ one, two bounds hold: MAX_PLAIN, and MAX_RATIO times the size of the blob. Defla
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Callable
-from typing import Any, BinaryIO, Protocol, cast
+from functools import partial
+from typing import Any, BinaryIO, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.content.verified_reader import VerifyingReader
+from clowder_aimage.content.verified_reader import SourceReader, VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
 
 MAX_PLAIN = 1 << 40  # bytes that a layer of unknown content may unpack to
 MAX_RATIO = 200
 _ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is checked
-_READ = 64 * 1024  # bytes of gzip in one read
-_FEED = 4096  # bytes of zstd in one read: they can become 32,768 times as many
+_GZIP_READ = 16 * 1024  # bytes in one read: they can become 1,032 times as many
+_ZSTD_READ = 4096  # bytes in one read: they can become 32,768 times as many
 _WINDOW = 1 << 27  # bytes of a zstd window: the limit of its own tool
 _DOCKER = "application/vnd.docker.image.rootfs."
 _DOTTED = (".tar.gzip", ".tar.zstd")
-_GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
 def open_plain(
@@ -36,22 +35,22 @@ def open_plain(
     """Open the content of ``layer``: its blob, decompressed as the media type says.
 
     ``content`` describes the decompressed bytes, where the manifest does. They are verified once
-    all of them have been read. Opening raises the first three errors, reading the others.
+    all of them have been read.
 
     Raises:
         NotFoundError: the blob is not in the store.
         UsageError: it is compressed with zstd, and the package for that is not installed.
-        FormatError: ``content`` has more than ``limit`` bytes.
-        FormatError: it is not compressed in that way, breaks off, or unpacks to too many bytes.
-        VerificationError: the blob is damaged, or its content differs from ``content``.
+        FormatError: ``content`` has more than ``limit`` bytes; or, from reads, the blob is not
+            compressed in that way, breaks off, or unpacks to too many bytes.
+        VerificationError: from reads, the blob is damaged, or differs from ``content``.
     """
     compression = compression_of(layer.media_type)
     if content is not None and content.size > limit:
         raise too_large(layer, limit)
-    decoder = _DECODERS[compression]() if compression else None
-    source = VerifyingReader(store.open(layer), layer)
+    decoder = {"gzip": _gzip, "zstd": _zstd}[compression]() if compression else None
+    source = cast(BinaryIO, VerifyingReader(store.open(layer), layer))
     if decoder is None:
-        return cast(BinaryIO, source)
+        return source
     plain = cast(BinaryIO, _PlainReader(source, layer, decoder, content, limit))
     return plain if content is None else cast(BinaryIO, VerifyingReader(plain, content))
 
@@ -75,39 +74,87 @@ def too_large(layer: Descriptor, limit: int) -> FormatError:
     )
 
 
-class _Decoder(Protocol):
-    """A decompressor that returns a bounded number of bytes at a time."""
+class _Decoder:
+    """Decompressed frames (of gzip: members), one after the other; ``padding`` may follow them."""
 
-    def decode(self, read: Callable[[int], bytes], /) -> bytes:
-        """Return more bytes; none at the end. ``read`` returns compressed ones.
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], Any],
+        failure: type[Exception],
+        size: int,
+        padding: bytes = b"",
+    ) -> None:
+        self._name, self._begin, self._failure = name, begin, failure
+        self._size, self._padding = size, padding
+        self._frame = begin()  # which then must end; there is at least one
+        self._rest = b""
 
-        Raises:
-            FormatError: they break off, or are not compressed in this way.
-        """
-        ...
+    def decode(self, read: Callable[[int], bytes]) -> bytes:
+        """Return more bytes, none at the end. Raises FormatError."""
+        while packed := self._rest or read(self._size):
+            plain = self._step(packed if self._frame else packed.lstrip(self._padding))
+            if plain:
+                return plain
+        if self._frame:
+            raise FormatError(f"breaks off: it is not a whole {self._name} file")
+        return b""
+
+    def _step(self, packed: bytes) -> bytes:
+        self._rest = b""
+        if not packed:
+            return b""
+        self._frame = self._frame or self._begin()
+        try:
+            plain: bytes = self._frame.decompress(packed)
+        except self._failure as error:
+            raise FormatError(f"cannot be read as {self._name}: {error}") from None
+        if self._frame.eof:
+            self._rest, self._frame = self._frame.unused_data, None
+        return plain
 
 
-class _PlainReader(io.RawIOBase):
+def _gzip() -> _Decoder:
+    """Return a decoder of gzip (RFC 1952, section 2.2)."""
+    begin = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
+    return _Decoder("gzip", begin, zlib.error, _GZIP_READ, padding=b"\0")
+
+
+def _zstd() -> _Decoder:
+    """Return a decoder of zstd (RFC 8878, section 3). Raises UsageError."""
+    zstandard = zstandard_package()
+    limited = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    return _Decoder("zstd", limited.decompressobj, zstandard.ZstdError, _ZSTD_READ)
+
+
+def zstandard_package() -> Any:
+    """Import zstandard, since Python has no zstd before 3.14. Raises UsageError without it."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UsageError(
+            "zstd needs the package zstandard, which is not installed",
+            hint="pip install 'clowder-aimage[zstd]'",
+        ) from None
+    return zstandard
+
+
+class _PlainReader(SourceReader):
     """The decompressed bytes of ``source``."""
 
     def __init__(
         self,
-        source: VerifyingReader,
+        source: BinaryIO,
         layer: Descriptor,
         decoder: _Decoder,
         content: Descriptor | None,
         limit: int,
     ) -> None:
-        self._source = source
-        self._layer = layer
-        self._decoder = decoder
-        self._content = content
+        super().__init__(source)
+        self._layer, self._decoder, self._content = layer, decoder, content
         self._limit = limit if content is None else content.size
         self._taken = self._given = 0
         self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if not self._rest:
@@ -127,7 +174,7 @@ class _PlainReader(io.RawIOBase):
             raise FormatError(f"layer {self._layer.digest} {error.message}") from None
 
     def _read(self, count: int) -> bytes:
-        data = self._source.read(count) or b""
+        data = self._source.read(count)
         self._taken += len(data)
         return data
 
@@ -153,85 +200,3 @@ class _PlainReader(io.RawIOBase):
                 f"{self._content.digest} has"
             )
         raise too_large(self._layer, most)
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
-
-
-class _Gzip:
-    """Members one after the other, as RFC 1952, section 2.2 has them; zeros may follow."""
-
-    def __init__(self) -> None:
-        self._inflate = zlib.decompressobj(_GZIP_WINDOW)
-        self._packed = b""
-        self._is_within = True  # a member, which then must end; a file has at least one
-
-    def decode(self, read: Callable[[int], bytes], /) -> bytes:
-        while packed := self._packed or read(_READ):
-            self._packed = packed if self._is_within else packed.lstrip(b"\0")
-            self._is_within = bool(self._packed) or self._is_within
-            if self._packed and (plain := self._step()):
-                return plain
-        if self._is_within:
-            raise FormatError("breaks off: it is no whole gzip")
-        return b""
-
-    def _step(self) -> bytes:
-        try:
-            plain = self._inflate.decompress(self._packed, CHUNK_SIZE)
-        except zlib.error as error:
-            raise FormatError(f"is no gzip: {error}") from None
-        self._packed = self._inflate.unconsumed_tail
-        if self._inflate.eof:
-            self._packed = self._inflate.unused_data
-            self._inflate = zlib.decompressobj(_GZIP_WINDOW)
-            self._is_within = False
-        return plain
-
-
-class _Zstd:
-    """Frames one after the other, as RFC 8878, section 3 has them."""
-
-    def __init__(self) -> None:
-        self._zstandard = zstandard_package()
-        self._frame: Any = None
-        self._packed = b""
-        self._is_within = True
-
-    def decode(self, read: Callable[[int], bytes], /) -> bytes:
-        while packed := self._packed or read(_FEED):
-            if plain := self._step(packed):
-                return plain
-        if self._is_within:
-            raise FormatError("breaks off: it is no whole zstd")
-        return b""
-
-    def _step(self, packed: bytes) -> bytes:
-        if self._frame is None:
-            limited = self._zstandard.ZstdDecompressor(max_window_size=_WINDOW)
-            self._frame, self._is_within = limited.decompressobj(), True
-        try:
-            plain: bytes = self._frame.decompress(packed)
-        except self._zstandard.ZstdError as error:
-            raise FormatError(f"is no zstd, or wants too much memory: {error}") from None
-        self._packed = b""
-        if self._frame.eof:
-            self._packed = self._frame.unused_data
-            self._frame, self._is_within = None, False
-        return plain
-
-
-def zstandard_package() -> Any:
-    """Import zstandard, since Python has no zstd before 3.14. Raises UsageError without it."""
-    try:
-        import zstandard
-    except ImportError:
-        raise UsageError(
-            "zstd needs the package zstandard, which is not installed",
-            hint="pip install 'clowder-aimage[zstd]'",
-        ) from None
-    return zstandard
-
-
-_DECODERS: dict[str, Callable[[], _Decoder]] = {"gzip": _Gzip, "zstd": _Zstd}

@@ -2,11 +2,9 @@
 
 One budget of connections serves all blobs. A connection begins a new blob; when there is none, it
 joins the blob with most bytes left, and takes a chunk that no connection has, or half of the rest
-of a slow one. So small blobs are fetched in parallel, and the last large blob is finished by all
-connections together.
-
-Chunks may arrive in any order: the ingest hashes them in order, from the buffer where it can and
-from its file where it must. No byte is trusted before the digest of the whole blob is verified.
+of a slow one. Chunks may arrive in any order: the ingest hashes them in order, from the buffer
+where it can and from its file where it must. No byte is trusted before the digest of the whole
+blob is verified.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ _POLL = 0.1  # seconds between checks of a blob that another process fetches
 def fetch_blobs(
     source: Source, target: ContentStore, blobs: Sequence[Descriptor], options: CopyOptions
 ) -> None:
-    """Fetch those of ``blobs`` that ``target`` does not have, over all connections together.
-
-    Raises:
-        NoSpaceError: they would not fit; nothing was fetched.
-        ContentError, AccessError: as ``copy`` does.
-    """
+    """Fetch those of ``blobs`` that ``target`` does not have. Raises what ``copy`` does."""
     missing = [blob for blob in blobs if not target.exists(blob)]
     check_space(missing, target)
     for blob in set(blobs).difference(missing):
@@ -70,12 +63,10 @@ class BlobDownload:
         blobs: Sequence[Descriptor],
         options: CopyOptions,
     ) -> None:
-        self._source = source
+        self._source, self._target = source, target
         self._alignment = source.alignment
-        self._target = target
         self._connections = max(1, options.concurrency)
-        self._on_event = options.on_event
-        self._rate = options.rate
+        self._on_event, self._rate = options.on_event, options.rate
         self._pending = deque(blobs)
         # blobs that another process fetches, and when to check them again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
@@ -113,9 +104,6 @@ class BlobDownload:
                 self._leave(blob.content)
         except ParallelStoppedError:
             return
-        except BaseException:
-            self._stop()
-            raise
 
     def _next(self, last: BlobTransfer | None) -> BlobTransfer | None:
         """Return a blob to fetch a chunk of; None at the end.
@@ -157,20 +145,15 @@ class BlobDownload:
         while True:
             if self._stopped:
                 raise ParallelStoppedError
-            wide = (
-                self._large >= self._probe.value
-            )  # further connections would not pay for large blobs
+            # further connections would not pay for large blobs
+            wide = self._large >= self._probe.value
             if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
             if self._pending and not is_large(self._pending[-1]):
                 return self._pending.pop()
             if not wide or any(not blob.is_large for blob in self._active):
-                joinable = [
-                    blob
-                    for blob in self._active
-                    if blob.may_be_joined and not (wide and blob.is_large)
-                ]
-                if joinable:
+                small = (each for each in self._active if not (wide and each.is_large))
+                if joinable := [blob for blob in small if blob.may_be_joined]:
                     return max(joinable, key=lambda blob: blob.left)
             if self._elsewhere:
                 due, content = self._elsewhere[0]
@@ -197,9 +180,7 @@ class BlobDownload:
             self._on_event(CopyEvent("skip", content, content.size))
             return None
         try:
-            if seen := self._seen.pop(
-                content.digest, 0
-            ):  # that process has ended before it was finished
+            if seen := self._seen.pop(content.digest, 0):  # that process has ended too early
                 self._on_event(CopyEvent("progress", content, -seen))
             blob = BlobTransfer(content, ingest, self._alignment)
             self._on_event(CopyEvent("start", content, content.size))
@@ -232,12 +213,8 @@ class BlobDownload:
         with self._changed:
             alone = self._pending or blob.is_fast
             part = blob.claim(1 if alone else self._probe.value)
-        try:
-            if part is not None:  # else other connections have the rest
-                self._read(blob, part, buffer)
-        except BaseException:
-            self._stop()
-            raise
+        if part is not None:  # else other connections have the rest
+            self._read(blob, part, buffer)
         with self._changed:
             blob.readers -= 1
             if part is not None:
@@ -261,7 +238,11 @@ class BlobDownload:
         """Stream a chunk into the ingest, up to its end, which may move meanwhile."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
-            self._note_ranges(blob, ranges=self._source.supports_ranges(content))
+            ranges = self._source.supports_ranges(content)
+            with self._changed:
+                if ranges and not blob.ranges:  # others may join
+                    self._changed.notify_all()
+                blob.began(ranges=ranges)
             while part.left > 0:
                 if self._stopped:
                     raise ParallelStoppedError
@@ -288,13 +269,6 @@ class BlobDownload:
         if self._rate is not None:
             self._rate.passed(count)
 
-    def _note_ranges(self, blob: BlobTransfer, *, ranges: bool) -> None:
-        """Let other connections join once a first chunk arrives as a range."""
-        with self._changed:
-            if ranges and not blob.ranges:
-                self._changed.notify_all()
-            blob.began(ranges=ranges)
-
     def _finish(self, blob: BlobTransfer) -> None:
         """Verify a blob.
 
@@ -305,8 +279,7 @@ class BlobDownload:
         try:
             blob.ingest.commit(content)
         except VerificationError:
-            elsewhere = self._source.distrust(content)
-            if not elsewhere and not blob.resumed:
+            if not self._source.distrust(content) and not blob.resumed:
                 raise
             self._on_event(CopyEvent("progress", content, -content.size))
             with self._changed:

@@ -45,9 +45,8 @@ def read_document(source: Source, content: Descriptor) -> Manifest | Index:
     """Read and parse a manifest or an index, verified.
 
     Raises:
-        NotFoundError: the source does not have it.
+        NotFoundError, AccessError: the source does not have it, or cannot be read.
         VerificationError, FormatError: the bytes differ from the descriptor, or are malformed.
-        AccessError: it cannot be read.
     """
     raw = read_all(source.open(content), content)
     try:
@@ -76,11 +75,8 @@ def walk(
 
     ``read`` returns a document, or None to pass over what is below it; it is called once for each
     digest and size. A blob is yielded as often as it is listed. Parents come before their
-    children, or after them with ``children_first``.
-
-    Raises:
-        FormatError: indexes are nested more than ``MAX_DEPTH`` levels deep.
-        Whatever ``read`` raises.
+    children, or after them with ``children_first``. Raises what ``read`` does, and FormatError
+    where indexes are nested more than ``MAX_DEPTH`` levels deep.
     """
     return _walk(read, root, None, children_first, set(), 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ _ARCHITECTURES = {  # names of uname and others, and Go's
     "armv7l": "arm/v7",
 }
 _BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that mean no more than the architecture
+_REMEDIES = {  # where the variants differ, and the platforms
+    (True, True): "choose_variant_or_platform",
+    (True, False): "choose_variant",
+    (False, True): "choose_platform",
+    (False, False): "choose_digest",
+}
 _ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another one
 
 
@@ -58,13 +65,11 @@ class Platform:
     @classmethod
     def in_descriptor(cls, descriptor: Descriptor) -> Platform | None:
         """Return the platform of a child of an index; None without one, or with a malformed one."""
-        value = descriptor.extra.get("platform")
-        if not isinstance(value, dict):
-            return None
-        os, architecture, variant = (value.get(key) for key in ("os", "architecture", "variant"))
-        if not (isinstance(os, str) and isinstance(architecture, str) and os and architecture):
-            return None
-        return cls.of(os, architecture, variant if isinstance(variant, str) else "")
+        match descriptor.extra.get("platform"):
+            case {"os": str(os), "architecture": str(architecture), **rest} if os and architecture:
+                variant = rest.get("variant")
+                return cls.of(os, architecture, variant if isinstance(variant, str) else "")
+        return None
 
     def takes(self, other: Platform) -> bool:
         """Return whether content for ``other`` runs here; without a variant, any variant does."""
@@ -134,16 +139,14 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
     Raises:
         FormatError, VerificationError, AccessError: an index in it cannot be read.
     """
-    count = 0
+    count = itertools.count(1)
 
     def read(content: Descriptor) -> Manifest | Index | None:
-        nonlocal count
         if content.digest == index.digest:
             return index
         if content.media_type not in mediatype.INDEXES or _is_attestation(content):
             return None
-        count += 1
-        if count >= _MAX_INDEXES:
+        if next(count) >= _MAX_INDEXES:
             raise FormatError(f"{content.digest}: over {_MAX_INDEXES} indexes under one name")
         return read_document(source, content)
 
@@ -198,7 +201,7 @@ def choose(
 def _fitting(
     candidates: Sequence[Candidate], platform: Platform, *, unsaid: bool = False
 ) -> list[Candidate]:
-    """Return those for exactly that platform, or else those that it takes, in their order.
+    """Return those for exactly that platform, or else those that it takes.
 
     Candidates without a platform are among them with ``unsaid``.
     """
@@ -236,17 +239,10 @@ def _none(
 
 
 def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
-    has_variants = len({one.variant for one in left}) > 1
-    has_platforms = len({one.platform for one in left}) > 1
+    differs = len({one.variant for one in left}) > 1, len({one.platform for one in left}) > 1
     return UsageError(
         f"{reference} is an index, and more than one of its manifests fits:\n{_listed(left)}",
-        remedy="choose_variant_or_platform"
-        if has_variants and has_platforms
-        else "choose_variant"
-        if has_variants
-        else "choose_platform"
-        if has_platforms
-        else "choose_digest",
+        remedy=_REMEDIES[differs],
         reference=reference,
         name=reference.name,
     )

@@ -11,7 +11,6 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Protocol
 
 from clowder_aimage.content.copy_option import CopyOptions
@@ -44,11 +43,7 @@ class Source(Protocol):
         ...
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        """Open the content at ``offset``, for ``length`` bytes; they are not yet verified.
-
-        Raises:
-            NotFoundError: it is not here.
-        """
+        """Open ``length`` bytes at ``offset``, not yet verified. Raises NotFoundError."""
         ...
 
     @property
@@ -61,11 +56,7 @@ class Source(Protocol):
         return True
 
     def distrust(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
-        """Note that the bytes of ``content`` were wrong.
-
-        Returns:
-            Whether another place may have the right ones.
-        """
+        """Note wrong bytes of ``content``; return whether another place may have the right ones."""
         return False
 
 
@@ -96,11 +87,7 @@ class WrappedSource(Source):
 
 
 class Overlay(WrappedSource):
-    """A source with a few small documents laid over another source; every name means ``root``.
-
-    A push that rewrites a manifest reads the new manifest and config from here, and every layer
-    from the store below, which stays as it was.
-    """
+    """A source with a few documents laid over another source; every name means ``root``."""
 
     def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
         super().__init__(source)
@@ -120,31 +107,19 @@ class Overlay(WrappedSource):
         return io.BytesIO(data[offset : None if length is None else offset + length])
 
 
-class Lease(Protocol):
+class Lease(AbstractContextManager["Lease"], Protocol):
     """Content that no collection removes while the lease is held."""
 
     def add(self, *digests: Digest) -> None:
         """Keep these too. Whether they are here is known only afterwards. Raises AccessError."""
         ...
 
-    def __enter__(self) -> Lease: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class NullLease:
+class NullLease(Lease):
     """The lease of a store that has no collection."""
 
     def add(self, *digests: Digest) -> None:
         pass
-
-    def __enter__(self) -> NullLease:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -173,11 +148,7 @@ class Target(Source, Protocol):
         return NullLease()
 
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
-        """Copy those of ``blobs`` that are not here, in the way of this kind of store.
-
-        Raises:
-            ContentError, AccessError: as ``copy`` does.
-        """
+        """Copy those of ``blobs`` that are not here. Raises ContentError, AccessError."""
         ...
 
 
@@ -205,11 +176,7 @@ class Ingest(Protocol):
         ...
 
     def commit(self, expected: Descriptor, /) -> None:
-        """Verify size and digest, make it durable, and give it its final name.
-
-        Raises:
-            VerificationError: and the ingest is gone.
-        """
+        """Verify, make durable and name the blob. Raises VerificationError; the ingest is gone."""
         ...
 
     def suspend(self) -> None:
@@ -222,23 +189,15 @@ class Ingest(Protocol):
 
 
 class BlobFiles(Protocol):
-    """Blobs that are files of this machine."""
+    """Blobs that are files of this machine. The methods raise NotFoundError."""
 
-    def open(self, content: Descriptor, /) -> BinaryIO:
-        """Open the content. Raises NotFoundError."""
-        ...
+    def open(self, content: Descriptor, /) -> BinaryIO: ...
 
-    def path(self, content: Descriptor, /) -> Path:
-        """Return the file that holds the content. Raises NotFoundError."""
-        ...
+    def path(self, content: Descriptor, /) -> Path: ...
 
 
-class ContentStore(Target, Protocol):
+class ContentStore(Target, BlobFiles, Protocol):
     """Content kept on this machine, in files that other programs can map."""
-
-    def path(self, content: Descriptor, /) -> Path:
-        """Return the file that holds the content. Raises NotFoundError."""
-        ...
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield the names, and the manifests that they name."""
@@ -255,11 +214,7 @@ class ContentStore(Target, Protocol):
         ...
 
     def batch(self) -> AbstractContextManager[None]:
-        """Let small content wait for more, to be made durable together at the end of the block.
-
-        Raises:
-            AccessError: not all of it could be kept.
-        """
+        """Make small content durable together at the end of the block, or raise AccessError."""
         ...
 
     def use(self, content: Descriptor) -> None:

@@ -31,13 +31,10 @@ def tar_header(name: str, **fields: object) -> bytes:
 
 
 class TarReader:
-    """The members of a tar.
+    """The members of a tar, which errors call ``name``; ``hint`` is given where it breaks off.
 
-    Args:
-        read: Fills a view with some bytes of the tar; returns 0 at the end.
-        name: What errors call it.
-        hint: What errors say when it breaks off.
-        skip: Passes over bytes without reading them; returns False where it cannot.
+    ``read`` fills a view with some bytes and returns 0 at the end. ``skip`` passes over bytes
+    without reading them, or returns False.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class TarReader:
         Raises:
             FormatError: it is not a tar, is damaged, or breaks off.
         """
-        with self._errors("is no tar archive"):
+        with self._errors("is not a tar archive"):
             tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
                 fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
             )
@@ -99,10 +96,9 @@ class TarReader:
     def _broken(self) -> FormatError:
         return FormatError(f"{self._name} breaks off at byte {self.position}", hint=self._hint)
 
-    # -- the file of tarfile, for headers alone
+    # tell, read and seek are the file of tarfile, for headers alone
 
     def tell(self) -> int:
-        """Return the position."""
         return self.position
 
     def read(self, size: int) -> bytes:

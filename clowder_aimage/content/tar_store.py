@@ -27,7 +27,8 @@ from clowder_aimage.content.verified_reader import VerifyingReader, readinto
 from clowder_aimage.errors import AImageError, FormatError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-_END = bytes(2 * tarfile.BLOCKSIZE)  # POSIX pax, "ustar Interchange Format": two blocks of zeros
+_BLOCK = tarfile.BLOCKSIZE
+_END = bytes(2 * _BLOCK)  # POSIX pax, "ustar Interchange Format": two blocks of zeros
 _MIN_UNPACKED = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is checked
 _MAX_RATIO = 200  # weights do not shrink to a hundredth; the limit of deflate is 1032
 _TRAILER = 1024 * 1024  # bytes that are read after the end, as tar pads its last record
@@ -44,7 +45,7 @@ _KINDS = {
 
 
 def write_error(error: OSError, name: object) -> AImageError:
-    """Return the error to raise when an archive cannot be written."""
+    """Return the error for an archive that cannot be written."""
     if error.errno in DISK_FULL:
         return NoSpaceError(
             f"no space left for the archive {name}",
@@ -58,8 +59,8 @@ def write_error(error: OSError, name: object) -> AImageError:
 class TarTarget(Target):
     """A tar that is written in one pass, and is the same for the same content.
 
-    The index and the documents of ``plan`` come first, parents before children, so that a reader of
-    the stream knows what follows; then the blobs in the order of their digests.
+    The index and the documents of ``plan`` come first, parents before children, then the blobs in
+    the order of their digests.
     """
 
     def __init__(self, index: bytes, plan: CopyPlan) -> None:
@@ -89,15 +90,13 @@ class TarTarget(Target):
 
     @property
     def size(self) -> int:
-        """Return the bytes of the archive."""
-        blobs = sum(
-            len(_header(blob)) + blob.size + len(_padding(blob.size)) for blob in self._blobs
-        )
-        return len(self._head) + blobs + len(_END)
+        """The bytes of the archive."""
+        sizes = (len(_header(each)) + each.size + -each.size % _BLOCK for each in self._blobs)
+        return len(self._head) + sum(sizes) + len(_END)
 
     @property
     def digest(self) -> Digest | None:
-        """Return the digest of all bytes that were written, where they were hashed."""
+        """The digest of all bytes that were written, where they were hashed."""
         return Digest("sha256", self._hasher.hexdigest()) if self._hasher else None
 
     def open_file(self, file: BinaryIO, name: object, *, is_hashed: bool) -> None:
@@ -159,15 +158,14 @@ def _small_file(name: str, data: bytes) -> bytes:
 
 
 def _padding(size: int) -> bytes:
-    return bytes(-size % tarfile.BLOCKSIZE)
+    return bytes(-size % _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
     """A regular file in an archive.
 
-    ``name`` has no ``.`` and no ``..``. ``open`` gives its ``size`` bytes, once, until the next
-    member is read.
+    ``name`` has no ``.`` and no ``..``. ``open`` works once, until the next member is read.
     """
 
     name: tuple[str, ...]
@@ -179,9 +177,7 @@ class _Input(io.RawIOBase):
     """The bytes of ``file``, an unbuffered stream, counted; the first can be read before."""
 
     def __init__(self, file: BinaryIO, name: str, on_read: Callable[[int], None]) -> None:
-        self.name = name
-        self._file = file
-        self._on_read = on_read
+        self.name, self._file, self._on_read = name, file, on_read
         self._front = b""
         self.count = 0
         status = os.fstat(file.fileno())
@@ -231,14 +227,8 @@ class _Input(io.RawIOBase):
 class TarStream:
     """The members of an archive, plain or compressed with gzip, that is read once and not trusted.
 
-    Args:
-        file: An unbuffered stream.
-        name: What errors call it.
-        on_read: Called with the number of bytes read.
-
-    Raises:
-        FormatError: a compression that is not supported.
-        StoreError: it cannot be read.
+    ``file`` is unbuffered; ``on_read`` is called with the number of bytes read. Raises FormatError
+    for another compression, StoreError where it cannot be read.
     """
 
     def __init__(
@@ -263,7 +253,7 @@ class TarStream:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file; 0 where they are not known before."""
+        """The bytes of the file; 0 where they are not known before."""
         return self._input.size
 
     def members(self) -> Iterator[TarMember]:
@@ -322,8 +312,7 @@ class _Section(io.RawIOBase):
     """The next ``size`` bytes of a tar."""
 
     def __init__(self, tar: TarReader, size: int) -> None:
-        self._tar = tar
-        self._left = size
+        self._tar, self._left = tar, size
 
     def readable(self) -> bool:
         return True

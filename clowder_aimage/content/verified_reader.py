@@ -10,7 +10,21 @@ from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
 
 
-class VerifyingReader(io.RawIOBase):
+class SourceReader(io.RawIOBase):
+    """A stream over ``source``, which is closed with it. Subclasses have ``readinto``."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+class VerifyingReader(SourceReader):
     """A stream over ``source`` that verifies its bytes against ``expected``.
 
     The error comes from the read that would return the end of the stream, or the first byte too
@@ -18,20 +32,17 @@ class VerifyingReader(io.RawIOBase):
     """
 
     def __init__(self, source: BinaryIO, expected: Descriptor) -> None:
-        self._source = source
+        super().__init__(source)
         self._expected = expected
         self._hasher = expected.digest.hasher()
         self._count = 0
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         if not len(buffer):
             return 0
         count = readinto(self._source, buffer)
         if count == 0:
-            self._check_end()
+            check(self._expected, self._count, self._hasher.hexdigest())
             return 0
         self._count += count
         if self._count > self._expected.size:
@@ -41,13 +52,6 @@ class VerifyingReader(io.RawIOBase):
             )
         self._hasher.update(memoryview(buffer)[:count])
         return count
-
-    def _check_end(self) -> None:
-        check(self._expected, self._count, self._hasher.hexdigest())
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
 
 
 def readinto(source: BinaryIO, buffer: memoryview) -> int:
@@ -89,11 +93,7 @@ def verify(source: BinaryIO, expected: Descriptor) -> None:
 
 
 def read_all(source: BinaryIO, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
-    """Read small content (a manifest, a config) into memory, verified.
-
-    Raises:
-        VerificationError: it is not ``expected``, or larger than ``limit`` bytes.
-    """
+    """Read content of up to ``limit`` bytes into memory. Raises VerificationError."""
     if expected.size > limit:
         raise VerificationError(f"{expected.digest} claims {expected.size} bytes, over {limit}")
     with VerifyingReader(source, expected) as reader:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.atomic_file import sync_directory, write_file
+from clowder_aimage.content.atomic_file import atomic_file, sync_directory, write_all
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -114,11 +114,11 @@ def write_shared(
 ) -> None:
     """Replace a file of the store, which a group may share. Raises OSError."""
     final = Path(path)
-    write_file(
-        final,
-        data,
-        mode=0o644,
-        durable=durable,
-        directory=directory,
-        prepare=lambda fd: share(fd, final.parent, 0o664),
-    )
+
+    def prepare(fd: int) -> None:
+        share(fd, final.parent, 0o664)
+
+    with atomic_file(
+        final, mode=0o644, durable=durable, directory=directory, prepare=prepare
+    ) as file:
+        write_all(file.fileno(), data)

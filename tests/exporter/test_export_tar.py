@@ -314,7 +314,7 @@ def test_a_header_in_the_middle_that_is_none(artifact):
 
 def test_what_is_no_tar(artifact):
     artifact.add("kit", b"not a tar" * 200, KIT)
-    with pytest.raises(FormatError, match="layer kit is no tar archive"):
+    with pytest.raises(FormatError, match="layer kit is not a tar archive"):
         artifact.finish().export()
     artifact.check_nothing_left()
 

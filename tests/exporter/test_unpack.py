@@ -80,7 +80,7 @@ def test_a_frame_that_is_to_be_skipped_is():
 def test_zstd_without_a_size_and_with_a_checksum():
     data = zstd(DATA, write_content_size=False, write_checksum=True)
     assert read(data, "zstd") == DATA
-    with pytest.raises(FormatError, match="is no zstd"):
+    with pytest.raises(FormatError, match="cannot be read as zstd"):
         read(data[:-1] + bytes([data[-1] ^ 1]), "zstd")
 
 
@@ -89,20 +89,20 @@ def test_zstd_without_a_size_and_with_a_checksum():
     [(0, None), (5, PLAIN), (17, None), (1000, PLAIN), (200_000, None), (-9, PLAIN), (-1, None)],
 )
 def test_what_breaks_off_is_refused(kind, cut, content):
-    with pytest.raises(FormatError, match=f"breaks off: it is no whole {kind}"):
+    with pytest.raises(FormatError, match=f"breaks off: it is not a whole {kind}"):
         read(PACK[kind](DATA)[:cut], kind, content)
 
 
 @pytest.mark.parametrize("junk", [b"x", b"\0\0x", b"junk" * 500])
 def test_what_follows_and_is_none_is_refused(kind, junk):
-    with pytest.raises(FormatError, match=f"is no {kind}|breaks off"):
+    with pytest.raises(FormatError, match=f"cannot be read as {kind}|breaks off"):
         read(PACK[kind](DATA) + junk, kind)
 
 
 def test_another_format_is_refused(kind):
     other = PACK["zstd" if kind == "gzip" else "gzip"]
     for data in (other(DATA), DATA, zlib.compress(DATA)):
-        with pytest.raises(FormatError, match=f"layer sha256:[0-9a-f]+ is no {kind}") as caught:
+        with pytest.raises(FormatError, match=f"layer sha256:\\w+ cannot be .* {kind}") as caught:
             read(data, kind)
         assert caught.value.exit_code == 5
 
@@ -202,7 +202,7 @@ def test_zstd_that_wants_to_look_back_too_far():
     parameters = zstandard.ZstdCompressionParameters(window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     data = packer.compress(DATA) + packer.flush()
-    with pytest.raises(FormatError, match="wants too much memory"):
+    with pytest.raises(FormatError, match="too much memory"):
         read(data, "zstd")
 
 

@@ -229,7 +229,7 @@ def test_what_the_store_has_need_not_be_in_the_archive(layout, file):
     assert load_all(layout, file, *GOOD[:4]).problem is None
 
 
-_CUT = "breaks off|is no tar|is damaged|more than there are"
+_CUT = "breaks off|is not a tar|is damaged|more than there are"
 
 
 @pytest.mark.parametrize("cut", [0, 700, 3000, -1024, -8000])
@@ -426,7 +426,7 @@ def test_a_header_in_the_middle_that_is_none(layout, file):
 @pytest.mark.parametrize("data", [b"", b"hello", b"x" * 5000, b"PK\x03\x04" + bytes(3000)])
 def test_what_is_no_tar(layout, file, data):
     file.write_bytes(data)
-    assert_refused(layout, FormatError, "no tar archive", lambda: load(layout, file))
+    assert_refused(layout, FormatError, "not a tar archive", lambda: load(layout, file))
 
 
 def test_an_empty_tar_and_the_older_format_of_docker(layout, file):
