@@ -19,7 +19,7 @@ BUDGETS = {
     ".": 3_020,
     "api": 2_540,
     "cli": 5_060,
-    "content": 2_480,
+    "content": 2_470,
     "dialect": 1_460,
     "distribution": 2_260,
     "engine": 3_100,

@@ -26,12 +26,6 @@ _ARCHITECTURES = {  # names of uname and others, and Go's
     "armv7l": "arm/v7",
 }
 _BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that mean no more than the architecture
-_REMEDIES = {  # where the variants differ, and the platforms
-    (True, True): "choose_variant_or_platform",
-    (True, False): "choose_variant",
-    (False, True): "choose_platform",
-    (False, False): "choose_digest",
-}
 _ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another one
 
 
@@ -239,10 +233,17 @@ def _none(
 
 
 def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
-    differs = len({one.variant for one in left}) > 1, len({one.platform for one in left}) > 1
+    has_variants = len({one.variant for one in left}) > 1
+    has_platforms = len({one.platform for one in left}) > 1
     return UsageError(
         f"{reference} is an index, and more than one of its manifests fits:\n{_listed(left)}",
-        remedy=_REMEDIES[differs],
+        remedy="choose_variant_or_platform"
+        if has_variants and has_platforms
+        else "choose_variant"
+        if has_variants
+        else "choose_platform"
+        if has_platforms
+        else "choose_digest",
         reference=reference,
         name=reference.name,
     )
