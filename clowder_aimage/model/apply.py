@@ -113,20 +113,9 @@ def load_into(
         layer = quantized_layer(target.owner(own), value, dtype)
         target.replace(own, layer)
         path = own.removesuffix(_WEIGHT)
-        weights += [(f"{path}.{name}", part) for name, part in _parts(value).items()]
+        weights += [(f"{path}.{name}", part) for name, part in value.parts.items()]
     target.module.load_weights(weights, strict=True)
     mx.eval(target.module.parameters())
-
-
-def _parts(value: QuantizedArray) -> dict[str, mx.array]:
-    """Return the arrays of a quantized layer by name, without a linear layer's own bias."""
-    parts = {
-        "weight": value.weight,
-        "scales": value.scales,
-        "biases": value.biases,
-        "global_scale": value.global_scale,
-    }
-    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _channels_last(value: mx.array) -> mx.array:
@@ -134,8 +123,6 @@ def _channels_last(value: mx.array) -> mx.array:
 
 
 def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that an MLX parameter has in a checkpoint."""
     if len(shape) != 4:
         return tuple(shape)
-    out_channels, height, width, in_channels = shape
-    return (out_channels, in_channels, height, width)
+    return (shape[0], shape[3], *shape[1:3])

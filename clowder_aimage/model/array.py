@@ -1,15 +1,15 @@
 """Tensors as MLX arrays, a few at a time.
 
-``mx.load`` keeps a file open for every blob until its arrays are evaluated, and a process may have
-as few as 256 open files. So tensors come in chunks of at most 16 blobs, and MLX reads some chunks
-while headers are parsed for the next ones. Casting and dequantizing happen on the way, so the peak
-is what is kept plus what is under way: at most 192 MiB as stored, or one tensor that is larger.
+``mx.load`` keeps the file of a blob open until its arrays are evaluated, and a process may have as
+few as 256 open files. So tensors come in chunks of at most 16 blobs, cast or dequantized on the
+way: the peak is what is kept plus at most 192 MiB as stored, or one tensor that is larger.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from clowder_aimage.errors import ModelError
@@ -68,10 +68,8 @@ def _evaluated(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
 
 
 def _arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
-    arrays: list[mx.array] = []
-    for _, value in chunk:
-        arrays += value.arrays if isinstance(value, QuantizedArray) else [value]
-    return arrays
+    parts = (v.parts.values() if isinstance(v, QuantizedArray) else [v] for _, v in chunk)
+    return list(chain.from_iterable(parts))
 
 
 def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:

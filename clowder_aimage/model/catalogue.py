@@ -57,7 +57,6 @@ class Catalogue:
 
     @cached_property
     def _layers(self) -> dict[str, Layer]:
-        """Return the layers that are not parts of others."""
         taken = {name for parts in self._parts.values() for name in parts.values()}
         return {name: layer for name, layer in self._all.items() if name not in taken}
 
@@ -148,8 +147,6 @@ class Catalogue:
         yield layer_name, blob.tensor(layer_name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
-        """Return the header, completed with the quantization in the configuration."""
-
         def stated(key: str) -> Said:
             name = layer_name if key == LEGACY_KEY else key
             return self._stated.of(name.removeprefix(f"{self._component}/"))
@@ -171,7 +168,6 @@ class Catalogue:
         return StoredTensor(name, found.dtype, found.shape, codes, found.quantization, spans)
 
     def _part(self, layer_name: str) -> TensorSpan:
-        """Return the span of scales or biases in a separate layer."""
         layer = self._all[layer_name]
         blob = WeightBlob.read(self._store, layer)
         found = self._single(layer_name, blob)
@@ -179,7 +175,6 @@ class Catalogue:
         return blob.span(found.key)
 
     def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
-        """Return the only array in the blob of a layer."""
         return find_tensor(read_tensors(blob.header), name, self._component)
 
 

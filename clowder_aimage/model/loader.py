@@ -6,8 +6,8 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import compute_dtype
-from clowder_aimage.model.component_file import read_object
 from clowder_aimage.model.pipeline import Pipeline
+from clowder_aimage.model.weights import read_object
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 

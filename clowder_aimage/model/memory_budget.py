@@ -1,8 +1,7 @@
 """Memory of networks: a budget, and a module that is released and loaded again.
 
 A text encoder is as large as the other networks, and is needed for new texts alone. If the networks
-do not fit together, it is released after a text is encoded: the steps that follow, above all the
-decoding of a large picture, have its memory then.
+do not fit together, it is released after a text is encoded.
 """
 
 from __future__ import annotations

@@ -142,17 +142,14 @@ class Arrays:
     numbers: int | None = None
 
 
-_ANY = Arrays()
-
-
 def check_request(
     request: GenerateRequest,
     *,
     multiple: int,
     max_width: int,
     max_height: int,
-    needs: Callable[[int, int], Arrays] | None = None,
-    limit: Arrays = _ANY,
+    needs: Callable[[int, int], Arrays],
+    limit: Arrays,
 ) -> None:
     """Refuse a request out of bounds.
 
@@ -185,8 +182,7 @@ def check_request(
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
-    if needs is not None:
-        _check_arrays(request, multiple, needs, limit)
+    _check_arrays(request, multiple, needs, limit)
 
 
 def _check_arrays(
@@ -210,7 +206,6 @@ def _check_arrays(
 
 
 def _excess(needed: Arrays, limit: Arrays) -> str | None:
-    """Return why arrays are too large; None if they are not."""
     if needed.size is not None and limit.size is not None and needed.size > limit.size:
         return f"it takes {_gib(needed.size)} of memory at least, and there is {_gib(limit.size)}"
     if needed.numbers is None or limit.numbers is None or needed.numbers <= limit.numbers:

@@ -28,9 +28,11 @@ class QuantizedArray:
     global_scale: mx.array | None = None
 
     @property
-    def arrays(self) -> list[mx.array]:
-        every = (self.weight, self.scales, self.biases, self.global_scale)
-        return [value for value in every if value is not None]
+    def parts(self) -> dict[str, mx.array]:
+        """Return the arrays by the names that a quantized layer gives them."""
+        names = ("weight", "scales", "biases", "global_scale")
+        every = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in every.items() if value is not None}
 
     def cast(self, dtype: mx.Dtype | None) -> QuantizedArray:
         """Return the array with affine scales and biases in ``dtype``.
@@ -63,17 +65,19 @@ class QuantizedArray:
         return values.astype(dtype)
 
 
-class QuantizedLinear(Network):
+class _QuantizedLayer(Network):
+    def __init__(self, weights: QuantizedArray) -> None:
+        super().__init__()
+        self.quantization = weights.quantization
+        for name, value in weights.parts.items():
+            setattr(self, name, value)
+
+
+class QuantizedLinear(_QuantizedLayer):
     """A linear layer on quantized weights: what it takes and gives is as with ``Linear``."""
 
     def __init__(self, weights: QuantizedArray, bias: mx.array | None) -> None:
-        super().__init__()
-        self.quantization = weights.quantization
-        self.weight, self.scales = weights.weight, weights.scales
-        if weights.biases is not None:
-            self.biases = weights.biases
-        if weights.global_scale is not None:
-            self.global_scale = weights.global_scale
+        super().__init__(weights)
         if bias is not None:
             self.bias = bias
 
@@ -92,17 +96,12 @@ class QuantizedLinear(Network):
         return y + self.bias if "bias" in self else y
 
 
-class QuantizedEmbedding(Network):
+class QuantizedEmbedding(_QuantizedLayer):
     """Rows of a quantized table, in ``dtype``."""
 
     def __init__(self, weights: QuantizedArray, dtype: mx.Dtype) -> None:
-        super().__init__()
-        self.quantization, self.dtype = weights.quantization, dtype
-        self.weight, self.scales = weights.weight, weights.scales
-        if weights.biases is not None:
-            self.biases = weights.biases
-        if weights.global_scale is not None:
-            self.global_scale = weights.global_scale
+        super().__init__(weights)
+        self.dtype = dtype
 
     def __call__(self, tokens: mx.array) -> mx.array:
         rows = QuantizedArray(
@@ -117,7 +116,7 @@ class QuantizedEmbedding(Network):
     def _factors(self, tokens: mx.array) -> mx.array | None:
         if "global_scale" not in self:
             return None
-        factors = self.global_scale.reshape(-1)
+        factors: mx.array = self.global_scale.reshape(-1)
         return factors if factors.size == 1 else factors[tokens]
 
 
@@ -130,6 +129,5 @@ def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | Non
 
 
 def _words(quantization: Quantization) -> dict[str, Any]:
-    """Return the quantization as arguments of MLX."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}

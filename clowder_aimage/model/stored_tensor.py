@@ -1,7 +1,4 @@
-"""Locations of tensors in blobs, from headers that are checked against layers; without MLX.
-
-Only headers are read; each file is closed again.
-"""
+"""Locations of tensors in blobs, from headers that are checked against layers; without MLX."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """As stored."""
         return sum(span.nbytes for span in self.spans)
 
 

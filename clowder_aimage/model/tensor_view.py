@@ -1,13 +1,17 @@
 """Tensors for other runtimes: numpy and torch arrays over the blobs, without MLX.
 
-Values lie in the file's pages until they are touched, and processes on one machine share them.
-Only what the library has no type for is copied: BF16 and the 8-bit floats become float32 in numpy;
-quantized tensors are dequantized to float32 in both.
+Values lie in the file's pages, which processes share. Only what the library has no type for is
+copied: BF16 and 8-bit floats to float32 in numpy, quantized tensors in both.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
+import mmap
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,46 +19,29 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError, StoreError
 from clowder_aimage.model.dequantize import dequantize, e4m3, e5m2, e8m0
-from clowder_aimage.model.mapped_file import map_file
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 
 Array = npt.NDArray[Any]
-_NUMPY = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "F16": "<f2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "F32": "<f4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F64": "<f8",
-    "C64": "<c8",
-}
+_FAILED = ctypes.c_void_p(-1).value
+_NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "C64": "<c8"}
+_NUMPY |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "UIF" for size in (2, 4, 8)}
 _DECODED = {"F8_E4M3": e4m3, "F8_E5M2": e5m2, "F8_E8M0": e8m0}
 _TORCH = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
     "BF16": "bfloat16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
     "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+}
+_TORCH |= {
+    f"{kind}{bits}": f"{name}{bits}"
+    for kind, name in {"U": "uint", "I": "int", "F": "float"}.items()
+    for bits in (16, 32, 64)
 }
 
 
@@ -84,7 +71,7 @@ def _dequantized(tensor: StoredTensor, quantization: Quantization) -> Array:
 
 
 def numpy_span(span: TensorSpan) -> Array:
-    """One array as it is stored, read-only. Raises as ``numpy_tensor`` does."""
+    """Return one array as it is stored, read-only. Raises as ``numpy_tensor`` does."""
     if span.dtype in _NUMPY:
         return _view(span, _NUMPY[span.dtype])
     if span.dtype == "BF16":
@@ -103,7 +90,12 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     Raises:
         ModelError: PyTorch is not there, or has no such type; and as ``numpy_tensor`` does.
     """
-    torch = _torch()
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise ModelError(
+            "PyTorch is not installed", hint="install torch, or take the tensors as numpy arrays"
+        ) from None
     if tensor.quantization is not None:
         return torch.from_numpy(_dequantized(tensor, tensor.quantization))
     span = tensor.values
@@ -113,27 +105,22 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     if not span.nbytes:
         return torch.empty(span.shape, dtype=dtype)
     buffer = _mapped(span)
-    if span.start % dtype.itemsize:  # a header that is not padded: torch wants whole words
-        buffer, start = bytearray(buffer[span.start : span.start + span.nbytes]), 0
-    else:
-        start = span.start
+    start = span.start
+    if start % dtype.itemsize:  # a header that is not padded: torch wants whole words
+        buffer, start = bytearray(buffer[start : start + span.nbytes]), 0
     count = span.nbytes // dtype.itemsize
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(span.shape)
 
 
 def _view(span: TensorSpan, dtype: str) -> Array:
-    if not span.nbytes:
-        values = np.empty(span.shape, dtype)
-    else:
-        count = span.nbytes // np.dtype(dtype).itemsize
-        flat = np.frombuffer(_mapped(span), dtype, count, span.start)
-        values = flat.reshape(span.shape)
+    count = span.nbytes // np.dtype(dtype).itemsize
+    flat = np.frombuffer(_mapped(span), dtype, count, span.start) if count else np.empty(0, dtype)
+    values = flat.reshape(span.shape)
     values.flags.writeable = False
     return values
 
 
 def _mapped(span: TensorSpan) -> Any:
-    """Return the file of the array."""
     buffer = map_file(span.path)
     if len(buffer) < span.start + span.nbytes:
         raise StoreError(f"{span.path} has become shorter since its header was read")
@@ -145,10 +132,53 @@ def _single(values: Array) -> Array:
     return values if values.dtype == np.uint8 else values.astype(np.float32)
 
 
-def _torch() -> Any:
+def map_file(path: str) -> Any:
+    """Map the whole file as a writable buffer, until it is no longer referenced.
+
+    The pages are private: writes change neither the file nor other mappings. Python's own ``mmap``
+    keeps a descriptor for as long as it lives (to 3.12), and a model has more tensors than a
+    process may have open files.
+
+    Raises:
+        StoreError: it cannot be opened or mapped, or is empty.
+    """
     try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise ModelError(
-            "PyTorch is not installed", hint="install torch, or take the tensors as numpy arrays"
-        ) from None
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(handle).st_size
+            address = _map(handle, size)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be mapped: {error.strerror or error}") from None
+    buffer = (ctypes.c_char * size).from_address(address)
+    unmapping = weakref.finalize(buffer, _library().munmap, address, size)
+    unmapping.atexit = False  # at the end of the process somebody may still look
+    return buffer
+
+
+def _map(handle: int, size: int) -> int:
+    address = _library().mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, handle, 0
+    )
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address)
+
+
+@functools.cache
+def _library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,  # off_t, on every 64-bit system
+    )
+    library.munmap.restype = ctypes.c_int
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library

@@ -4,41 +4,29 @@
     weights.load(mx.bfloat16)
     array = weights["model.layers.0.mlp.down_proj.weight"]
 
-A blob's header is checked against its layer before its own weights are read. ``apply`` checks all
-of them, and the module's shapes, before it reads the first weight; ``load`` goes from blob to blob,
-and keeps nothing when one is bad. MLX is imported only by what gives MLX arrays; all of that is for
-one thread.
+A blob's header is checked against its layer before its weights are read; ``apply`` checks all of
+them, and the module's shapes, first. MLX is imported only by what gives MLX arrays, for one thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage, Layer
-from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError
 from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
-from clowder_aimage.model.component_file import find_object, read_object
 from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
 
-
-class Module(Protocol):
-    """A network that takes weights: an ``nn.Module`` that knows the names of its checkpoint."""
-
-    def parameters(self) -> Any: ...
-
-    def load_weights(self, file_or_weights: Any, strict: bool = True) -> Any: ...
-
-    def sanitize(self, name: str) -> str:
-        """Return the name of the parameter for a tensor."""
-        ...
+MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies are about a tenth of it
 
 
 class ModelWeights:
@@ -116,8 +104,7 @@ class ModelWeights:
         from clowder_aimage.model.array import read_arrays
 
         tensors = (self._catalogue.find(name) for name in self._catalogue.names())
-        keep = _keeps(keep_quantized)
-        values = read_arrays(tensors, dtype, keep_quantized=keep)
+        values = read_arrays(tensors, dtype, keep_quantized=_keeps(keep_quantized))
         self._loaded = {tensor.name: value for tensor, value in values}
         self._dtype = dtype
 
@@ -141,13 +128,16 @@ class ModelWeights:
 
     def apply(
         self,
-        module: Module,
+        module: Any,
         *,
         skip: Callable[[str], bool] = lambda _: False,
         dtype: mx.Dtype | None = None,
         keep_quantized: bool | None = None,
     ) -> tuple[str, ...]:
         """Load every tensor but the skipped ones into ``module``, strictly, and evaluate.
+
+        ``module`` is an ``nn.Module`` with ``sanitize``, which returns the name of the parameter
+        for a tensor.
 
         ``dtype`` is the type to compute in; None keeps what is stored. With ``keep_quantized``
         layers that get codes are replaced by quantized ones; None does so on a GPU only, for a CPU
@@ -209,7 +199,41 @@ class ModelWeights:
 
 
 def _keeps(requested: bool | None) -> bool:
-    """Return True if weights stay quantized: as requested, else on a GPU."""
     from clowder_aimage.model.backend import on_gpu
 
     return on_gpu() if requested is None else requested
+
+
+def find(store: ContentStore, aimage: AImage, name: str) -> bytes | None:
+    """Return the bytes of the file ``name`` (such as ``vae/config.json``), or None.
+
+    Raises:
+        ModelError: if it is too large.
+        AccessError: when the AImage has it and the store does not.
+    """
+    try:
+        descriptor = aimage.layer(name).descriptor
+    except NotFoundError:
+        return None
+    if descriptor.size > MAX_FILE:
+        raise ModelError(f"{name} is {descriptor.size} bytes long, over {MAX_FILE}")
+    with store.open(descriptor) as file:
+        return file.read()
+
+
+def find_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any] | None:
+    """Return the JSON object in the file ``name``, or None. Raises as ``find`` does."""
+    data = find(store, aimage, name)
+    return None if data is None else parse_object(name, data)
+
+
+def read_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
+    """Return the JSON object in the file ``name``.
+
+    Raises:
+        ModelError: if it does not exist, or is not a JSON object.
+    """
+    value = find_object(store, aimage, name)
+    if value is None:
+        raise ModelError(f"the model has no {name}")
+    return value

@@ -10,11 +10,10 @@ import numpy as np
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from clowder_aimage.model.zimage.vae import Vae
 
 Outputs = dict[str, np.ndarray]
 """text (tokens, hidden); velocity (channels, height, width), of one unguided forward pass;
-decoded (height, width, 3) and encoded (channels, height, width), of fixed random inputs;
+decoded (height, width, 3), of fixed random latents;
 sigmas (steps + 1,); latents (channels, height, width), after the last step; picture (height,
 width, 3), uint8.
 """
@@ -31,19 +30,17 @@ CASES = {
 }
 
 
-def inputs(request: GenerateRequest, channels: int, scale: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fixed random latents and pixels for a picture of the request's size."""
+def inputs(request: GenerateRequest, channels: int, scale: int) -> np.ndarray:
+    """Fixed random latents for a picture of the request's size."""
     random = np.random.RandomState(7)
     rows, columns = request.height // scale, request.width // scale
-    latents = random.standard_normal((channels, rows, columns)).astype(np.float32)
-    pixels = random.uniform(-1, 1, (request.height, request.width, 3)).astype(np.float32)
-    return latents, pixels
+    return random.standard_normal((channels, rows, columns)).astype(np.float32)
 
 
-def ours(pipeline: ZImagePipeline, request: GenerateRequest, vae: Vae | None = None) -> Outputs:
-    """Our answers; ``vae`` is one with its encoder, where that is to be compared too."""
+def ours(pipeline: ZImagePipeline, request: GenerateRequest) -> Outputs:
+    """Our answers."""
     channels, scale = pipeline.transformer.config.in_channels, pipeline.vae.config.scale
-    latents, pixels = inputs(request, channels, scale)
+    latents = inputs(request, channels, scale)
     text = pipeline.encode(request.prompt)
     caption = pipeline.transformer.caption(text)
     schedule = pipeline.schedule(request)
@@ -52,7 +49,7 @@ def ours(pipeline: ZImagePipeline, request: GenerateRequest, vae: Vae | None = N
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
     assert steps == [Step(index + 1, request.steps, 0) for index in range(request.steps)]
-    outputs = {
+    return {
         "text": np.array(text),
         "velocity": np.array(pipeline.transformer(mx.array(latents), TIME, caption)),
         "decoded": np.array(pipeline.vae.decode(mx.array(latents))),
@@ -60,9 +57,6 @@ def ours(pipeline: ZImagePipeline, request: GenerateRequest, vae: Vae | None = N
         "latents": np.array(final),
         "picture": image.pixels,
     }
-    if vae is not None:
-        outputs["encoded"] = np.array(vae.encode(mx.array(pixels)))
-    return outputs
 
 
 def differences(one: Outputs, other: Outputs) -> dict[str, float]:

@@ -219,7 +219,7 @@ def test_transformers_that_are_refused(changes: dict[str, Any], message: str) ->
         ({"norm_num_groups": 3}, "norm_num_groups"),
         ({"up_block_types": ["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]}, "up_block_types"),
         ({"block_out_channels": []}, "block_out_channels"),
-        ({"use_quant_conv": 1}, "use_quant_conv"),
+        ({"use_post_quant_conv": 1}, "use_post_quant_conv"),
         ({"new": 1}, "unknown fields new"),
     ],
 )

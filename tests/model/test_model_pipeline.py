@@ -13,8 +13,7 @@ from model_blobs import FolderStore, replace
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.activation import silu
-from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx
+from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx, silu
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.memory_budget import size_of
 from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Preview, Step, to_pixels

@@ -13,7 +13,7 @@ from quantized_blobs import MATRICES, NAME, Maker, Part, blob, judge, made, open
 
 from clowder_aimage.errors import ModelError, StoreError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mapped_file import map_file
+from clowder_aimage.model.tensor_view import map_file
 from clowder_aimage.model.weights import ModelWeights
 
 BYTES = bytes(range(16))

@@ -16,21 +16,18 @@ from clowder_aimage.model.pipeline import GenerateRequest
 def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
     """diffusers' answers."""
     vae, transformer = pipeline.vae, pipeline.transformer
-    latents, pixels = inputs(request, transformer.in_channels, pipeline.vae_scale_factor)
+    latents = inputs(request, transformer.in_channels, pipeline.vae_scale_factor)
     embeds, _ = pipeline.encode_prompt(request.prompt, do_classifier_free_guidance=False)
     velocity = transformer(
         [torch.from_numpy(latents)[:, None]], torch.tensor([TIME]), embeds, return_dict=False
     )[0][0]
     scaled = torch.from_numpy(latents)[None] / vae.config.scaling_factor + vae.config.shift_factor
     decoded = vae.decode(scaled, return_dict=False)[0][0].permute(1, 2, 0)
-    mean = vae.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None]).latent_dist.mean[0]
-    encoded = (mean - vae.config.shift_factor) * vae.config.scaling_factor
     final = run(pipeline, request, "latent")
     return {
         "text": embeds[0].numpy(),
         "velocity": velocity[:, 0].numpy(),
         "decoded": decoded.numpy(),
-        "encoded": encoded.numpy(),
         "sigmas": pipeline.scheduler.sigmas.numpy(),
         "latents": final.numpy(),
         "picture": run(pipeline, request, "pil"),

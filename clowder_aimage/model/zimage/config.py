@@ -165,7 +165,6 @@ def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
 class VaeConfig:
     """``AutoencoderKL``."""
 
-    in_channels: int
     out_channels: int
     latent_channels: int
     block_out_channels: tuple[int, ...]
@@ -173,7 +172,6 @@ class VaeConfig:
     norm_num_groups: int
     scaling_factor: float
     shift_factor: float
-    use_quant_conv: bool
     use_post_quant_conv: bool
     mid_block_add_attention: bool
 
@@ -206,7 +204,6 @@ class VaeConfig:
         if any(count % groups for count in channels):
             raise fields.refuse("norm_num_groups", f"must divide all of {list(channels)}")
         config = cls(
-            in_channels=fields.integer("in_channels", 3, maximum=4096),
             out_channels=fields.integer("out_channels", 3, maximum=4096),
             latent_channels=fields.integer("latent_channels", 4, maximum=4096),
             block_out_channels=channels,
@@ -214,10 +211,11 @@ class VaeConfig:
             norm_num_groups=groups,
             scaling_factor=fields.positive("scaling_factor", 0.18215),
             shift_factor=fields.number("shift_factor"),
-            use_quant_conv=fields.boolean("use_quant_conv", True),
             use_post_quant_conv=fields.boolean("use_post_quant_conv", True),
             mid_block_add_attention=fields.boolean("mid_block_add_attention", True),
         )
         fields.accept_quantization()
-        fields.finish("sample_size", "force_upcast", "torch_dtype", "dtype")
+        fields.finish(
+            "in_channels", "use_quant_conv", "sample_size", "force_upcast", "torch_dtype", "dtype"
+        )
         return config

@@ -2,9 +2,9 @@
 
 The same seed gives the same picture as the reference. ``torch.randn`` on a CPU draws from
 MT19937 and turns uniforms into normals (Box-Muller), eight pairs at a time from 16 numbers on;
-below 16 numbers it goes one pair at a time in double precision. On x86 processors with AVX2 it
-takes logarithm, sine and cosine from the single-precision polynomials of Cephes with fused
-multiply-adds; done alike here, every bit is the same. Other processors differ by 2e-6 at most.
+below that one pair at a time in double precision. On x86 processors with AVX2 it takes logarithm,
+sine and cosine from Cephes's single-precision polynomials with fused multiply-adds; done alike
+here, every bit is the same. Other processors differ by 2e-6 at most.
 Reference: PyTorch, aten/src/ATen/native/cpu/DistributionTemplates.h and core/MT19937RNGEngine.h;
 polynomials: Cephes (S. Moshier), single/logf.c and single/sinf.c.
 """
@@ -84,7 +84,6 @@ def _fused(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
 
 
 def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
-    """Horner's scheme, the highest power first."""
     result = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         result = _fused(result, x, coefficient)
@@ -92,7 +91,6 @@ def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
 
 
 def _log(x: Floats) -> Floats:
-    """Return the natural logarithm for x in (0, 1]."""
     mantissa, exponent = np.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
     small = mantissa < np.float32(0.707106781186547524)
     turns = (exponent - small).astype(np.float32)

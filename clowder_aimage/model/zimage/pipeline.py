@@ -18,7 +18,6 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.component_file import read_object
 from clowder_aimage.model.memory_budget import (
     MemoryBudget,
     OffloadedModule,
@@ -38,7 +37,7 @@ from clowder_aimage.model.pipeline import (
     downsample,
     to_pixels,
 )
-from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.model.weights import ModelWeights, read_object
 from clowder_aimage.model.zimage.config import (
     PATCH,
     TextEncoderConfig,
@@ -53,7 +52,8 @@ from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae
 
 T = TypeVar("T")
-Network = TypeVar("Network", TextEncoder, Transformer, Vae)
+C = TypeVar("C")
+N = TypeVar("N", TextEncoder, Transformer, Vae)
 CACHED_TEXTS = 32  # the last used
 
 
@@ -105,18 +105,20 @@ class ZImagePipeline:
         tokenizer = Tokenizer.load(store, aimage)
         skipped: list[str] = []
 
-        def network(component: str, make: Callable[[ModelWeights], Network]) -> Network:
+        def network(component: str, kind: Callable[[C], N], config: Callable[..., C]) -> N:
             weights = ModelWeights.open(store, aimage, component)
-            module = make(weights)
+            module = kind(config(f"{component}/config.json", weights.config))
             left_out = weights.apply(
                 module, skip=module.skip, dtype=dtype, keep_quantized=keep_quantized
             )
             skipped.extend(f"{component}/{name}" for name in left_out)
             return module
 
-        offloaded = OffloadedModule(lambda: network("text_encoder", _text_encoder))
-        transformer = network("transformer", _transformer)
-        vae = network("vae", _vae)
+        offloaded = OffloadedModule(
+            lambda: network("text_encoder", TextEncoder, TextEncoderConfig.parse)
+        )
+        transformer = network("transformer", Transformer, TransformerConfig.parse)
+        vae = network("vae", Vae, VaeConfig.parse)
         _check_fit(offloaded.get(), transformer, vae)
         return cls(tokenizer, offloaded, transformer, vae, scheduler, dtype, tuple(skipped))
 
@@ -191,7 +193,6 @@ class ZImagePipeline:
             yield Image(pixels, seed, picture)
 
     def _offload(self, request: GenerateRequest) -> None:
-        """Release the text encoder if the picture needs its memory."""
         networks = self.offloaded.size + size_of(self.transformer) + size_of(self.vae)
         guess = decoding(max(self.vae.config.block_out_channels[:2]), self.dtype)
         if not self.budget.fits(networks, request.width * request.height, guess):
@@ -292,7 +293,6 @@ class ZImagePipeline:
 
 
 def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
-    """Return the value of a text, and keep the values of the last CACHED_TEXTS texts."""
     value = cache.pop(text) if text in cache else make(text)
     while len(cache) >= CACHED_TEXTS:
         del cache[next(iter(cache))]
@@ -300,20 +300,7 @@ def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
     return value
 
 
-def _text_encoder(weights: ModelWeights) -> TextEncoder:
-    return TextEncoder(TextEncoderConfig.parse("text_encoder/config.json", weights.config))
-
-
-def _transformer(weights: ModelWeights) -> Transformer:
-    return Transformer(TransformerConfig.parse("transformer/config.json", weights.config))
-
-
-def _vae(weights: ModelWeights) -> Vae:
-    return Vae(VaeConfig.parse("vae/config.json", weights.config))
-
-
 def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
-    """Refuse components that do not fit each other."""
     hidden = text_encoder.config.hidden_size
     if hidden != transformer.config.cap_feat_dim:
         raise ModelError(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 
-from clowder_aimage.model.activation import silu
-from clowder_aimage.model.backend import Embedding, Linear, Network, RMSNorm, mx
+from clowder_aimage.model.backend import Embedding, Linear, Network, RMSNorm, mx, silu
 from clowder_aimage.model.zimage.config import TextEncoderConfig
 from clowder_aimage.model.zimage.rope import Table, rotate_halves
 

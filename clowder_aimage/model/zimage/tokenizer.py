@@ -23,12 +23,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.component_file import find, find_object
+from clowder_aimage.model.weights import find, find_object
 from clowder_aimage.tensor.config_fields import parse_object
 
 MAX_TOKENS = 512
 FOLDER = "tokenizer"
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # How Qwen2 and Qwen3 split text before the byte-level BPE.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -137,20 +138,12 @@ def _add_tokens(
     for _, fields in sorted(listed.items(), key=lambda item: int(item[0])):
         if fields["content"] in known:
             continue
-        options = {
-            key: fields[key]
-            for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            if key in fields
-        }
+        options = {key: fields[key] for key in _TOKEN_OPTIONS if key in fields}
         backend.add_tokens([AddedToken(fields["content"], **options)])
 
 
 def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) -> str:
-    """Return the chat template.
-
-    It is in chat_template.jinja, else in the configuration (the one named default of several), else
-    in chat_template.json.
-    """
+    """Return chat_template.jinja, else the (default) one in the configuration or its own JSON."""
     data = find(store, aimage, f"{FOLDER}/chat_template.jinja")
     if data is not None:
         return data.decode()
@@ -171,7 +164,6 @@ def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) ->
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens by role, for templates."""
     tokens = {}
     for role in _ROLES:
         value = config.get(f"{role}_token")
@@ -205,19 +197,9 @@ def _environment() -> jinja2.Environment:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class _Range:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clowder_aimage.model.activation import silu
-from clowder_aimage.model.backend import LayerNorm, Linear, Network, RMSNorm, mx
+from clowder_aimage.model.backend import LayerNorm, Linear, Network, RMSNorm, mx, silu
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
 

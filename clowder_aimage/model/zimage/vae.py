@@ -1,4 +1,4 @@
-"""The autoencoder between latents and pixels (``AutoencoderKL``), channels last.
+"""The decoder from latents to pixels (``AutoencoderKL``), channels last.
 
 Reference: diffusers, models/autoencoders/autoencoder_kl.py and vae.py (arXiv 2112.10752).
 Group norms work as PyTorch's do; MLX's own grouping of channels differs.
@@ -6,8 +6,7 @@ Group norms work as PyTorch's do; MLX's own grouping of channels differs.
 
 from __future__ import annotations
 
-from clowder_aimage.model.activation import silu
-from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx
+from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx, silu
 from clowder_aimage.model.zimage.config import VaeConfig
 
 EPS = 1e-6
@@ -85,17 +84,6 @@ class Upsample(Network):
         return self.conv(mx.repeat(mx.repeat(x, 2, axis=1), 2, axis=2))
 
 
-class Downsample(Network):
-    """Half the side; the input is padded at the bottom and the right only."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = Conv2d(channels, channels, 3, stride=2)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.conv(mx.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)]))
-
-
 class UpBlock(Network):
     """Residual blocks, then twice the side, except in the last block."""
 
@@ -107,21 +95,6 @@ class UpBlock(Network):
 
     def __call__(self, x: mx.array) -> mx.array:
         for layer in [*self.resnets, *self.upsamplers]:
-            x = layer(x)
-        return x
-
-
-class DownBlock(Network):
-    """Residual blocks, then half the side, except in the last block."""
-
-    def __init__(self, config: VaeConfig, channels: int, out_channels: int, *, last: bool) -> None:
-        super().__init__()
-        widths = [channels] + [out_channels] * (config.layers_per_block - 1)
-        self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
-        self.downsamplers = [] if last else [Downsample(out_channels)]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        for layer in [*self.resnets, *self.downsamplers]:
             x = layer(x)
         return x
 
@@ -149,44 +122,16 @@ class Decoder(Network):
         return self.conv_out(silu(self.conv_norm_out(x)))
 
 
-class Encoder(Network):
-    """(1, height, width, 3) to (1, height / scale, width / scale, 2 * latent channels)."""
+class Vae(Network):
+    """The decoder; the encoder, which no picture needs, is skipped."""
 
     def __init__(self, config: VaeConfig) -> None:
-        super().__init__()
-        widths = config.block_out_channels
-        self.conv_in = Conv2d(config.in_channels, widths[0], 3, padding=1)
-        pairs = list(zip((widths[0], *widths), widths, strict=False))
-        self.down_blocks = [
-            DownBlock(config, before, after, last=index == len(pairs) - 1)
-            for index, (before, after) in enumerate(pairs)
-        ]
-        self.mid_block = MidBlock(config, widths[-1])
-        self.conv_norm_out = _norm(config, widths[-1])
-        self.conv_out = Conv2d(widths[-1], 2 * config.latent_channels, 3, padding=1)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        x = self.conv_in(x)
-        for block in self.down_blocks:
-            x = block(x)
-        return self.conv_out(silu(self.conv_norm_out(self.mid_block(x))))
-
-
-class Vae(Network):
-    """The decoder, and the encoder only when ``encoder`` is asked for."""
-
-    def __init__(self, config: VaeConfig, *, encoder: bool = False) -> None:
         super().__init__()
         self.config = config
         self.decoder = Decoder(config)
         if config.use_post_quant_conv:
             width = config.latent_channels
             self.post_quant_conv = Conv2d(width, width, 1)
-        if encoder:
-            self.encoder = Encoder(config)
-            if config.use_quant_conv:
-                width = 2 * config.latent_channels
-                self.quant_conv = Conv2d(width, width, 1)
 
     def decode(self, latents: mx.array) -> mx.array:
         """Latents (channels, height, width) to pixels (scale * height, scale * width, 3).
@@ -199,20 +144,12 @@ class Vae(Network):
             x = self.post_quant_conv(x)
         return self.decoder(x)[0]
 
-    def encode(self, pixels: mx.array) -> mx.array:
-        """Pixels (height, width, 3), -1 to 1, to the mean latents (channels, height, width)."""
-        x = self.encoder(pixels[None])
-        if "quant_conv" in self:
-            x = self.quant_conv(x)
-        mean, _ = mx.split(x[0], 2, axis=-1)
-        scaled = (mean - self.config.shift_factor) * self.config.scaling_factor
-        return scaled.transpose(2, 0, 1)
-
     @staticmethod
     def sanitize(name: str) -> str:
         """Return the name of the parameter for a diffusers tensor."""
         return name.replace(".to_out.0.", ".to_out.")
 
-    def skip(self, name: str) -> bool:
-        """Return True for tensors of the encoder if only the decoder is loaded."""
-        return "encoder" not in self and name.startswith(("encoder.", "quant_conv."))
+    @staticmethod
+    def skip(name: str) -> bool:
+        """Return True for tensors of the encoder."""
+        return name.startswith(("encoder.", "quant_conv."))
