@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.exporter import (
-    SHARD,
-    ExportPlan,
-    LayerStore,
-    LinkMethod,
-    is_ours,
-    plan_export,
-    whole_directory,
-    write_files,
-)
+from clowder_aimage.exporter.directory import LinkMethod, whole_directory
+from clowder_aimage.exporter.export_plan import ExportPlan, ExportPlanner
+from clowder_aimage.exporter.export_writer import ExportWriter
+from clowder_aimage.exporter.layer_store import LayerStore, is_ours
+from clowder_aimage.exporter.weight_file import SHARD
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
@@ -70,11 +65,11 @@ def export(
         _check_whole(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
-            plan = plan_export(blobs, stored.aimage, shard=shard, is_ours=is_ours(stored))
+            plan = ExportPlanner(blobs, stored.aimage, shard, is_ours(stored)).plan()
             on_plan(plan)
-            written = write_files(
+            written = ExportWriter(
                 plan, blobs, root, path=directory, links=links, on_written=on_written
-            )
+            ).run()
     store.use(stored.descriptor)
     return ExportSummary(
         stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized

@@ -1,4 +1,4 @@
-"""The directory that is exported to: there whole, or not at all."""
+"""The directory that is exported to, there whole or not at all, and the files in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import (
@@ -20,11 +22,13 @@ from clowder_aimage.content.atomic_file import (
     temporary_path,
     temporary_prefix,
 )
-from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
 FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # less what the umask takes
 _INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 _TRIES = 4  # a thread that is being stopped may still make a file
 
 
@@ -52,10 +56,15 @@ def whole_directory(path: Path) -> Iterator[Path]:
         remove_leftovers(temporary, temporary_prefix(final, _INFIX), _remove)
         yield temporary
         with faults(path):
-            if is_there:
-                _move_up(path, final, temporary)
-            else:
-                _rename(path, final, temporary)
+            try:
+                if is_there:
+                    _move_up(final, temporary)
+                else:
+                    temporary.rename(final)
+            except OSError as error:
+                if error.errno in _OCCUPIED:  # somebody made it meanwhile
+                    raise _occupied(path) from error
+                raise
             sync_directory(final if is_there else final.parent)
     finally:
         _remove(temporary)
@@ -72,20 +81,16 @@ def is_folding(directory: Path) -> bool:
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Turn an OSError about what is written into an error for people."""
+    """Raise a NoSpaceError or a StoreError for an OSError about what is written."""
     try:
         yield
     except OSError as error:
-        raise _translate(error, path) from error
-
-
-def _translate(error: OSError, path: Path) -> AImageError:
-    if error.errno in DISK_FULL:
-        return NoSpaceError(
-            f"no space left to write {path}; nothing of it was kept",
-            hint="free some space, or export to another disk",
-        )
-    return StoreError(f"cannot write {path}: {error.strerror or error}")
+        if error.errno in DISK_FULL:
+            raise NoSpaceError(
+                f"no space left to write {path}; nothing of it was kept",
+                hint="free some space, or export to another disk",
+            ) from error
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _check(path: Path, final: Path, is_there: bool) -> None:
@@ -95,19 +100,17 @@ def _check(path: Path, final: Path, is_there: bool) -> None:
         return
     if not final.is_dir():
         raise UsageError(f"{path} is a file", hint="name a directory that does not exist yet")
-    if any(not _is_ours(place, temporary_prefix(final, _INFIX)) for place in final.iterdir()):
-        raise _occupied(path)
+    prefix = temporary_prefix(final, _INFIX)
+    for place in final.iterdir():
+        is_ours = is_temporary(place.name, prefix)  # of a running process or a killed one
+        if not is_ours or place.is_symlink() or not place.is_dir():
+            raise _occupied(path)
 
 
 def _occupied(path: Path) -> UsageError:
     return UsageError(
         f"{path} is not empty", hint="name a directory that is empty, or does not exist yet"
     )
-
-
-def _is_ours(path: Path, prefix: str) -> bool:
-    """Return whether it is a temporary directory, of a running process or a killed one."""
-    return is_temporary(path.name, prefix) and path.is_dir() and not path.is_symlink()
 
 
 def _create(temporary: Path) -> int:
@@ -122,19 +125,10 @@ def _create(temporary: Path) -> int:
     return lock
 
 
-def _rename(path: Path, final: Path, temporary: Path) -> None:
-    try:
-        temporary.rename(final)
-    except OSError as error:
-        if error.errno in _OCCUPIED:  # somebody made it meanwhile
-            raise _occupied(path) from error
-        raise
-
-
-def _move_up(path: Path, final: Path, temporary: Path) -> None:
+def _move_up(final: Path, temporary: Path) -> None:
     """Move the contents of ``temporary`` into ``final``, around it: all of it, or nothing."""
     if list(final.iterdir()) != [temporary]:
-        raise _occupied(path)
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     moved: list[Path] = []
     try:
         for made in sorted(temporary.iterdir()):
@@ -152,3 +146,65 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():
             return
+
+
+@contextmanager
+def new_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
+    """Yield the descriptor of a file that did not exist, which is synced in the end.
+
+    Raises OSError.
+    """
+    fd = os.open(path, _FLAGS, mode)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directories(root: Path, name: str) -> None:
+    """Make ``root/name`` and what it lies in, where they are not there. Raises OSError."""
+    path = root
+    for part in filter(None, name.split("/")):
+        path = path / part
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=DIRECTORY_MODE)
+
+
+class LinkMethod(StrEnum):
+    """The way that a whole file came into the directory.
+
+    A reflink (Linux, ``ioctl_ficlone(2)``) is a file of its own that shares blocks until one of
+    both is written to. A hard link is the blob by another name, and never to be written to.
+    """
+
+    COPIED = "copied"
+    REFLINKED = "reflinked"
+    HARD_LINKED = "hardLinked"
+
+
+def link(blob: Path, target: Path) -> LinkMethod | None:
+    """Let ``target``, which does not exist, share the bytes of ``blob``; None where it cannot."""
+    if _reflink(blob, target):
+        return LinkMethod.REFLINKED
+    try:
+        os.link(blob, target)
+    except OSError:  # another file system, one without links, or too many of them
+        return None
+    return LinkMethod.HARD_LINKED
+
+
+def _reflink(blob: Path, target: Path) -> bool:
+    if sys.platform != "linux":
+        return False
+    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        with blob.open("rb") as source:
+            fcntl.ioctl(made, _FICLONE, source.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            target.unlink()
+        return False
+    finally:
+        os.close(made)
+    return True

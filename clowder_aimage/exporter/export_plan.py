@@ -1,7 +1,4 @@
-"""Plan of an export, made before the first byte is written.
-
-From the manifest, the headers of the tensors' blobs and the configurations.
-"""
+"""Plan of an export, from the manifest, the headers of tensors and the configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from clowder_aimage.exporter.component_config import merged
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
 from clowder_aimage.exporter.weight_file import (
-    SHARD,
     STEMS,
     WeightFile,
     entries,
@@ -53,9 +49,9 @@ class FilePiece:
 class ExportPlan:
     """``made`` files begin with what is here and have this size in the end.
 
-    ``pieces`` are the rest of them, by the blobs that they come from. ``whole`` layers are files as
-    they are, ``packed`` ones are unpacked into a file, and ``tars`` into whatever is in them.
-    ``quantized`` says for components in whose form their weights are.
+    ``pieces`` are the rest, by the blobs that they come from. ``whole`` layers are files as they
+    are, ``packed`` ones unpack to a file, ``tars`` to what is in them. ``quantized`` says for
+    components in whose form their weights are.
     """
 
     names: FileNames
@@ -84,23 +80,12 @@ class ExportPlan:
         )
 
 
-def plan_export(
-    blobs: LayerStore, aimage: AImage, *, shard: int = SHARD, is_ours: bool = True
-) -> ExportPlan:
-    """Decide everything; files of weights have at most ``shard`` bytes of tensors.
+class ExportPlanner:
+    """The planner of one export; files of weights have at most ``shard`` bytes of tensors.
 
     What is not ``is_ours`` is a neighbour's, to which nothing is added.
-
-    Raises:
-        NotFoundError: a blob is not in the store.
-        FormatError, VerificationError: a blob is not what its layer says, or damaged; two things
-            would have one name.
-        ModelError: a quantized weight has no name in any maker's form.
     """
-    return _Planner(blobs, aimage, shard, is_ours).plan()
 
-
-class _Planner:
     def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
         self._store = blobs
         self._aimage = aimage
@@ -114,6 +99,14 @@ class _Planner:
         self._quantized: dict[str, str] = {}
 
     def plan(self) -> ExportPlan:
+        """Decide everything.
+
+        Raises:
+            NotFoundError: a blob is not in the store.
+            FormatError, VerificationError: a blob is not what its layer says, or damaged; two
+                things would have one name.
+            ModelError: a quantized weight has no name in any maker's form.
+        """
         weights = self._read()
         replaced = set[str]()
         for component, members in weights.items():
@@ -138,7 +131,7 @@ class _Planner:
         )
 
     def _read(self) -> dict[str, list[Weight]]:
-        """Return the weights of each component; where they are, too."""
+        """Return the weights of each component, and note where they are."""
         for layer in self._tensors:
             self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
@@ -166,26 +159,21 @@ class _Planner:
             offset += entry.nbytes
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
-        """Add a model card with the licence where no other file states it."""
+        """Add a model card with the licence where no GGUF file states it, where create reads it."""
         said = self._aimage.properties
         made = card(said.get("license"))
-        is_carded = has_weights or said.get("format") in _CARDED
-        if made is not None and is_carded and not self._is_said_by_gguf(said):
+        if made is None or not (has_weights or said.get("format") in _CARDED):
+            return
+        ggufs = (x.descriptor for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
+        is_gguf = said.get("format") == "gguf"
+        if not is_gguf or not any(_says(self._store, one, said["license"]) for one in ggufs):
             self._made[CARD] = (made, len(made))
             names.add_file(CARD)
-
-    def _is_said_by_gguf(self, said: Mapping[str, Any]) -> bool:
-        """Return whether a GGUF file says the licence itself, where create reads it."""
-        if said.get("format") != "gguf":
-            return False
-        found = (x for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
-        return any(_says(self._store, layer.descriptor, said["license"]) for layer in found)
 
     def _stem(self, component: str) -> str:
         """Return the stem of weight files that a component's library expects.
 
-        The library is told by the AImage config, the pipeline's index, or else by the component's
-        own configuration.
+        The AImage config, the pipeline's index, or the component's own configuration name it.
         """
         if not component:
             return STEMS["transformers"]
@@ -200,28 +188,23 @@ class _Planner:
         return STEMS.get(str(library), STEMS["transformers"])
 
     def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
-        """Return the quantization of a tensor as the configurations state it."""
         config = self._object(_inside(component, _CONFIG))
         return QuantizationConfig(config, self._object(_INDEX)).of(name)
 
     def _object(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the AImage; nothing if it has none, or one that is too large."""
         if name not in self._objects:
-            self._objects[name] = self._parse(name)
+            found = [layer for layer in self._aimage.layers if layer.name == name]
+            is_small = found and found[0].descriptor.size <= _LARGEST
+            self._objects[name] = self._parse(found[0]) if is_small else {}
         return self._objects[name]
 
-    def _parse(self, name: str) -> dict[str, Any]:
-        found = [layer for layer in self._aimage.layers if layer.name == name]
-        if not found or found[0].descriptor.size > _LARGEST:
-            return {}
-        (layer,) = found
+    def _parse(self, layer: Layer) -> dict[str, Any]:
         with open_plain(self._store, layer.descriptor, layer.content, limit=_LARGEST) as file:
-            data = bytearray()
-            while part := file.read(_LARGEST):
-                data += part
-        value = read_json(bytes(data), name)
+            data = b"".join(iter(lambda: file.read(_LARGEST), b""))
+        value = read_json(data, layer.name)
         if not isinstance(value, dict):
-            raise FormatError(f"{name} is no JSON object")
+            raise FormatError(f"{layer.name} is not a JSON object")
         return value
 
 

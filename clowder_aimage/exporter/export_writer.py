@@ -1,8 +1,7 @@
 """A plan carried out: each blob is read once, and hashed while it is written.
 
-Because of the hash every byte passes through memory, a chunk at a time. The kernel's own ways
-(``copy_file_range``, ``sendfile``) would be a second pass over the same bytes then, and tensors do
-not lie at blocks that a file system could share; whole files may, and with ``links`` do.
+Because of the hash every byte passes through memory, so the kernel's own ways to copy would be a
+second pass. Tensors do not lie at blocks that a file system could share; whole files may.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,16 +23,21 @@ from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
-from clowder_aimage.exporter.directory import faults, is_folding
+from clowder_aimage.exporter.directory import (
+    LinkMethod,
+    faults,
+    is_folding,
+    link,
+    make_directories,
+    new_file,
+)
 from clowder_aimage.exporter.export_plan import ExportPlan, FilePiece
 from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.output_file import LinkMethod, link, make_directories, new_file
 from clowder_aimage.exporter.tar_layer import TarExtractor
 from clowder_aimage.oci import Descriptor
 
-JOBS = 8  # threads that read, hash and write
+JOBS = 8
 _SHARE = 95  # per cent of the free disk that may be taken by what says nothing of its size
-OnWritten = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +49,18 @@ class ExportedFiles:
     ways: Counter[LinkMethod]
 
 
-def write_files(
-    plan: ExportPlan,
-    blobs: LayerStore,
-    root: Path,
-    *,
-    path: Path,
-    links: bool,
-    on_written: OnWritten,
-    jobs: int = JOBS,
-) -> ExportedFiles:
-    """Fill ``root``, which is empty, and which errors call ``path``.
-
-    Raises:
-        NoSpaceError: it cannot fit, or did not.
-        VerificationError: a blob is damaged.
-        FormatError: a layer is not what it should be, unpacks to too much, or to what cannot be
-            there.
-        NotFoundError, StoreError: a blob cannot be read, or a file not written.
-    """
-    return _Writer(plan, blobs, root, path, links, on_written).run(jobs)
-
-
-class _Writer:
-    """State that the threads of one export share."""
+class ExportWriter:
+    """One export into ``root``, which is empty, and which errors call ``path``."""
 
     def __init__(
         self,
         plan: ExportPlan,
         blobs: LayerStore,
         root: Path,
+        *,
         path: Path,
         links: bool,
-        on_written: OnWritten,
+        on_written: Callable[[int], None],
     ) -> None:
         self._plan = plan
         self._blobs = blobs
@@ -92,7 +74,16 @@ class _Writer:
         self._files = self._size = 0
         self._shared = self._linkable() if links else set[Descriptor]()
 
-    def run(self, jobs: int) -> ExportedFiles:
+    def run(self) -> ExportedFiles:
+        """Write everything; JOBS threads read, hash and write.
+
+        Raises:
+            NoSpaceError: it cannot fit, or did not.
+            VerificationError: a blob is damaged.
+            FormatError: a layer is not what it should be, unpacks to too much, or to what cannot
+                be there.
+            NotFoundError, StoreError: a blob cannot be read, or a file not written.
+        """
         with faults(self._path):
             self._plan.names.fit(self._root)
             if is_folding(self._root):
@@ -106,12 +97,13 @@ class _Writer:
             *((x.descriptor.size, partial(self._unpack, x, room)) for x in self._plan.packed),
         ]
         calls.sort(key=lambda call: -call[0])  # what takes longest first
-        in_parallel([call for _, call in calls], jobs, self._stopped.set)
+        in_parallel([call for _, call in calls], JOBS, self._stopped.set)
         for layer in self._plan.tars:  # one after the other: what is in them is not known before
             self._untar(layer, room - self._size)
         with faults(self._path):
             for name in self._plan.made:
-                _synchronise(self._root / name)
+                with (self._root / name).open("rb") as file:
+                    os.fsync(file.fileno())
         return ExportedFiles(self._files, self._size, self._ways)
 
     def _linkable(self) -> set[Descriptor]:
@@ -138,12 +130,9 @@ class _Writer:
         for name in self._plan.names.directories:
             make_directories(self._root, name)
         for name, (start, size) in self._plan.made.items():
-            file = new_file(self._root / name)
-            try:
+            with new_file(self._root / name) as file:
                 write_all(file, start)
                 os.ftruncate(file, size)
-            finally:
-                os.close(file)
             self._count(size)
 
     def _count(self, size: int, way: LinkMethod | None = None) -> None:
@@ -161,19 +150,22 @@ class _Writer:
         buffer: memoryview = self._own.buffer
         return buffer
 
-    def _chunks(self, content: Descriptor, *, is_counted: bool = True) -> Iterator[memoryview]:
+    def _verified(self, content: Descriptor) -> Iterator[memoryview]:
         """Yield the bytes of a blob, verified once there are no more."""
         with VerifyingReader(self._blobs.open(content), content) as reader:
-            while True:
-                if self._stopped.is_set():
-                    raise ParallelStoppedError
-                with _reading(content):
-                    count = reader.readinto(self._buffer)
-                if not count:
-                    return
-                yield self._buffer[:count]
-                if is_counted:
-                    self._on_written(count)
+            yield from self._chunks(reader, content)
+
+    def _chunks(self, source: object, content: Descriptor) -> Iterator[memoryview]:
+        while not self._stopped.is_set():
+            try:
+                count = readinto(source, self._buffer)  # type: ignore[arg-type]
+            except OSError as error:
+                reason = error.strerror or error
+                raise StoreError(f"cannot read {content.digest} in the store: {reason}") from error
+            if not count:
+                return
+            yield self._buffer[:count]
+        raise ParallelStoppedError
 
     def _gather(self, blob: Descriptor, pieces: Sequence[FilePiece]) -> None:
         """Copy the tensors in a blob, each to its place."""
@@ -184,10 +176,11 @@ class _Writer:
                 with faults(self._path):
                     files[name] = os.open(self._root / name, os.O_WRONLY | os.O_CLOEXEC)
             position = 0
-            for chunk in self._chunks(blob):
+            for chunk in self._verified(blob):
                 with faults(self._path):
                     left = _scatter(chunk, position, left, files)
                 position += len(chunk)
+                self._on_written(len(chunk))
         finally:
             for file in files.values():
                 os.close(file)
@@ -196,22 +189,16 @@ class _Writer:
         target, content = self._root / layer.name, layer.descriptor
         is_shared = content in self._shared
         if is_shared:
-            for _ in self._chunks(content):
-                pass
+            for chunk in self._verified(content):
+                self._on_written(len(chunk))
             with faults(self._path):
                 way = link(self._blobs.path(content), target)
             if way is not None:
                 return self._count(content.size, way)
-        with faults(self._path):
-            file = new_file(target)
-        try:
-            for chunk in self._chunks(content, is_counted=not is_shared):
-                with faults(self._path):
-                    write_all(file, chunk)
-            with faults(self._path):
-                os.fsync(file)
-        finally:
-            os.close(file)
+        with faults(self._path), new_file(target) as file:
+            for chunk in self._verified(content):
+                write_all(file, chunk)
+                self._on_written(0 if is_shared else len(chunk))
         return self._count(content.size, LinkMethod.COPIED)
 
     def _unpack(self, layer: Layer, room: int) -> None:
@@ -220,23 +207,13 @@ class _Writer:
         with (
             open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
+            new_file(self._root / layer.name) as file,
         ):
-            file = new_file(self._root / layer.name)
-            try:
-                while count := self._read(source, layer.descriptor):
-                    write_all(file, self._buffer[:count])
-                    size += count
-                os.fsync(file)
-            finally:
-                os.close(file)
+            for chunk in self._chunks(source, layer.descriptor):
+                write_all(file, chunk)
+                size += len(chunk)
         self._on_written(layer.descriptor.size)
         self._count(size)
-
-    def _read(self, source: object, content: Descriptor) -> int:
-        if self._stopped.is_set():
-            raise ParallelStoppedError
-        with _reading(content):
-            return readinto(source, self._buffer)  # type: ignore[arg-type]
 
     def _untar(self, layer: Layer, room: int) -> None:
         limit = room if layer.content is None else layer.content.size
@@ -244,22 +221,19 @@ class _Writer:
             open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
-            unpacked = TarExtractor(
-                source, f"layer {layer.name}", self._root, self._plan.names, room
-            )
-            unpacked.run()
+            tar = TarExtractor(source, f"layer {layer.name}", self._root, self._plan.names, room)
+            tar.run()
         self._on_written(layer.descriptor.size)
-        self._files += unpacked.done.files
-        self._size += unpacked.done.size
+        self._files += tar.files
+        self._size += tar.size
 
 
 def _scatter(
     chunk: memoryview, position: int, left: Sequence[FilePiece], files: dict[str, int]
 ) -> list[FilePiece]:
-    """Write what of ``chunk``, which begins at ``position`` of the blob, belongs to pieces.
+    """Write what of ``chunk``, at ``position`` of the blob, belongs to pieces.
 
-    Returns:
-        the pieces that are not whole yet. Raises OSError.
+    Return the pieces that are not whole yet.
     """
     end = position + len(chunk)
     done = 0
@@ -272,22 +246,3 @@ def _scatter(
             write_all(files[piece.name], view, piece.offset + start - piece.start)
         done += piece.start + piece.nbytes <= end
     return list(left[done:])
-
-
-@contextmanager
-def _reading(content: Descriptor) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"cannot read {content.digest} in the store: {error.strerror or error}"
-        ) from error
-
-
-def _synchronise(path: Path) -> None:
-    """Flush a file to the disk. Raises OSError."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -31,10 +31,7 @@ class FileNames:
         return sorted(self._directories.values())
 
     def add_file(self, name: str) -> None:
-        """Add a file's name.
-
-        Raises FormatError where ``name`` is taken, too long, a directory, or below a file.
-        """
+        """Add a file. Raises FormatError: it is taken, too long, a directory, or below a file."""
         self._check_length(name)
         self._add_parts(name.split("/")[:-1], name)
         key = self._key(name)
@@ -45,11 +42,7 @@ class FileNames:
         self._files[key] = name
 
     def add_directory(self, name: str) -> None:
-        """Add a directory's name.
-
-        Raises FormatError where ``name`` is too long, or it or a parent is a file, or exists in
-        another spelling.
-        """
+        """Add a directory. Raises FormatError: it is too long, a file, or below a file."""
         self._check_length(name)
         self._add_parts(name.split("/"), f"{name}/")
 
@@ -63,10 +56,7 @@ class FileNames:
                 raise _collision(own, self._directories[key])
 
     def fold(self) -> None:
-        """Treat ``A`` and ``a`` as one name from now on, and among the names added.
-
-        Raises FormatError.
-        """
+        """Treat ``A`` and ``a`` as one name, of earlier names too. Raises FormatError."""
         if self._is_folded:
             return
         again = FileNames(is_folded=True)
@@ -78,10 +68,7 @@ class FileNames:
         self._files, self._directories = again._files, again._directories
 
     def fit(self, root: Path) -> None:
-        """Limit the length of names to that of the file system below ``root``.
-
-        Names that were added are checked too. Raises FormatError.
-        """
+        """Limit names, earlier ones too, to the lengths below ``root``. Raises FormatError."""
         with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not tell
             self._part = min(self._part, _limit(root, "PC_NAME_MAX"))
             self._whole = min(self._whole, _limit(root, "PC_PATH_MAX"))
@@ -120,7 +107,6 @@ def _fold(name: str) -> str:
 
 
 def _limit(root: Path, name: str) -> int:
-    """Return a limit of the file system; it may state none. Raises OSError, ValueError."""
     found = os.pathconf(root, name)
     return found if found > 0 else _PATH
 

@@ -1,7 +1,6 @@
 """The bytes of an AImage's layers, in a store that is only read.
 
-A tool that copies container images may have compressed layers on the way. Such a layer is not there
-as the AImage names it: it is unpacked while it is read, however often that is.
+A layer that a tool for container images has compressed on the way is unpacked while it is read.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ class LayerStore:
         came = self._came.get(content.digest)
         if came is None:
             return self._store.open(content)
-        plain = open_plain(self._store, came, content)
-        return io.BufferedReader(
-            cast(io.RawIOBase, plain)
-        )  # which reads as much as it is asked for
+        plain = cast(io.RawIOBase, open_plain(self._store, came, content))
+        return io.BufferedReader(plain)  # which reads as much as it is asked for
 
     def path(self, content: Descriptor, /) -> Path:
         """Return the file that the blob's bytes come from. Raises NotFoundError."""

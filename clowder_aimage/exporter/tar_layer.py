@@ -1,16 +1,14 @@
-"""A neighbour's layer that is a tar: what is in it, written below the directory and nowhere else.
+"""A neighbour's layer that is a tar, unpacked below the directory and nowhere else.
 
-Each name is checked before anything is made. The rules are those of Python's
-``tarfile.data_filter``, and stricter where two file systems would differ: no absolute names, no
-``..``, no devices and pipes, no setuid, no links that lead out, nothing twice, and no two names
-that differ in upper and lower case alone.
+Each name is checked before anything is made, by the rules of Python's ``tarfile.data_filter`` and
+stricter ones: no absolute names, no ``..``, no devices and pipes, no setuid, no links that lead
+out, nothing twice, and no two names that differ in upper and lower case alone.
 """
 
 from __future__ import annotations
 
 import os
 import tarfile
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -21,25 +19,19 @@ from clowder_aimage.content.tar import TarReader
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
-from clowder_aimage.exporter.directory import FILE_MODE
+from clowder_aimage.exporter.directory import FILE_MODE, make_directories, new_file
 from clowder_aimage.exporter.file_name import FileNames
-from clowder_aimage.exporter.output_file import make_directories, new_file
 
 MAX_MEMBERS = 100_000
 _TARGET = 1023  # bytes of what a link says that every system takes
 _PROGRAM = 0o755
 
 
-@dataclass(slots=True)
-class ExtractedTar:
-    """Counts of files and bytes."""
-
-    files: int = 0
-    size: int = 0
-
-
 class TarExtractor:
-    """Members of the tar in ``source``, the layer ``layer``, on their way below ``root``."""
+    """Members of the tar in ``source``, the layer ``layer``, on their way below ``root``.
+
+    ``files`` counts those that are written, of ``size`` bytes in all; ``room`` bounds the bytes.
+    """
 
     def __init__(
         self, source: BinaryIO, layer: str, root: Path, names: FileNames, room: int
@@ -51,9 +43,9 @@ class TarExtractor:
         self._names = names
         self._room = room
         self._buffer = new_buffer()
-        self.done = ExtractedTar()
+        self.files = self.size = 0
 
-    def run(self) -> ExtractedTar:
+    def run(self) -> None:
         """Unpack all of it; ``source`` is read to its end.
 
         Raises:
@@ -67,7 +59,6 @@ class TarExtractor:
             self._unpack(member)
         while readinto(self._source, self._buffer):  # so that its digest is seen
             pass
-        return self.done
 
     def _unpack(self, member: tarfile.TarInfo) -> None:
         name = self._name(member.name)
@@ -99,24 +90,21 @@ class TarExtractor:
         return self._root / name
 
     def _write(self, member: tarfile.TarInfo, name: str) -> None:
-        if member.size < 0 or self.done.size + member.size > self._room:
+        if member.size < 0 or self.size + member.size > self._room:
             raise FormatError(
                 f"{self._layer} has {name[:200]!r} with {member.size} bytes, and there is room for "
-                f"{self._room - self.done.size}"
+                f"{self._room - self.size}"
             )
-        file = new_file(self._place(name), _PROGRAM if member.mode & 0o100 else FILE_MODE)
-        try:
+        mode = _PROGRAM if member.mode & 0o100 else FILE_MODE
+        with new_file(self._place(name), mode) as file:
             left = member.size
             while left:
                 view = self._buffer[: min(left, len(self._buffer))]
                 self._tar.read_exactly(view)
                 write_all(file, view)
                 left -= len(view)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        self.done.files += 1
-        self.done.size += member.size
+        self.files += 1
+        self.size += member.size
 
     def _link(self, member: tarfile.TarInfo, name: str) -> None:
         """Make a symbolic link that stays inside, or a hard link to an earlier file."""
@@ -129,13 +117,12 @@ class TarExtractor:
             target = member.linkname
             self._check_target(name, target)
             self._place(name).symlink_to(target)
-        self.done.files += 1
+        self.files += 1
 
     def _check_target(self, name: str, target: str) -> None:
         """Check that a link's target stays inside, before any of it is resolved.
 
-        Leading ``..`` mean what they seem, since no link made here is a directory that another name
-        goes through.
+        Leading ``..`` mean what they seem: no other name goes through a link made here.
         """
         parts = [part for part in target.split("/") if part not in ("", ".")]
         climbs = next((i for i, part in enumerate(parts) if part != ".."), len(parts))

@@ -142,10 +142,7 @@ def _mlx(weight: Weight) -> list[WeightEntry]:
 
 
 def _modelopt(weight: Weight) -> list[WeightEntry]:
-    """Codes are words in our blobs.
-
-    The same bytes, two codes in each, the first in the low half.
-    """
+    """Codes are words in our blobs; here the same bytes, two codes in each, the low half first."""
     made = []
     for part in weight.parts:
         if part.suffix in _MODELOPT:

@@ -279,7 +279,7 @@ def wait(*_):
     while True:
         signal.pause()
 
-export_writer._Writer._whole = wait
+export_writer.ExportWriter._whole = wait
 main()
 """
 

@@ -10,7 +10,8 @@ import pytest
 
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.export import export
-from clowder_aimage.exporter import LinkMethod, export_writer, output_file
+from clowder_aimage.exporter import directory, export_writer
+from clowder_aimage.exporter.directory import LinkMethod
 from clowder_aimage.oci import mediatype
 from tests.exporter.conftest import NAME
 
@@ -195,8 +196,8 @@ def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypat
         asked.append(request)
         os.write(made, os.pread(source, len(DATA), 0))
 
-    monkeypatch.setattr(output_file.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(output_file.sys, "platform", "linux")
+    monkeypatch.setattr(directory.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(directory.sys, "platform", "linux")
     exported = artifact.finish().export(links=True)
     assert exported.ways == {LinkMethod.REFLINKED: 1}
     assert asked == [0x40049409]
@@ -212,8 +213,8 @@ def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EMLINK, "Too many links")
 
-    monkeypatch.setattr(output_file.os, "link", refuse)
-    monkeypatch.setattr(output_file, "_reflink", lambda *_: False)
+    monkeypatch.setattr(directory.os, "link", refuse)
+    monkeypatch.setattr(directory, "_reflink", lambda *_: False)
     exported = artifact.finish().export(links=True, on_written=counted.append)
     assert exported.ways == {LinkMethod.COPIED: 1}
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA

@@ -10,7 +10,7 @@ import pytest
 from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError
 from clowder_aimage.export import export
-from clowder_aimage.exporter import MLX, MODELOPT
+from clowder_aimage.exporter.export_plan import MLX, MODELOPT
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference

@@ -56,7 +56,7 @@ def export(ref: str, place: str, links: bool) -> None:
 
 def summary(reference: Reference, directory: Path, exported: ExportSummary) -> dict[str, Any]:
     """Return the result for programs."""
-    from clowder_aimage.exporter import LinkMethod
+    from clowder_aimage.exporter.directory import LinkMethod
 
     return {
         "path": str(directory),
@@ -72,7 +72,7 @@ def summary(reference: Reference, directory: Path, exported: ExportSummary) -> d
 
 def text(directory: Path, exported: ExportSummary, links: bool) -> str:
     """Return the result for people, in a line or two."""
-    from clowder_aimage.exporter import LinkMethod
+    from clowder_aimage.exporter.directory import LinkMethod
 
     weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""
     lines = [f"{directory}: {plural(exported.files, 'file')}{weights}, {size(exported.size)}"]
