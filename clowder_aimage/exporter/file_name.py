@@ -120,5 +120,5 @@ def _collision(name: str, taken: str) -> FormatError:
         return FormatError(f"two files are called {name[:200]!r}: a directory can hold one")
     return FormatError(
         f"{name[:200]!r} and {taken[:200]!r} are one name where upper case and lower case are not "
-        "told apart",
+        "told apart"
     )

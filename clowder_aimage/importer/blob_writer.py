@@ -27,7 +27,7 @@ from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.span_reader import JOBS, changed
 from clowder_aimage.importer.weight_summary import WeightReport
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.orphan import remove_partials
+from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import new_hasher
 from clowder_aimage.schema import validate

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clowder_aimage.content import ContentStore, bytes_body
+from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError
-from clowder_aimage.layout.hard_link import adopt as adopt_file
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, Reference
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
@@ -37,7 +37,7 @@ class AdoptedModel:
 
 
 def adopt(
-    store: ContentStore,
+    store: ImageLayout,
     reference: Reference,
     directory: Path,
     name: str,
@@ -62,7 +62,7 @@ def adopt(
 
 
 def _adopt(
-    store: ContentStore,
+    store: ImageLayout,
     reference: Reference,
     directory: Path,
     name: str,
@@ -80,7 +80,7 @@ def _adopt(
         for blob in blobs.values():
             if store.exists(blob):
                 there += 1
-            elif adopt_file(store, _blob(directory, blob, name), blob):
+            elif store.adopt(_blob(directory, blob, name), blob):
                 linked += 1
             else:
                 copied += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +53,11 @@ class Completeness:
 
 
 def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
-    """Return what is missing of all content below ``root``, by its documents.
-
-    Raises:
-        ContentError: a manifest is damaged.
-        StoreError: the store cannot be read.
-    """
+    """Return what is missing below ``root``. Raises ContentError (a damaged one), StoreError."""
 
     def read(content: Descriptor) -> Manifest | Index | None:
-        """Return a document; a missing one hides what is below it."""
         if not layout.exists(content):
-            return None
+            return None  # what is below it is unknown
         return parse_document(layout.read(content), content.media_type)
 
     first, *below = walk(read, root)
@@ -107,9 +101,9 @@ class IncompleteError(NotFoundError):
 def completion(
     store: ContentStore, reference: Reference, root: Descriptor, *, prefer_other: bool = False
 ) -> dict[str, Any]:
-    """Return the advice of an error: a name of ``root`` with a registry to complete it from.
+    """Return advice: ``reference`` or, rather with ``prefer_other``, another name of ``root``.
 
-    That is ``reference`` or, rather with ``prefer_other``, another name in the store.
+    It is a name with a registry to complete it from.
     """
     names = []
     for name, descriptor in store.tags():
@@ -122,52 +116,41 @@ def completion(
 
 
 def describe_missing(stored: StoredAImage, found: Completeness) -> str:
-    """Return the missing parts in words: ``its config, vae (2 of 9 layers)``."""
+    """Return the missing parts in words: ``its config, vae (2 of 9 layers)``.
+
+    Files at the top are named, components counted, in the manifest's order.
+    """
     missing = {blob.digest for blob in found.missing}
-    return listed(_missing_parts(stored, missing)) if missing else ""
-
-
-def _missing_parts(stored: StoredAImage, missing: set[Digest]) -> Iterator[str]:
-    """Yield components with a count, and files at the top by name, in the manifest's order."""
-    if stored.manifest.config.digest in missing:
-        yield "its config"
+    parts = ["its config"] if stored.manifest.config.digest in missing else []
     counts: dict[str, tuple[int, int]] = {}
     for blob, layer in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
         is_missing = blob.digest in missing
-        if not layer.component and is_missing:
-            yield layer.name
-        count, total = counts.get(layer.component, (0, 0))
-        counts[layer.component] = (count + is_missing, total + 1)
+        if layer.component:
+            count, total = counts.get(layer.component, (0, 0))
+            counts[layer.component] = (count + is_missing, total + 1)
+        elif is_missing:
+            parts.append(layer.name)
     for component, (count, total) in counts.items():
-        if component and count:
-            share = f"{count} of {total}" if count < total else str(total)
-            yield f"{component} ({share} layer{'' if total == 1 else 's'})"
+        share = f"{count} of {total}" if count < total else str(total)
+        parts += [f"{component} ({share} layer{'' if total == 1 else 's'})"] if count else []
+    return listed(parts) if parts else ""
 
 
 def is_partial(layout: ImageLayout, descriptor: Descriptor) -> bool:
-    """Return whether an entry of the index is marked as partial and blobs are missing indeed.
-
-    The mark may be outdated: a pull of another name may have brought the rest.
-    """
+    """Return whether an entry is marked as partial, and a later pull has not brought the rest."""
     if descriptor.annotations.get(mediatype.PARTIAL) != "true":
         return False
-    try:
+    with contextlib.suppress(AImageError):
         return not check_completeness(layout, descriptor).is_complete
-    except AImageError:
-        return True
+    return True
 
 
 class CompletenessCache:
     """Complete AImages of one store, remembered while its fingerprint stays the same.
 
-    Only what is complete is remembered, for MAX_AGE at most. What is missing or cannot be read is
-    checked again each time: it may not have been readable for a moment. Threads may share it.
-
-    Args:
-        store: The store that is checked.
-        clock: Monotonic seconds.
-        chance: A number in [0, 1) that shortens the age of an answer by up to a half, so that
-            many answers do not all end at once.
+    What is missing or cannot be read is checked again each time. Threads may share it. ``clock``
+    returns monotonic seconds; ``chance`` a number in [0, 1) that shortens the age of an answer by
+    up to a half, so that many answers do not end at once.
     """
 
     def __init__(
@@ -185,11 +168,7 @@ class CompletenessCache:
     def find(
         self, key: Hashable, check: Callable[[], Completeness], version: Hashable = None
     ) -> Completeness:
-        """Return the remembered answer for ``key`` and ``version``, else that of ``check``.
-
-        Raises:
-            AImageError: as ``check`` does; that is not remembered.
-        """
+        """Return the remembered answer for ``key`` and ``version``, else that of ``check``."""
         now, before = self._clock(), self._store.fingerprint()
         with self._lock:
             if before is None or before != self._fingerprint:

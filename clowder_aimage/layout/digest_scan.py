@@ -42,11 +42,7 @@ class DigestScanner:
         self._interned: dict[bytes, str] = {}
 
     def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
-        """Yield a document and all below it, each once; None for one that ``read`` does not have.
-
-        Raises:
-            Whatever ``read`` raises.
-        """
+        """Yield a document and all below it, each once; None for what ``read`` does not have."""
         pending, visited = [root], set()
         while pending:
             digest = pending.pop()

@@ -1,8 +1,7 @@
 """Direct I/O: writes that bypass the page cache.
 
-Bytes that are hashed from a writer's buffer are not read again soon. Direct I/O saves a copy,
-evicts no pages that a running model has mapped, and overlaps writing with hashing. Where a file
-system or a platform does not support it, the caller writes through the cache.
+Direct I/O saves a copy, evicts no pages that a running model has mapped, and overlaps writing with
+hashing. Where it is not supported, the caller writes through the cache.
 """
 
 from __future__ import annotations

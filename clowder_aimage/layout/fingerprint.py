@@ -30,12 +30,8 @@ def fingerprint(roots: Iterable[Path]) -> Hashable:
 
 
 def _watched(root: Path) -> list[str]:
-    """Return the paths that change when a name or a blob comes or goes."""
     blobs = os.path.join(root, "blobs")
-    try:
-        algorithms = sorted(os.listdir(blobs))
-    except FileNotFoundError:
-        algorithms = []
+    algorithms = sorted(os.listdir(blobs)) if os.path.isdir(blobs) else []
     names = (os.path.join(root, "index.json"), os.path.join(root, PRIVATE, "names"), blobs)
     return [*names, *(os.path.join(blobs, name) for name in algorithms)]
 

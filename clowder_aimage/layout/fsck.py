@@ -6,13 +6,13 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.graph import GraphNode, walk
+from clowder_aimage.content.graph import walk
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import check
@@ -59,55 +59,40 @@ class _Wanted:
 
     content: Descriptor
     names: set[str] = field(default_factory=set)
-    is_optional: bool = True  # a layer, which may be missing in a partial AImage
+    is_optional: bool = True  # a layer of partial AImages only; or loose, and perhaps collected
 
 
+@dataclass(slots=True)
 class Fsck:
     """One check of ``layout``: what ``roots`` need, kept by ``lease``, or everything in it.
 
-    Blobs are hashed ``threads`` at a time; ``on_read`` is called with the number of bytes read.
+    ``on_plan`` is called with the bytes to read, ``on_read`` with those that were read.
     """
 
-    def __init__(
-        self,
-        layout: ImageLayout,
-        roots: Iterable[tuple[str, Descriptor]],
-        lease: Lease,
-        *,
-        threads: int = os.cpu_count() or 1,
-        on_plan: Callable[[int], None] = lambda _: None,
-        on_read: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self._layout = layout
-        self._roots = list(roots)
-        self._lease = lease
-        self._threads = threads
-        self._on_plan = on_plan
-        self._on_read = on_read
-        self._partial = {
-            name for name, root in self._roots if root.annotations.get(mediatype.PARTIAL) == "true"
-        }
-        self._wanted: dict[Digest, _Wanted] = {}
-        self._report = FsckReport()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
+    layout: ImageLayout
+    roots: Sequence[tuple[str, Descriptor]]
+    lease: Lease
+    on_plan: Callable[[int], None] = lambda _: None
+    on_read: Callable[[int], None] = lambda _: None
+    _wanted: dict[Digest, _Wanted] = field(init=False, default_factory=dict)
+    _report: FsckReport = field(init=False, default_factory=FsckReport)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _stopped: threading.Event = field(init=False, default_factory=threading.Event)
 
     def run(self, *, loose: bool = False) -> FsckReport:
         """Run the check; with ``loose`` also of blobs that no name needs and of foreign files."""
-        for name, descriptor in self._roots:
+        for name, descriptor in self.roots:
             self._add_root(name, descriptor)
         if loose:
             for content in self._loose():
                 self._wanted.setdefault(content.digest, _Wanted(content))
         wanted = sorted(self._wanted.values(), key=lambda one: -one.content.size)
-        self._on_plan(sum(one.content.size for one in wanted))
+        self.on_plan(sum(one.content.size for one in wanted))
         calls = [partial(self._blob, one) for one in wanted]
-        in_parallel(calls, self._threads, self._stopped.set)
-        if writable := self._report.writable:
-            message = (
-                f"{len(writable)} of the blobs have write permission: nothing should change them"
-            )
-            self._problem("writable", self._layout.root / "blobs", message)
+        in_parallel(calls, os.cpu_count() or 1, self._stopped.set)
+        if count := len(self._report.writable):
+            message = f"{count} of the blobs have write permission: nothing should change them"
+            self._problem("writable", self.layout.root / "blobs", message)
         self._report.problems.sort(key=lambda problem: (problem.kind, problem.what))
         return self._report
 
@@ -117,36 +102,33 @@ class Fsck:
             self._report.problems.append(problem)
 
     def _add_root(self, name: str, root: Descriptor) -> None:
-        """Note what a name needs, and what is wrong with its documents."""
-
         def read(content: Descriptor) -> Manifest | Index | None:
             if content.media_type not in mediatype.DOCUMENTS:
                 return None
             try:
-                return parse_document(self._layout.read(content), content.media_type)
+                return parse_document(self.layout.read(content), content.media_type)
             except (AccessError, VerificationError):
                 return None  # found when it is hashed
             except FormatError as error:
                 self._problem("document", content.digest, error.message, [name])
                 return None
 
+        is_partial = root.annotations.get(mediatype.PARTIAL) == "true"
+        place = self.layout.place
         try:
             for node in walk(read, root):
                 content, listed_in = node.content, node.parent and node.parent.document
                 if isinstance(listed_in, Manifest):
                     is_layer = content.digest != listed_in.config.digest
-                    self._want(name, content, is_optional=is_layer)
-                elif listed_in is None or not self._is_unfetched(node):
+                    self._want(name, content, is_optional=is_layer and is_partial)
+                # of an index, only the variants that were fetched
+                elif listed_in is None or not node.is_document or os.path.lexists(place(content)):
                     self._want(name, content, is_optional=False)
         except FormatError as error:
             self._problem("document", root.digest, error.message, [name])
 
-    def _is_unfetched(self, node: GraphNode) -> bool:
-        """Return whether a document of an index is a variant that was not fetched."""
-        return node.is_document and not os.path.lexists(self._layout.place(node.content))
-
     def _want(self, name: str, content: Descriptor, *, is_optional: bool) -> None:
-        self._lease.add(content.digest)
+        self.lease.add(content.digest)
         known = self._wanted.setdefault(content.digest, _Wanted(content))
         known.names.add(name)
         known.is_optional = known.is_optional and is_optional
@@ -156,12 +138,11 @@ class Fsck:
 
     def _loose(self) -> Iterator[Descriptor]:
         """Yield the blobs in the directories; foreign files there are problems."""
-        for directory in sorted((self._layout.root / "blobs").glob("*")):
+        for directory in sorted((self.layout.root / "blobs").glob("*")):
             for path in sorted(directory.iterdir()) if directory.is_dir() else [directory]:
-                try:
+                digest = None
+                with contextlib.suppress(AImageError):
                     digest = Digest.parse(f"{directory.name}:{path.name}")
-                except AImageError:
-                    digest = None
                 if not os.path.lexists(path):
                     continue  # it has just been collected
                 if digest is None or path.is_symlink() or not path.is_file():
@@ -173,11 +154,11 @@ class Fsck:
     def _blob(self, wanted: _Wanted) -> None:
         content = wanted.content
         try:
-            encoded, size = self._hash(Path(self._layout.place(content)), content)
+            encoded, size = self._hash(Path(self.layout.place(content)), content)
             check(content, size, encoded)
         except FileNotFoundError:
-            if not wanted.names or (wanted.is_optional and wanted.names <= self._partial):
-                return  # of a partial AImage; or it was loose, and has been collected
+            if wanted.is_optional:
+                return
             message = f"{content.digest} is missing ({content.size} bytes)"
             self._problem("missing", content.digest, message, wanted.names)
         except ContentError as error:
@@ -198,12 +179,11 @@ class Fsck:
             status = os.fstat(file.fileno())
             # with other links it is another program's file, too, which chooses the mode
             if status.st_mode & 0o222 and status.st_nlink == 1:
-                with self._lock:
-                    self._report.writable.append(path)
+                self._report.writable.append(path)
             while count := file.readinto(buffer):
                 if self._stopped.is_set():
                     raise ParallelStoppedError
                 hasher.update(buffer[:count])
                 size += count
-                self._on_read(count)
+                self.on_read(count)
         return hasher.hexdigest(), size

@@ -1,33 +1,39 @@
-"""Garbage collection: remove what no name needs, in two phases.
+"""Garbage collection: remove what no name needs, in two phases, and what killed processes left.
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
 collection's lock, under which no lease can begin, reads names and leases once more, and removes
-what was unneeded both times and is older than the grace period. The grace period is for other
-tools: they write blobs before they name them, and take no lease.
+what was unneeded both times and is older than the grace period. That is for other tools: they
+write blobs before they name them, and take no lease.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
+from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, mentioned
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
-from clowder_aimage.layout.lock import held, store_errors
-from clowder_aimage.layout.orphan import remove_partials, tidy
+from clowder_aimage.layout.lock import PRIVATE, check_own, held, locks_work, store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to name it
+_TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 STALE = 7 * 86400.0  # seconds after which an interrupted download is removed
 
 
@@ -41,10 +47,7 @@ class ForgottenName:
 
 @dataclass(slots=True)
 class Collection:
-    """The result of a collection, or of a dry run; sizes in bytes.
-
-    ``young`` is what the grace period keeps.
-    """
+    """The result of a collection, or of a dry run, in bytes; the grace period keeps the young."""
 
     forgotten: list[ForgottenName] = field(default_factory=list)
     blobs: int = 0
@@ -56,32 +59,22 @@ class Collection:
     left_size: int = 0
 
 
+@dataclass(slots=True)
 class Collector:
-    """One collection in ``layout``. ``now`` is seconds since the epoch."""
+    """One collection; ``grace`` and ``stale`` are seconds, as GRACE and STALE are."""
 
-    def __init__(
-        self,
-        layout: ImageLayout,
-        *,
-        grace: float = GRACE,
-        stale: float = STALE,
-        dry_run: bool = False,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._layout = layout
-        self._grace = grace
-        self._stale = stale
-        self._dry_run = dry_run
-        self._now = now
-        self._scanner = DigestScanner()
-        self._done = Collection()
+    layout: ImageLayout
+    grace: float = GRACE
+    stale: float = STALE
+    dry_run: bool = False
+    now: Callable[[], float] = time.time
+    _scanner: DigestScanner = field(init=False, default_factory=DigestScanner)
+    _done: Collection = field(init=False, default_factory=Collection)
+    _held: set[str] = field(init=False, default_factory=set)
+    _sizes: dict[str, int] = field(init=False, default_factory=dict)
 
     def run(
-        self,
-        *,
-        max_age: float | None = None,
-        max_size: int | None = None,
-        keep: Sequence[str] = (),
+        self, *, max_age: float | None = None, max_size: int | None = None, keep: Sequence[str] = ()
     ) -> Collection:
         """Remove old names, then what nothing needs.
 
@@ -94,61 +87,53 @@ class Collector:
             VerificationError: a manifest is damaged or missing, so that its needs are not known.
             StoreError: the store cannot be read or written.
         """
-        roots = self._roots()
-        held_now = {str(digest) for digest in leased(self._layout.root, remove=False)}
-        sizes = {name: found.st_size for name, found in blobs(self._layout.root)}
-        live = self._live(
-            roots, held_now
-        )  # raises for a damaged manifest before any name is removed
+        root, roots, done = self.layout.root, self._roots(), self._done
+        self._held = {str(digest) for digest in leased(root, remove=False)}
+        self._sizes = {name: found.st_size for name, found in blobs(root)}
+        live = self._live(roots)  # raises for a damaged manifest before any name is removed
         if max_age is not None or max_size is not None:
-            gone = self._forget(held_now, sizes, max_age, max_size, keep)
-            roots = [(name, digest) for name, digest in roots if not name or name not in gone]
-            live = self._live(roots, held_now)
-        unneeded = {digest for digest in sizes if digest not in live}
-        if self._dry_run:
-            self._sweep(unneeded, sizes)
-        elif self._layout.root.is_dir():
-            with held(self._layout.root, COLLECTION):
-                now_held = {str(digest) for digest in leased(self._layout.root, remove=True)}
-                unneeded -= self._live(self._roots(), now_held)
-                self._sweep(unneeded, sizes)
-            tidy(self._layout.root, self._now() - max(self._grace, 60.0))
-        stale = remove_partials(self._layout.root, self._now() - self._stale, dry_run=self._dry_run)
-        self._done.partials, self._done.partial_size = len(stale), sum(stale)
-        self._done.left_size = sum(sizes.values()) - self._done.size
-        return self._done
-
-    # -- what is needed
+            gone = self._forget(max_age, max_size, keep)
+            live = self._live([(name, digest) for name, digest in roots if name not in gone])
+        unneeded = self._sizes.keys() - live
+        if self.dry_run:
+            self._sweep(unneeded)
+        elif root.is_dir():
+            with held(root, COLLECTION):
+                self._held = {str(digest) for digest in leased(root, remove=True)}
+                self._sweep(unneeded - self._live(self._roots()))
+            tidy(root, self.now() - max(self.grace, 60.0))
+        stale = remove_partials(root, self.now() - self.stale, dry_run=self.dry_run)
+        done.partials, done.partial_size = len(stale), sum(stale)
+        done.left_size = sum(self._sizes.values()) - done.size
+        return done
 
     def _roots(self) -> list[tuple[str, Digest]]:
         """Return what index.json lists, with names, and what malformed entries mention."""
-        roots = [(name, descriptor.digest) for name, descriptor in self._layout.entries()]
+        roots = [(name, descriptor.digest) for name, descriptor in self.layout.entries()]
         known = {str(digest) for _, digest in roots}
-        others = mentioned(json.dumps(read_index(self._layout.root)).encode()) - known
+        others = mentioned(json.dumps(read_index(self.layout.root)).encode()) - known
         return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
 
-    def _live(self, roots: Iterable[tuple[str, Digest]], held_now: set[str]) -> set[str]:
+    def _live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
         live: set[str] = set()
         for name, digest in roots:
             live |= self._needs(digest, name)
-        for held_alone in held_now - live:  # a tag has moved on from what a process is reading
+        for held_alone in self._held - live:  # a tag has moved on from what a process is reading
             live |= self._needs_of_held(Digest.parse(held_alone))
-        return live | held_now
+        return live | self._held
 
     def _needs_of_held(self, digest: Digest) -> set[str]:
         """Return what a leased document needs; nothing for a blob, or what cannot be read."""
-        try:
-            with self._layout.open(_content(str(digest))) as file:
+        with contextlib.suppress(AImageError, OSError):
+            with self.layout.open(_content(str(digest))) as file:
                 is_document = file.read(1) == b"{"
             return self._needs(digest, "") if is_document else set()
-        except (AImageError, OSError):
-            return set()
+        return set()
 
     def _needs(self, digest: Digest, name: str) -> set[str]:
-        """Return the digests of a document that ``name`` names, and of all that it needs.
+        """Return the digests of a document, and of all that it needs.
 
-        Raises:
-            VerificationError: it is damaged or, with a name, missing: nothing may be collected.
+        Raises VerificationError: it is damaged or, with a name, missing: nothing is collected.
         """
         read = partial(self._read, name)
         if name and self._scanner.scan(str(digest), read) is None:
@@ -164,7 +149,7 @@ class Collector:
         """Return a document, verified; nothing of a blob, None where it is missing."""
         digest = Digest.parse(key)
         try:
-            with self._layout.open(_content(key)) as file, store_errors(self._layout.root):
+            with self.layout.open(_content(key)) as file, store_errors(self.layout.root):
                 raw = file.read(LARGEST + 1) or b""
         except NotFoundError:
             return None
@@ -178,86 +163,70 @@ class Collector:
         return raw
 
     def _read_config(self, key: str) -> bytes | None:
-        """Return a config as it is, verified or not; None where it is missing."""
-        with contextlib.suppress(NotFoundError, OSError), self._layout.open(_content(key)) as file:
+        """Return a config, verified or not; None where it is missing."""
+        with contextlib.suppress(NotFoundError, OSError), self.layout.open(_content(key)) as file:
             raw = file.read(LARGEST + 1) or b""
             return raw if len(raw) <= LARGEST else b""
         return None
 
-    # -- names
-
-    def _forget(
-        self,
-        held_now: set[str],
-        sizes: dict[str, int],
-        max_age: float | None,
-        max_size: int | None,
-        keep: Sequence[str],
-    ) -> set[str]:
+    def _forget(self, max_age: float | None, max_size: int | None, keep: Sequence[str]) -> set[str]:
         """Remove names of the first store, and return those that were removed."""
-        entries = [(name, root) for name, root in ImageLayout.entries(self._layout) if name]
-        pinned = {name for name, _ in self._layout.pins.items()}
+        entries = [(name, root) for name, root in ImageLayout.entries(self.layout) if name]
+        pinned = {name for name, _ in self.layout.pins.items()}
         free = [
-            (self._layout.used(descriptor), name, descriptor)
+            (self.layout.used(descriptor), name, descriptor)
             for name, descriptor in entries
             if _whole(name) is not None
             and not pinned & {name, _whole(name)}
-            and str(descriptor.digest) not in held_now
+            and str(descriptor.digest) not in self._held
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
         gone = {
-            name: ForgottenName(name, f"not used for {_long(self._now() - used)}")
+            name: ForgottenName(name, f"not used for {_long(self.now() - used)}")
             for used, name, _ in free
-            if max_age is not None and self._now() - used > max_age
+            if max_age is not None and self.now() - used > max_age
         }
         if max_size is not None:
             free = sorted((one for one in free if one[1] not in gone), key=lambda one: one[:2])
-            for name in self._surplus(free, gone.keys(), held_now, sizes, max_size):
+            for name in self._surplus(free, gone.keys(), max_size):
                 gone[name] = ForgottenName(name, "the least recently used")
         meant = {name: root.digest for name, root in entries if name in gone}
-        done = set(meant) if self._dry_run else self._layout.forget(meant)
+        done = set(meant) if self.dry_run else self.layout.forget(meant)
         self._done.forgotten = [gone[name] for name in gone if name in done]
         return done
 
     def _surplus(
-        self,
-        free: Iterable[tuple[float, str, Descriptor]],
-        gone: Container[str],
-        held_now: set[str],
-        sizes: dict[str, int],
-        max_size: int,
+        self, free: Iterable[tuple[float, str, Descriptor]], gone: Container[str], max_size: int
     ) -> Iterator[str]:
         """Yield the names of ``free``, in order, until what the others need fits."""
-        needs = Counter(held_now)
+        needs = Counter(self._held)
         for name, digest in self._roots():
             if not name or name not in gone:
                 needs.update(self._needs(digest, name))
-        total = sum(sizes.get(digest, 0) for digest in needs)
+        total = sum(self._sizes.get(digest, 0) for digest in needs)
         for _, name, descriptor in free:
             if total <= max_size:
                 break
             yield name
             for needed in self._needs(descriptor.digest, name):
                 needs[needed] -= 1
-                total -= 0 if needs[needed] else sizes.get(needed, 0)
+                total -= 0 if needs[needed] else self._sizes.get(needed, 0)
 
-    # -- removing
-
-    def _sweep(self, unneeded: set[str], sizes: dict[str, int]) -> None:
+    def _sweep(self, unneeded: set[str]) -> None:
         """Remove blobs, but for the young. The lock is held, except in a dry run."""
-        latest = self._now() - self._grace
+        latest = self.now() - self.grace
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
-            path = os.path.join(self._layout.root, "blobs", algorithm, encoded)
-            with store_errors(self._layout.root), contextlib.suppress(FileNotFoundError):
-                if self._grace and os.stat(path).st_ctime > latest:
+            path = os.path.join(self.layout.root, "blobs", algorithm, encoded)
+            with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
+                if self.grace and os.stat(path).st_ctime > latest:
                     self._done.young += 1
-                    self._done.young_size += sizes[digest]
+                    self._done.young_size += self._sizes[digest]
                     continue
-                if not self._dry_run:
+                if not self.dry_run:
                     os.unlink(path)
                 self._done.blobs += 1
-                self._done.size += sizes[digest]
+                self._done.size += self._sizes[digest]
 
 
 def _content(digest: str) -> Descriptor:
@@ -272,8 +241,69 @@ def _whole(name: str) -> str | None:
 
 
 def _long(seconds: float) -> str:
-    """Return a duration in one unit."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{int(seconds // size)} {unit}"
     return f"{int(seconds)} seconds"
+
+
+def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
+    """Remove ingests last written before ``latest`` that no process has open; return their bytes.
+
+    Raises StoreError: one cannot be removed.
+    """
+    directory = Path(check_own(root, "ingest"))
+    removed: list[int] = []
+    if not directory.is_dir():
+        return removed
+    can_lock = locks_work(root)
+    for path in sorted(directory.glob("*")):
+        is_anonymous = path.suffix != "" and can_lock  # no ingest will continue it
+        with store_errors(root), contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if path.suffix == ".journal" or not stat.S_ISREG(status.st_mode):
+                continue
+            is_old = is_anonymous or status.st_mtime <= latest
+            if is_old and _remove_idle(path, dry_run=dry_run):
+                removed.append(status.st_blocks * 512)
+    for journal in () if dry_run else sorted(directory.glob("*.journal")):
+        if not journal.with_suffix("").exists():
+            journal.unlink(missing_ok=True)
+    return removed
+
+
+def _remove_idle(path: Path, *, dry_run: bool) -> bool:
+    """Remove an ingest that no process has open, and return whether that is so."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:
+        return False  # another user's
+    try:
+        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        if os.fstat(fd).st_ino != os.stat(path).st_ino:
+            return False  # it was finished, and begun anew
+        if not dry_run:
+            os.unlink(path)
+        return True
+    finally:
+        os.close(fd)
+
+
+def tidy(root: Path, latest: float) -> None:
+    """Remove metadata of missing manifests, and temporary files from before ``latest``."""
+    present = {name.partition(":")[2] for name, _ in blobs(root)}
+    for kind in ("used", "listing"):
+        for path in Path(check_own(root, kind)).glob("*"):
+            if "." not in path.name and path.name not in present:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    private = root / PRIVATE
+    ours = [one for one in private.glob("[!i]*") if not one.is_symlink()]  # but ingests
+    for path in chain(private.glob("*.*"), *(one.glob("*.*") for one in ours)):
+        if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_ctime < latest:  # a damaged blob keeps its old mtime
+                    path.unlink()

@@ -1,8 +1,7 @@
 """Group commit: small blobs are made durable together.
 
 A disk takes as long to synchronise one small file as a hundred. So verified small blobs wait in
-their ingests, locked, until there are enough of them; then the file system is synchronised once,
-and all are renamed to their final names.
+their ingests, locked; then the file system is synchronised once, and all are renamed.
 """
 
 from __future__ import annotations
@@ -13,31 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
 
+if TYPE_CHECKING:
+    from clowder_aimage.layout.ingest import FileIngest
+
 _MAX_BLOBS = 128  # open files
 _MAX_AGE = 1.0  # seconds
 _MAX_SIZE = 32 * 1024 * 1024  # bytes that a crash may lose
-
-
-class PendingCommit(Protocol):
-    """A verified blob in its ingest, to be committed."""
-
-    def synchronise(self) -> None:
-        """Make the bytes durable. Raises OSError."""
-        ...
-
-    def rename(self) -> None:
-        """Rename the file to its final name. Raises OSError."""
-        ...
-
-    def give_up(self) -> None:
-        """Leave the ingest: the commit has failed."""
-        ...
 
 
 class GroupCommit:
@@ -52,9 +38,9 @@ class GroupCommit:
         self._root = root
         self._is_closed = False
         self._lock = threading.Lock()
-        self._waiting: dict[Digest, tuple[PendingCommit, int]] = {}
-        self._settling: dict[Digest, tuple[PendingCommit, int]] = {}
-        self._since = 0.0  # when the first of them was added
+        self._waiting: dict[Digest, FileIngest] = {}
+        self._settling: dict[Digest, FileIngest] = {}
+        self._size, self._since = 0, 0.0  # of those that wait: bytes, and when the first was added
         self._settle_lock = threading.Lock()
 
     def __contains__(self, digest: Digest) -> bool:
@@ -67,14 +53,14 @@ class GroupCommit:
         with self._lock:
             return bool(self._waiting or self._settling)
 
-    def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
+    def add(self, digest: Digest, blob: FileIngest, size: int) -> None:
         """Add a blob; when there are enough, commit all. Raises StoreError or NoSpaceError."""
         with self._lock:
             if not self._waiting:
-                self._since = time.monotonic()
-            self._waiting[digest] = blob, size
-            total = sum(size for _, size in self._waiting.values())
-            is_full = len(self._waiting) >= _MAX_BLOBS or total >= _MAX_SIZE
+                self._size, self._since = 0, time.monotonic()
+            self._waiting[digest] = blob
+            self._size += size
+            is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE
         if is_full or self._is_closed:
             self.settle()
 
@@ -94,14 +80,10 @@ class GroupCommit:
         with self._settle_lock:
             with self._lock:
                 self._settling, self._waiting = self._waiting, {}
-            blobs = [blob for blob, _ in self._settling.values()]
+            blobs = list(self._settling.values())
             try:
                 with store_errors(self._root):
-                    if len(blobs) > 1:
-                        synchronise_all(self._root, blobs)
-                    else:
-                        for blob in blobs:
-                            blob.synchronise()
+                    _synchronise(self._root, blobs)
                     while blobs:
                         blobs[-1].rename()
                         blobs.pop()
@@ -115,9 +97,9 @@ class GroupCommit:
                     self._settling = {}
 
 
-def synchronise_all(root: Path, blobs: list[PendingCommit]) -> None:
-    """Make the bytes of all files durable, by one call where possible. Raises OSError."""
-    syncfs = _syncfs()
+def _synchronise(root: Path, blobs: list[FileIngest]) -> None:
+    """Make the bytes of all files durable, of several by one call where possible."""
+    syncfs = _syncfs() if len(blobs) > 1 else None
     if syncfs is None:
         for blob in blobs:
             blob.synchronise()
@@ -132,7 +114,6 @@ def synchronise_all(root: Path, blobs: list[PendingCommit]) -> None:
 
 
 def _syncfs() -> Callable[[int], int] | None:
-    """Return syncfs(2), which Linux has; else None."""
     try:
         return ctypes.CDLL(None, use_errno=True).syncfs
     except (OSError, AttributeError):

@@ -1,7 +1,7 @@
 """index.json: read whole, merged and replaced under a lock between processes.
 
 Other tools do not lock: they may read it before our write and write it after. So every name that
-we give is first written beside the index (``.aimage/names``). A name that is then missing from the
+we give is first written beside the index (``.aimage/names``). One that is then missing from the
 index is read as if it were there, and the next write puts it back.
 """
 
@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, store_errors
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, read_settled, store_errors
 from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
@@ -32,18 +31,13 @@ _NAMES = (  # in order: what containerd exports has the tag alone as ref.name
     mediatype.REF_NAME,
 )
 _HINT = "another program wrote it; move it away to begin with an empty one"
-_MAX_READS = 20  # of an index that another tool is writing in place
-_INTERVAL = 0.02  # seconds between two of them
-_SETTLED = 5e9  # nanoseconds after its last change: no tool is still writing it
 _Stamp = tuple[int, int, int]
 
 
 def read_index(root: Path) -> dict[str, Any]:
     """Return the parsed index.json with our names in it; an empty one where there is no store.
 
-    Raises:
-        FormatError: it is not an index, or too large.
-        StoreError: it cannot be read.
+    Raises FormatError: it is not an index, or too large; StoreError: it cannot be read.
     """
     return _restored(root, _read(root)[0])
 
@@ -51,43 +45,24 @@ def read_index(root: Path) -> dict[str, Any]:
 def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     """Return the content of the file, and a stamp that changes when the file does."""
     path = root / "index.json"
-    reads = 0
-    while True:
-        reads += 1
-        with store_errors(root):
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                with open(fd, "rb") as file:
-                    status = os.fstat(fd)
-                    stamp = _stamp(status)
-                    _check_file(path, status)
-                    raw = file.read(MAX_INDEX_SIZE + 1)
-            except FileNotFoundError:
-                if root.exists() and not root.is_dir():
-                    raise NotADirectoryError(20, "Not a directory", str(root)) from None
-                return {
-                    "schemaVersion": 2,
-                    "mediaType": mediatype.OCI_INDEX,
-                    "manifests": [],
-                }, None
+    with store_errors(root):
         try:
-            return _parse(raw, path), stamp
-        except FormatError:
-            is_settled = not -_SETTLED < time.time_ns() - stamp[2] < _SETTLED
-            if is_settled or len(raw) > MAX_INDEX_SIZE or reads == _MAX_READS:
-                raise
-        time.sleep(_INTERVAL)
+            return read_settled(lambda: _read_file(path), path, FormatError)
+        except FileNotFoundError:
+            if root.exists() and not root.is_dir():
+                raise NotADirectoryError(20, "Not a directory", str(root)) from None
+    return {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}, None
 
 
-def _check_file(path: Path, status: os.stat_result) -> None:
-    """Raise FormatError for a pipe, a device, or too many bytes."""
-    if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path} is not a file", hint=_HINT)
-    if status.st_size > MAX_INDEX_SIZE:
-        raise FormatError(
-            f"{path} is not an OCI index: it has {status.st_size} bytes, over {MAX_INDEX_SIZE}",
-            hint=_HINT,
-        )
+def _read_file(path: Path) -> tuple[dict[str, Any], _Stamp]:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is not a file", hint=_HINT)
+        if status.st_size > MAX_INDEX_SIZE:
+            size = f"{status.st_size} bytes, over {MAX_INDEX_SIZE}"
+            raise FormatError(f"{path} is not an OCI index: it has {size}", hint=_HINT)
+        return _parse(file.read(MAX_INDEX_SIZE + 1), path), _stamp(status)
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
@@ -95,17 +70,15 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    broken = FormatError(f"{path} is not an OCI index", hint=_HINT)
-    if len(raw) > MAX_INDEX_SIZE:
-        raise broken
+    broken = f"{path} is not an OCI index"
     try:
         value = read_json(raw, str(path))
     except FormatError as error:
-        raise FormatError(f"{broken.message}: {error.message}", hint=_HINT) from None
+        raise FormatError(f"{broken}: {error.message}", hint=_HINT) from None
     if isinstance(value, dict) and value.get("manifests", 0) is None:
         value["manifests"] = []  # how Go writes an empty list
     if not isinstance(value, dict) or not isinstance(value.get("manifests"), list):
-        raise broken
+        raise FormatError(broken, hint=_HINT)
     return value
 
 
@@ -113,9 +86,8 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     """Add the names that we gave and another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
     ours = records.names()
-    for entry in value["manifests"] if ours else ():
-        if isinstance(entry, dict):
-            ours.discard(file_name(entry_name(entry.get("annotations"))))
+    if ours:
+        ours -= {file_name(name_of(entry)) for entry in value["manifests"]}
     for name in sorted(ours):
         record = records.read(name)
         if record is None or not isinstance(entry := record.get("entry"), dict):
@@ -130,7 +102,7 @@ def _learn(root: Path, entries: list[Any]) -> None:
     records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in entries if ours else ():
-        name = entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+        name = name_of(entry)
         if file_name(name) not in ours:
             continue
         ours.discard(file_name(name))  # of two, the first counts
@@ -140,7 +112,6 @@ def _learn(root: Path, entries: list[Any]) -> None:
 
 
 def _is_here(root: Path, entry: Any) -> bool:
-    """Return whether the manifest of an entry is in the store."""
     try:
         digest = Digest.parse(entry["digest"])
         path = os.path.join(root, "blobs", digest.algorithm, digest.encoded)
@@ -156,6 +127,11 @@ def entry_name(annotations: Any) -> str:
     return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
 
 
+def name_of(entry: Any) -> str:
+    """Return the name of an entry; empty where it has none, or is malformed."""
+    return entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+
+
 def same_name(name: str, reference: Reference) -> bool:
     """Return whether an entry's name means ``reference`` (``model`` is ``model:latest``)."""
     return bool(name) and _meaning(name) == reference
@@ -163,19 +139,14 @@ def same_name(name: str, reference: Reference) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _meaning(name: str) -> Reference | None:
-    """Parse a name; None for one that is not a reference."""
-    try:
+    with contextlib.suppress(UsageError):
         return Reference.parse(name)
-    except UsageError:
-        return None
+    return None
 
 
 def is_named(entry: Any, name: str) -> bool:
     """Return whether an entry has a name, as we or as another tool would write it."""
-    if not isinstance(entry, dict):
-        return False
-    found = entry_name(entry.get("annotations"))
-    meant = _meaning(name)
+    found, meant = name_of(entry), _meaning(name)
     return found == name or (meant is not None and same_name(found, meant))
 
 
@@ -213,7 +184,7 @@ def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
     for entry in theirs:
         if entry in known:
             continue
-        name = entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+        name = name_of(entry)
         same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
         if not same:
             ours.append(entry)
@@ -222,15 +193,12 @@ def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
 
 
 def _stamp_of(root: Path) -> _Stamp | None:
-    with store_errors(root):
-        try:
-            return _stamp(os.stat(root / "index.json"))
-        except FileNotFoundError:
-            return None
+    with store_errors(root), contextlib.suppress(FileNotFoundError):
+        return _stamp(os.stat(root / "index.json"))
+    return None
 
 
 def _replace(root: Path, name: str, data: bytes) -> None:
-    """Replace a file of the store, durably."""
     with store_errors(root):
         room = make_directory(root, PRIVATE)
         write_shared(root / name, data, directory=room)

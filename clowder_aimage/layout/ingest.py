@@ -1,18 +1,20 @@
 """Ingests: blobs that are being written into the layout.
 
-An ingest of known content is a file of that name under ``.aimage/ingest``, locked by its writer;
-what a process leaves, however it ended, the next one continues. A journal beside the file lists
-the spans that are durable: data is synchronised before its entry.
+An ingest of known content is a file of that name under ``.aimage/ingest``, locked by its writer and
+continued by the next one. A journal beside it lists the spans that are durable: data is
+synchronised before its entry.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import stat
 import threading
+from itertools import chain
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
@@ -30,6 +32,8 @@ BLOB_MODE = 0o444  # content never changes under its name
 JOURNALED = 16 * 1024 * 1024  # bytes; smaller blobs have no journal and are fetched again
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
+# another file system, one without links, another user's file (protected_hardlinks)
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
 _Span = tuple[int, int]
 _MAX_ATTEMPTS = 8  # to open a file that others may be about to commit or abort
 
@@ -51,11 +55,8 @@ class FileIngest:
     ) -> None:
         """Open an ingest; without ``expected``, a new one that no other process can find.
 
-        In a ``batch``, small content is committed together with others.
-
-        Raises:
-            IngestBusyError: another process is writing it.
-            StoreError, NoSpaceError: the store cannot be written.
+        In a ``batch``, small content is committed together with others. Raises IngestBusyError,
+        StoreError, NoSpaceError.
         """
         self._root = root
         self._expected = expected
@@ -68,6 +69,7 @@ class FileIngest:
         check_own(root, "ingest")
         name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
         self._path = os.path.join(root, _DIRECTORY, name)  # a str: thousands of Paths are slow
+        self._journal = Path(f"{self._path}.journal")
         self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
@@ -79,12 +81,7 @@ class FileIngest:
         if not self._spans and (size or self._is_journaled):
             self.restart()  # a journal that is malformed now must not be used later
 
-    @property
-    def _journal(self) -> Path:
-        return Path(f"{self._path}.journal")
-
     def _open(self) -> int:
-        """Open and lock the file; the lock ends with the process, however that ends."""
         attempts = 0
         while True:
             try:
@@ -159,22 +156,14 @@ class FileIngest:
         self._hashed = 0
         self._hasher = new_hasher(self._algorithm)
 
-    @property
-    def size(self) -> int:
-        """Return the end of the last span that was written."""
-        with self._lock:
-            return max((end for _, end in self._spans), default=0)
-
     def missing(self) -> list[_Span]:
         """Return the spans [start, end) of the expected size that are not written yet."""
         with self._lock:
-            spans, offset = [], 0
-            for start, end in self._spans:
-                if start > offset:
-                    spans.append((offset, start))
-                offset = max(offset, end)
-            total = self._expected.size if self._expected else offset
-        return [*spans, (offset, total)] if offset < total else spans
+            edges = [0, *chain.from_iterable(self._spans)]
+        edges.append(self._expected.size if self._expected else edges[-1])
+        return [
+            (start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end
+        ]
 
     def restart(self) -> None:
         """Discard what an earlier process has written."""
@@ -267,32 +256,31 @@ class FileIngest:
     def _synchronise(self) -> None:
         with self._lock:
             spans = list(self._spans)
+        line = ",".join(f"{start}-{end}" for start, end in spans)
         with store_errors(self._root):
             os.fsync(self._fd)
-            self._note(",".join(f"{start}-{end}" for start, end in spans))
+            fd = open_shared(self._journal, _JOURNAL_FLAGS)
+            try:
+                os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
+                getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
+            finally:
+                os.close(fd)
+            if not self._noted:  # both files may be new
+                sync_directory(self._journal.parent)
         self._noted = _total(spans)
-
-    def _note(self, line: str) -> None:
-        """Add a line to the journal, durably."""
-        fd = open_shared(self._journal, _JOURNAL_FLAGS)
-        try:
-            os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
-            getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
-        finally:
-            os.close(fd)
-        if not self._noted:  # both files may be new
-            sync_directory(self._journal.parent)
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable and rename; in a batch, together with others.
 
-        The layout synchronises the directory.
-
-        Raises:
-            VerificationError: the bytes are not ``expected``; the ingest is removed.
+        The layout synchronises the directory. Raises VerificationError: the bytes are not
+        ``expected``, and the ingest is removed.
         """
         try:
-            self._check_whole(expected)
+            if self.missing():
+                written = _total(self._spans)
+                raise VerificationError(
+                    f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
+                )
             found = self.digest(expected.digest.algorithm)
             check(expected, os.fstat(self._fd).st_size, found.encoded)
             self._final = blob_path(self._root, expected)
@@ -309,7 +297,7 @@ class FileIngest:
             self.abort()
             raise
         except BaseException:  # the disk failed: the bytes are kept
-            self._leave()
+            self.give_up()
             raise
 
     def synchronise(self) -> None:
@@ -330,22 +318,11 @@ class FileIngest:
         if self._is_journaled:
             self._journal.unlink(missing_ok=True)
 
-    def _check_whole(self, expected: Descriptor) -> None:
-        if self.missing():
-            with self._lock:
-                written = _total(self._spans)
-            raise VerificationError(
-                f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
-            )
-
     def digest(self, algorithm: str = "sha256") -> Digest:
-        """Return the digest of what is in the file.
+        """Return the digest of what is in the file. Raises StoreError.
 
         It is read again only where it was hashed with another algorithm; a call before the first
         byte is written chooses the algorithm.
-
-        Raises:
-            StoreError: it cannot be read again.
         """
         with self._hashing:
             if algorithm != self._algorithm or self._rewritten:
@@ -354,17 +331,13 @@ class FileIngest:
             self._catch_up()
             return Digest(algorithm, self._hasher.hexdigest())
 
-    def give_up(self) -> None:
-        """End after a failed commit, and keep what the journal lists."""
-        self._leave()
-
     def suspend(self) -> None:
         """End, and keep what was written for the next process if there is a journal."""
         with contextlib.suppress(OSError, AImageError):  # the reason for it is raised
             self.checkpoint()
-        self._leave()
+        self.give_up()
 
-    def _leave(self) -> None:
+    def give_up(self) -> None:
         """End, and keep what the journal lists."""
         with self._syncing:
             kept = self._is_journaled and self._journal.exists()
@@ -393,7 +366,6 @@ class FileIngest:
 
 
 def _parse_spans(line: str) -> list[_Span]:
-    """Parse a line of the journal. Raises ValueError."""
     spans: list[_Span] = []
     for text in line.split(","):
         start, _, end = text.partition("-")
@@ -418,11 +390,9 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
 
 def ingested(root: Path, content: Descriptor) -> int:
     """Return the bytes on disk of a blob's ingest."""
-    try:
-        path = os.path.join(root, _DIRECTORY, content.digest.encoded)
-        return os.stat(path).st_blocks * 512
-    except OSError:
-        return 0
+    with contextlib.suppress(OSError):
+        return os.stat(os.path.join(root, _DIRECTORY, content.digest.encoded)).st_blocks * 512
+    return 0
 
 
 def blob_path(root: Path, content: Descriptor) -> str:
@@ -436,3 +406,26 @@ def is_file(path: str) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def link_blob(root: Path, path: Path, content: Descriptor) -> bool:
+    """Link a file of another program to the path of a blob; return whether that was possible."""
+    place = Path(blob_path(root, content))
+    new = place.with_name(f".{secrets.token_hex(8)}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.link(path.resolve(), new)  # of a link, what it leads to
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    try:
+        if not is_file(os.fspath(new)):
+            return False
+        with new.open("rb") as file:
+            os.fsync(file.fileno())  # the other program may not have waited for the disk
+        new.replace(place)
+    finally:
+        new.unlink(missing_ok=True)  # two names of one file: replace leaves both
+    sync_directory(place.parent)
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -32,12 +31,8 @@ class LayeredStore(ImageLayout):
 
     def borrowed(self) -> dict[str, Path]:
         own = {name for name, _ in super().entries()}
-        found: dict[str, Path] = {}
-        for other in self._others:
-            for name, _ in other.tags():
-                if name not in own:
-                    found.setdefault(name, other.root)
-        return found
+        later = [(name, other.root) for other in self._others for name, _ in other.tags()]
+        return {name: root for name, root in reversed(later) if name not in own}
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
         seen: set[str] = set()
@@ -80,15 +75,13 @@ class _Leases(FileLease):
     """A lease in each store; a store that cannot be written has none."""
 
     def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
-        first, *others = roots
-        there = [first, *(root for root in others if root.is_dir())]
-        self._leases = [FileLease(root, digests) for root in there]
+        present = [root for root in roots if root == roots[0] or root.is_dir()]
+        self._leases = [FileLease(root, digests) for root in present]
 
     def add(self, *digests: Digest) -> None:
         for lease in self._leases:
             lease.add(*digests)
 
     def close(self) -> None:
-        with ExitStack() as stack:
-            for lease in self._leases:
-                stack.callback(lease.close)
+        for lease in self._leases:
+            lease.close()

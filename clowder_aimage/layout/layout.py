@@ -13,25 +13,25 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from clowder_aimage.content import ContentStore, IngestBusyError, Source, file_body, read_all
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
-from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source
-from clowder_aimage.content.verified_reader import read_all, readinto
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError, VerificationError
+from clowder_aimage.content.store import Body
+from clowder_aimage.content.verified_reader import readinto, verify
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    VerificationError,
+)
 from clowder_aimage.layout.fingerprint import fingerprint
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.index import (
-    edit_index,
-    entry_name,
-    is_named,
-    read_index,
-    same_name,
-)
-from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file
+from clowder_aimage.layout.index import edit_index, is_named, name_of, read_index, same_name
+from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file, link_blob
 from clowder_aimage.layout.lease import COLLECTION, FileLease
-from clowder_aimage.layout.listing_cache import remember
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -39,22 +39,14 @@ from clowder_aimage.layout.lock import (
     make_directory,
     open_regular,
     open_shared,
+    read_settled,
     store_errors,
 )
-from clowder_aimage.layout.metadata import MetadataFiles
-from clowder_aimage.oci import (
-    Descriptor,
-    Digest,
-    Manifest,
-    Reference,
-    mediatype,
-    parse_document,
-)
+from clowder_aimage.layout.metadata import MetadataFiles, remember
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
 _USE_INTERVAL = 60.0  # seconds between two notes of a manifest's use
-_SETTLED = 5.0  # seconds after its last change: no tool is still writing a file
-_MAX_READS = 20  # of a manifest that another tool is writing in place
-_INTERVAL = 0.02  # seconds between two of them
+_INTERVAL = 0.02  # seconds between two tries
 _WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes a second: another process's ingest
 
 
@@ -85,14 +77,8 @@ class ImageLayout(ContentStore):
         batch = self._batch
         return None if batch is not None and batch.is_pending else fingerprint(self.roots)
 
-    # -- reading
-
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Return the manifest with that name; for a digest, any manifest that has it.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """Return the manifest with that name; of a digest, any manifest. Raises NotFoundError."""
         wanted = str(reference)
         for name, descriptor in self.entries():
             if reference.digest is not None:
@@ -100,21 +86,16 @@ class ImageLayout(ContentStore):
                     return descriptor
             elif name == wanted or same_name(name, reference):
                 return descriptor
-        raise NotFoundError(
-            f"no {reference} in the store {self.root}",
-            remedy="not_in_store_pull",
-        )
+        raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store_pull")
 
     def exists(self, content: Descriptor, /) -> bool:
         batch = self._batch  # once: another thread may end it
         if batch is not None and content.digest in batch:
             return True
-        with store_errors(self.root):
-            try:
-                status = os.lstat(self.place(content))
-                return stat.S_ISREG(status.st_mode) and status.st_size == content.size
-            except FileNotFoundError:
-                return False
+        with store_errors(self.root), contextlib.suppress(FileNotFoundError):
+            status = os.lstat(self.place(content))
+            return stat.S_ISREG(status.st_mode) and status.st_size == content.size
+        return False
 
     def place(self, content: Descriptor) -> str:
         """Return the path that the content has, or would have."""
@@ -159,7 +140,7 @@ class ImageLayout(ContentStore):
         for entry in read_index(self.root)["manifests"]:
             with contextlib.suppress(FormatError):  # another tool's entry: see unreadable()
                 descriptor = Descriptor.from_json(entry, "index.json")
-                yield entry_name(descriptor.annotations), descriptor
+                yield name_of(entry), descriptor
 
     def unreadable(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, and what is wrong with them."""
@@ -169,8 +150,6 @@ class ImageLayout(ContentStore):
             except FormatError as error:
                 yield position, error.message
 
-    # -- leases and names
-
     def lease(self, *digests: Digest) -> FileLease:
         """Keep content from being collected until the lease is closed, or this process ends.
 
@@ -178,11 +157,9 @@ class ImageLayout(ContentStore):
         """
         return FileLease(self.root, digests)
 
-    @contextlib.contextmanager
-    def keep(self) -> Iterator[None]:
+    def keep(self) -> contextlib.AbstractContextManager[None]:
         """Block collections, for a moment. Raises StoreError."""
-        with held(self.root, COLLECTION, shared=True):
-            yield
+        return held(self.root, COLLECTION, shared=True)
 
     def use(self, content: Descriptor) -> None:
         """Note that a manifest is used now, where the store can be written."""
@@ -210,8 +187,6 @@ class ImageLayout(ContentStore):
         """Return the names that no collection removes."""
         return MetadataFiles(self.root, "pins")
 
-    # -- writing
-
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
         try:
@@ -226,9 +201,7 @@ class ImageLayout(ContentStore):
         """Commit small blobs in groups; all are committed when the block ends.
 
         Copies in several threads share one group commit, and each ends with its blobs committed.
-
-        Raises:
-            StoreError, NoSpaceError: a blob could not be kept, of this copy or of another.
+        Raises StoreError, NoSpaceError: a blob could not be kept, of this copy or of another.
         """
         with self._joining:
             if self._batch is None or self._batch.failure is not None:
@@ -260,9 +233,7 @@ class ImageLayout(ContentStore):
 
     def free(self) -> int:
         """Return the bytes that an ordinary user may still write to the store's file system."""
-        place = self.root
-        while not place.exists() and place != place.parent:
-            place = place.parent
+        place = next(one for one in (self.root, *self.root.parents) if one.exists())
         with store_errors(self.root):
             return shutil.disk_usage(place).free
 
@@ -271,6 +242,22 @@ class ImageLayout(ContentStore):
             self._take_in(content, body)
         if reference is not None:
             self.tag(content, reference)
+
+    def adopt(self, path: Path, content: Descriptor) -> bool:
+        """Add another program's file; return whether it is hard-linked, rather than copied.
+
+        It is hashed first. The program must never change it, as content stores do not. Raises
+        VerificationError: it is not ``content``; StoreError, NoSpaceError.
+        """
+        try:
+            with path.open("rb") as file:
+                verify(file, content)
+            if link_blob(self.root, path, content):
+                return True
+            self.push(content, file_body(path))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+        return False
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
         ingest = self._ingest_or_own(content)
@@ -344,21 +331,14 @@ class ImageLayout(ContentStore):
     def read(self, content: Descriptor) -> bytes:
         """Read a manifest, verified. Wait for another tool that is writing it in place.
 
-        Raises:
-            NotFoundError, VerificationError: it is missing; it is damaged.
-            StoreError: it cannot be read.
+        Raises NotFoundError, VerificationError, StoreError.
         """
-        reads = 0
-        while True:
-            reads += 1
-            with store_errors(self.root):
-                try:
-                    return read_all(self.open(content), content)
-                except VerificationError:
-                    age = time.time() - os.stat(self.place(content)).st_mtime
-                    if age > _SETTLED or reads == _MAX_READS:
-                        raise
-            time.sleep(_INTERVAL)
+        with store_errors(self.root):
+            return read_settled(
+                lambda: read_all(self.open(content), content),
+                self.place(content),
+                VerificationError,
+            )
 
     def _sync_blobs(self) -> None:
         with store_errors(self.root):
@@ -369,25 +349,19 @@ class ImageLayout(ContentStore):
     def untag(self, reference: Reference, /) -> None:
         """Remove a name; the blobs stay until they are collected. Raises NotFoundError."""
         wanted, digest = index_name(reference), reference.digest
-        if not self.forget(
-            {
-                name: descriptor.digest
-                for name, descriptor in ImageLayout.entries(self)
-                if name
-                and (name == wanted or same_name(name, Reference.parse(wanted)))
-                and digest in (None, descriptor.digest)
-            }
-        ):
+        meant = {
+            name: descriptor.digest
+            for name, descriptor in ImageLayout.entries(self)
+            if name == wanted or same_name(name, Reference.parse(wanted))
+            if digest in (None, descriptor.digest)
+        }
+        if not self.forget(meant):
             raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store")
 
     def forget(self, names: Mapping[str, Digest]) -> set[str]:
-        """Remove names, as index.json has them, that still mean these manifests; in one step.
+        """Remove names, as index.json has them, that still mean these manifests, and return them.
 
-        Returns:
-            The names that were removed.
-
-        Raises:
-            StoreError, NoSpaceError: the index cannot be written; no name is removed then.
+        Raises StoreError, NoSpaceError: the index cannot be written; no name is removed then.
         """
         if not names:
             return set()
@@ -396,7 +370,7 @@ class ImageLayout(ContentStore):
             with edit_index(self.root) as index:
                 gone = [entry for entry in index["manifests"] if _means(entry, names)]
                 for entry in gone:
-                    name = entry_name(entry["annotations"])
+                    name = name_of(entry)
                     if (record := self._names.get(name)) is not None:
                         removed[name] = record
                         self._names.remove(name)  # first: else it would come back
@@ -406,13 +380,11 @@ class ImageLayout(ContentStore):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
-        return {entry_name(entry["annotations"]) for entry in gone}
+        return {name_of(entry) for entry in gone}
 
 
 def _means(entry: Any, names: Mapping[str, Digest]) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    digest = names.get(entry_name(entry.get("annotations")))
+    digest = names.get(name_of(entry))
     return digest is not None and entry.get("digest") == str(digest)
 
 

@@ -1,8 +1,8 @@
 """Leases keep what a running process needs of the store from being collected.
 
-A lease is a file in ``.aimage/lease`` that lists digests, locked by its process. It ends with the
-process, as the lock does. Digests are added under the collection's lock, shared: a collection that
-is removing blobs ends first, and a blob that is seen then stays until the lease ends.
+A lease is a file in ``.aimage/lease`` that lists digests, locked by its process. Digests are added
+under the collection's lock, shared: a collection that is removing blobs ends first, and a blob that
+is seen then stays until the lease ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
@@ -83,43 +82,33 @@ class FileLease:
     def __enter__(self) -> FileLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def leased(root: Path, *, remove: bool) -> set[Digest]:
     """Return the digests that living processes hold; ``remove`` the leases of dead ones.
 
-    Raises:
-        StoreError: a lease cannot be read; then nothing may be collected.
+    Raises StoreError: a lease cannot be read; then nothing may be collected.
     """
     digests: set[Digest] = set()
     if not Path(check_own(root, _DIRECTORY)).is_dir():
         return digests
     can_lock = locks_work(root)
     for path in sorted((root / PRIVATE / _DIRECTORY).glob("*")):
-        with store_errors(root):
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                continue
+        with store_errors(root), contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb", buffering=0) as file:
-                if _is_dead(fd) if can_lock else _is_old(fd):
+                # without locks, no process is known to be dead
+                is_over = (
+                    _is_dead(fd) if can_lock else time.time() - os.fstat(fd).st_mtime > _MAX_AGE
+                )
+                if is_over:
                     if remove:
                         path.unlink(missing_ok=True)
                 else:
                     digests |= set(_digests(file.read(_MAX_SIZE) or b""))
     return digests
-
-
-def _is_old(fd: int) -> bool:
-    """Return whether a lease is too old to count; without locks, no process is known to be dead."""
-    return time.time() - os.fstat(fd).st_mtime > _MAX_AGE
 
 
 def _is_dead(fd: int) -> bool:

@@ -1,8 +1,7 @@
 """Locks between processes, files that a group may share, and the errors of a store.
 
-Locks are ``flock``: they go with the process, however that ends. Some network file systems do not
-have them; then every process goes on as if it were alone, and what it publishes is verified all
-the same (docs/operations.md says what that costs).
+Locks are ``flock``: they go with the process. On network file systems without them every process
+goes on as if it were alone; what it publishes is verified all the same (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
@@ -23,6 +23,22 @@ PRIVATE = ".aimage"  # our own directory in a store
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOMENT = 0.01  # seconds
+_SETTLED = 5.0  # seconds after its last change: no tool is still writing a file
+_MAX_READS = 20  # of a file that another tool is writing in place
+_INTERVAL = 0.02  # seconds between two of them
+T = TypeVar("T")
+
+
+def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImageError]) -> T:
+    """Call ``read`` until another tool that may be writing the file has ended. Raises OSError."""
+    for _ in range(_MAX_READS - 1):
+        try:
+            return read()
+        except malformed:
+            if abs(time.time() - os.stat(path).st_mtime) > _SETTLED:
+                raise
+        time.sleep(_INTERVAL)
+    return read()
 
 
 @contextlib.contextmanager
@@ -43,11 +59,8 @@ def _store_error(error: OSError, root: Path) -> AImageError:
         )
     if error.errno in (errno.ENOTDIR, errno.EEXIST) and not root.is_dir():
         return StoreError(f"the store {root} is not a directory", remedy="store_directory")
-    reason = error.strerror or str(error)
-    return StoreError(
-        f"cannot use the store {root}: {reason} ({error.filename or root})",
-        remedy="store_permissions",
-    )
+    reason = f"{error.strerror or error} ({error.filename or root})"
+    return StoreError(f"cannot use the store {root}: {reason}", remedy="store_permissions")
 
 
 def locks_work(root: Path) -> bool:
@@ -90,11 +103,9 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file to read it.
+    """Open a regular file to read it. Raises OSError.
 
-    Raises:
-        FileNotFoundError: it is missing, or a link or a pipe, which may lead anywhere.
-        OSError: it cannot be opened.
+    A link or a pipe, which may lead anywhere, is a FileNotFoundError.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -111,12 +122,10 @@ def open_regular(path: str | Path) -> int:
 def check_own(root: Path, *kind: str) -> str:
     """Return the path of one of our own directories, which may not exist.
 
-    Raises:
-        StoreError: a link leads to it. We remove and write files there, so it must be ours.
+    Raises StoreError: a link leads to it. We remove and write files there, so it must be ours.
     """
-    path = os.path.join(root, PRIVATE)
-    for name in ("", *kind):
-        path = os.path.join(path, name) if name else path
+    for count in range(len(kind) + 1):
+        path = os.path.join(root, PRIVATE, *kind[:count])
         if os.path.islink(path):
             raise StoreError(
                 f"{path} is a link, and may lead to another program's files",

@@ -1,12 +1,12 @@
 """Metadata beside the index: small JSON objects, each in a file of its own.
 
 Processes that write different keys do not interfere, with or without locks; one key is replaced as
-a whole. A missing file means nothing is known; one that cannot be read is an error, so that nothing
-is removed that may be wanted or pinned.
+a whole. A file that cannot be read is an error, so that nothing is removed that may be pinned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content.atomic_file import atomic_file, sync_directory, write_all
-from clowder_aimage.errors import FormatError
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect import detect
+from clowder_aimage.errors import AImageError, FormatError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
@@ -25,9 +28,11 @@ from clowder_aimage.layout.lock import (
     share,
     store_errors,
 )
-from clowder_aimage.oci import read_json
+from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 
 _MAX_SIZE = 1024 * 1024
+_LISTING = "listing"
+_UNKNOWN = {"size": None, "kind": "?"}
 
 
 class MetadataFiles:
@@ -41,17 +46,14 @@ class MetadataFiles:
     def names(self) -> set[str]:
         """Return the names of the files (see ``file_name``). Raises StoreError."""
         directory = check_own(self._root, self._kind)
-        with store_errors(self._root):
-            try:
-                return {name for name in os.listdir(directory) if "." not in name}
-            except FileNotFoundError:
-                return set()
+        with store_errors(self._root), contextlib.suppress(FileNotFoundError):
+            return {name for name in os.listdir(directory) if "." not in name}
+        return set()
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield all keys and their values, in no order. Raises StoreError."""
         for name in self.names():
-            value = self.read(name)
-            if value is not None:
+            if (value := self.read(name)) is not None:
                 yield value["key"], value
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -95,11 +97,8 @@ class MetadataFiles:
     def remove(self, key: str) -> None:
         """Remove ``key``, durably. Raises StoreError."""
         check_own(self._root, self._kind)
-        with store_errors(self._root):
-            try:
-                os.unlink(os.path.join(self._directory, file_name(key)))
-            except FileNotFoundError:
-                return
+        with store_errors(self._root), contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._directory, file_name(key)))
             sync_directory(self._directory)
 
 
@@ -114,11 +113,39 @@ def write_shared(
 ) -> None:
     """Replace a file of the store, which a group may share. Raises OSError."""
     final = Path(path)
-
-    def prepare(fd: int) -> None:
-        share(fd, final.parent, 0o664)
-
+    prepare = functools.partial(share, directory=final.parent, mode=0o664)
     with atomic_file(
         final, mode=0o644, durable=durable, directory=directory, prepare=prepare
-    ) as file:
-        write_all(file.fileno(), data)
+    ) as to:
+        write_all(to.fileno(), data)
+
+
+def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
+    """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
+
+    They are None and ``?`` where the manifest is missing or malformed.
+    """
+    if descriptor.media_type in mediatype.INDEXES:
+        return {"size": None, "kind": "index"}
+    path = os.path.join(root, PRIVATE, _LISTING, descriptor.digest.encoded)
+    with contextlib.suppress(OSError, ValueError, RecursionError, StoreError):
+        check_own(root, _LISTING)
+        with open(open_regular(path), "rb", buffering=0) as file:
+            value = json.loads(file.read(4096))
+        if isinstance(value, dict) and value.keys() == _UNKNOWN.keys():
+            return value
+    try:
+        manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
+        return remember(root, descriptor, manifest)
+    except AImageError:
+        return _UNKNOWN  # the other names are listed all the same
+
+
+def remember(root: Path, descriptor: Descriptor, manifest: Manifest) -> dict[str, Any]:
+    """Keep the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
+    value = {"size": sum(blob.size for blob in manifest.children), "kind": detect(manifest).name}
+    with contextlib.suppress(OSError, AImageError):
+        directory = make_directory(root, PRIVATE, _LISTING)
+        path = os.path.join(directory, descriptor.digest.encoded)
+        write_shared(path, json.dumps(value).encode(), durable=False)
+    return value

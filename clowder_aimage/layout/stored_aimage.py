@@ -37,21 +37,18 @@ def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
     A lease that is taken after the name has moved may come after a collection of the manifest.
     Raises NotFoundError.
     """
-    found = store.resolve(reference)
-    while True:
-        lease.add(found.digest)
-        meant = store.resolve(reference)
-        if meant.digest == found.digest:
-            return found
+    found = None
+    while (meant := store.resolve(reference)) != found:
         found = meant
+        lease.add(found.digest)
+    return meant
 
 
 def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
     """Read the AImage that ``reference`` names in ``store``.
 
-    Raises:
-        NotFoundError: there is none, or its config is missing.
-        ContentError: it is not an AImage, or not intact.
+    Raises NotFoundError: there is none, or its config is missing; ContentError: it is not an
+    AImage, or not intact.
     """
     descriptor = store.resolve(reference)
     return interpret(store, descriptor, read_manifest(store, descriptor))
@@ -67,8 +64,7 @@ def interpret(store: ContentStore, descriptor: Descriptor, manifest: Manifest) -
 def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:
     """Return the compressed blobs that are here and their plain ones that are not.
 
-    Raises:
-        FormatError: an unsupported compression.
+    Raises FormatError: an unsupported compression.
     """
     packed: dict[Descriptor, Descriptor] = {}  # by the plain one: two layers may be one blob
     for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
@@ -85,9 +81,7 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
 
 
 def inflate(store: ContentStore, stored: StoredAImage) -> None:
-    """Restore the blobs that another tool has compressed.
-
-    Each is verified against its diff_id, and cannot be larger than the AImage says.
+    """Restore the blobs that another tool has compressed, verified against their diff_ids.
 
     Raises:
         FormatError: an unsupported compression, or malformed data.

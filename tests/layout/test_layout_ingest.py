@@ -40,7 +40,6 @@ def test_from_front_to_back(layout, expected):
         assert not layout.exists(CONTENT)
         ingest.write_at(start, DATA[start : start + 30])
     assert ingest.missing() == []
-    assert ingest.size == 100
     ingest.commit(CONTENT)
     assert layout.path(CONTENT).read_bytes() == DATA
     assert ingests(layout) == []

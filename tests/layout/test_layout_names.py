@@ -205,9 +205,7 @@ def test_a_file_that_is_being_written_in_place_is_waited_for(layout, monkeypatch
     whole = file_of(layout).read_bytes()
     states = [whole[: len(whole) // 2], whole[:-3], whole]
     file_of(layout).write_bytes(b"")
-    monkeypatch.setattr(
-        index_module.time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0))
-    )
+    monkeypatch.setattr(time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0)))
     assert layout.resolve(ref("a:v1")).digest == made.digest
     assert states == []
 
@@ -216,7 +214,7 @@ def test_a_file_that_was_broken_long_ago_is_not_waited_for(layout, monkeypatch):
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
     os.utime(file_of(layout), (time.time() - 60,) * 2)
-    monkeypatch.setattr(index_module.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(FormatError, match="not an OCI index"):
         list(layout.tags())
 
@@ -225,7 +223,7 @@ def test_a_file_that_stays_broken_is_told(layout, monkeypatch):
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
     looks = []
-    monkeypatch.setattr(index_module.time, "sleep", looks.append)
+    monkeypatch.setattr(time, "sleep", looks.append)
     with pytest.raises(FormatError, match="not an OCI index"):
         list(layout.tags())
     assert sum(looks) < 1
@@ -238,9 +236,7 @@ def test_a_half_written_file_is_not_written_over(layout, monkeypatch):
     whole = json.dumps({"schemaVersion": 2, "manifests": [theirs]}).encode()
     states = [whole]
     file_of(layout).write_bytes(whole[:40])
-    monkeypatch.setattr(
-        index_module.time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0))
-    )
+    monkeypatch.setattr(time, "sleep", lambda _: file_of(layout).write_bytes(states.pop(0)))
     layout.tag(made.descriptor, ref("c:v1"))
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
 

@@ -18,7 +18,7 @@ from clowder_aimage.cli.console.remote_worker import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
-from clowder_aimage.layout.listing_cache import summary
+from clowder_aimage.layout.metadata import summary
 from clowder_aimage.oci import Descriptor
 
 

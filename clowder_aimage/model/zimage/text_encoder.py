@@ -41,11 +41,7 @@ class Attention(Network):
         queries = rotate_halves(queries.transpose(0, 2, 1, 3), rope)
         keys = rotate_halves(keys.transpose(0, 2, 1, 3), rope)
         mixed = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values.transpose(0, 2, 1, 3),
-            scale=self.scale,
-            mask=self._mask(length),
+            queries, keys, values.transpose(0, 2, 1, 3), scale=self.scale, mask=self._mask(length)
         )
         return self.o_proj(mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
