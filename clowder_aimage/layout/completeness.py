@@ -15,15 +15,7 @@ from clowder_aimage.dialect.selection import listed
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.oci import (
-    Descriptor,
-    Digest,
-    Index,
-    Manifest,
-    Reference,
-    mediatype,
-    parse_document,
-)
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
 
 MAX_AGE = 300.0  # seconds that an answer is remembered: no fingerprint shows a damaged blob
 
@@ -54,13 +46,12 @@ class Completeness:
 
 def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
     """Return what is missing below ``root``. Raises ContentError (a damaged one), StoreError."""
-
-    def read(content: Descriptor) -> Manifest | Index | None:
-        if not layout.exists(content):
-            return None  # what is below it is unknown
-        return parse_document(layout.read(content), content.media_type)
-
-    first, *below = walk(read, root)
+    first, *below = walk(  # below what is missing nothing is known
+        lambda one: (
+            parse_document(layout.read(one), one.media_type) if layout.exists(one) else None
+        ),
+        root,
+    )
     if first.document is None:
         return Completeness(root, root.size, (root,))
     return check_blobs(layout, root, (node.content for node in below))
