@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from click.testing import CliRunner
 
-from clowder_aimage.cli.verbs.node_status import DEFAULT_NODE, endpoint, lines, state_of, status
+from clowder_aimage.cli.verbs.node import DEFAULT_NODE, endpoint, lines, state_of, status
 from clowder_aimage.errors import (
     FormatError,
     NetworkError,
@@ -298,10 +298,10 @@ def test_times_are_relative(seconds, words):
 
 def test_the_verb_starts_fast():
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.verbs.node_status"],
+        [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.verbs.node"],
         capture_output=True,
         text=True,
     )
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert "clowder_aimage.cli.verbs.node_status" in modules
+    assert "clowder_aimage.cli.verbs.node" in modules
     assert not {module for module in modules if module.partition(".")[0] in {*HEAVY, "yaml"}}

@@ -96,7 +96,7 @@ class Watched:
         self.clock = Clock()
         view = kind(self.stream)
         view.interval = NEVER
-        self.progress = Progress("pulling", REFERENCE, quiet=False, view=view, clock=self.clock)
+        self.progress = Progress("pulling", REFERENCE, view=view, clock=self.clock)
 
     def tell(self, kind: str, content: Descriptor, count: int = 0) -> None:
         self.progress.on_event(CopyEvent(kind, content, count))
@@ -290,7 +290,7 @@ def test_steps():
     clock, stream = Clock(), Terminal()
     view = BarView(stream)
     view.interval = NEVER
-    with Progress("rendering", quiet=False, unit="steps", view=view, clock=clock) as progress:
+    with Progress("rendering", unit="steps", view=view, clock=clock) as progress:
         progress.begin(8)
         progress.advance(2)
         clock.now += 5
@@ -307,14 +307,14 @@ def test_an_interrupt_while_a_bar_begins_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
-        Progress("pulling", REFERENCE, quiet=False, view=LineView(terminal)) as progress,
+        Progress("pulling", REFERENCE, view=LineView(terminal)) as progress,
     ):
         progress.begin(3)
 
 
 def test_nothing_is_lost_between_threads():
     blobs = [blob(i, 100_000) for i in range(8)]
-    with Progress("pulling", quiet=True) as progress:
+    with Progress("pulling") as progress:
         progress.on_event(plan(*blobs))
         view = JsonView(Terminal())
 
@@ -339,7 +339,7 @@ def test_a_terminal_that_is_gone_stops_nothing():
     for kind in (JsonView, BarView):
         view = kind(stream)
         view.interval = 0.0
-        with Progress("pulling", REFERENCE, quiet=False, view=view) as progress:
+        with Progress("pulling", REFERENCE, view=view) as progress:
             progress.on_event(plan(blob(1, 5)))
             progress.on_event(CopyEvent("skip", blob(1, 5), 5))
     with pytest.raises(BrokenPipeError):

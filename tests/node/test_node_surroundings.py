@@ -11,7 +11,7 @@ import pytest
 
 from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.api.service import make_service
-from clowder_aimage.cli.console.listener import check_stores, spell
+from clowder_aimage.cli.verbs.serve import check_stores, spell
 from clowder_aimage.engine.settings import gather
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.http import background

@@ -278,6 +278,6 @@ def test_where_it_is_kept(platform, named, place, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))
     monkeypatch.delenv("AIMAGE_STORE", raising=False)
-    option.ladder().learn("h:1", ["clowder"], "ollama")
+    option.dialect_cache().learn("h:1", ["clowder"], "ollama")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
     assert not option.default_stores()[0].exists()

@@ -254,10 +254,10 @@ def test_the_command_line_s_ssl_cert_dir(tmp_path, monkeypatch):
     second.mkdir()
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.setenv("SSL_CERT_DIR", f"{tmp_path}/absent:{first}:{second}")
-    assert option.connection(False, False, None).ca_bundle == first
+    assert option.VerbSettings().connection().ca_bundle == first
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    assert option.connection(False, False, None).ca_bundle == tmp_path / "ca.pem"
+    assert option.VerbSettings().connection().ca_bundle == tmp_path / "ca.pem"
     monkeypatch.delenv("SSL_CERT_FILE")
     for none in ("", ":", f"{tmp_path}/absent"):
         monkeypatch.setenv("SSL_CERT_DIR", none)
-        assert option.connection(False, False, None).ca_bundle is None
+        assert option.VerbSettings().connection().ca_bundle is None

@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-from clowder_aimage.cli.console.listener import NODE_OPTIONS, spell
 from clowder_aimage.cli.verbs.config import MASK, masked
-from clowder_aimage.cli.verbs.serve import serve
+from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
 from clowder_aimage.engine.settings import (
     DEFAULT_ADDRESS,
     Settings,

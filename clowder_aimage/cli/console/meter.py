@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from clowder_aimage.cli.console.output import duration, plural, size
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
@@ -40,15 +41,22 @@ class BlobProgress:
     """A blob in transfer."""
 
     def __init__(self, content: Descriptor, now: float) -> None:
-        self.content = content
+        self.label = name_of(content) or content.digest.encoded[:12]
+        self.total = content.size
         self.begun = now
         self.done = self.moved = 0
         self.speed = Speed(now)
 
     @property
-    def label(self) -> str:
-        """The blob's name, else the beginning of its digest."""
-        return name_of(self.content) or self.content.digest.encoded[:12]
+    def shown(self) -> int:
+        """Bytes done; a retry may have to repeat some."""
+        return max(0, min(self.done, self.total))
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The position and the rate, formatted."""
+        position = f"{size(self.shown):>7} of {size(self.total):>7}"
+        return {"position": position, "rate": f"{size(self.speed.value)}/s", "eta": ""}
 
 
 class Meter:
@@ -73,8 +81,7 @@ class Meter:
     def advance(self, count: int, *, moved: bool = True) -> None:
         """Count what was done; negative where it must be done again."""
         self.done += count
-        if self.done > self._most:
-            self._most = self.done
+        self._most = max(self._most, self.done)
         if moved and count > 0:
             self._moved += count
 
@@ -118,12 +125,12 @@ class Meter:
 
     @property
     def shown(self) -> int:
-        """Bytes or steps done; it stands still, and does not sink, while a retry repeats some."""
+        """Bytes or steps done; it does not sink while a retry repeats some."""
         return min(self._most, self.total)
 
     @property
     def elapsed(self) -> float:
-        """Seconds from the beginning to the last look at the clock."""
+        """Seconds from the beginning to the last sample."""
         return self.now - self.begun
 
     @property
@@ -135,10 +142,21 @@ class Meter:
 
     @property
     def eta(self) -> float | None:
-        """Seconds to the end, where that can be known."""
+        """Seconds to the end, None where the rate is zero."""
         left = max(0, self.total - self.done)
         rate = self.rate
         return left / rate if rate >= (1e-6 if self.stepwise else 1) else None
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The position, the rate and the remaining time, formatted."""
+        eta = f"ETA {duration(self.eta)}"
+        if not self.stepwise:
+            position = f"{size(self.shown):>7} of {size(self.total):>7}"
+            return {"position": position, "rate": f"{size(self.rate)}/s", "eta": eta}
+        rate = f"{1 / self.rate:.3g} s/step" if 0 < self.rate < 1 else f"{self.rate:.3g} steps/s"
+        position = f"{self.shown:>{len(str(self.total))}} of {plural(self.total, 'step')}"
+        return {"position": position, "rate": rate, "eta": eta}
 
 
 def name_of(content: Descriptor) -> str | None:

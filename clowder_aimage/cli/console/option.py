@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.output import META, note
 from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.registry import ClientOptions, DialectCache
-    from clowder_aimage.registry.host_settings import HostSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_CONNECTION = ("plain_http", "insecure", "ca_file")
+
+
+def options(*decorators: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Return a decorator that adds options, which the help lists in this order."""
+
+    def add(function: _F) -> _F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return add
+
+
+def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
+    """Return an option's callback that parses its text; ValueError becomes a usage error."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -29,89 +55,87 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         ctx.meta[META + str(param.name)] = value
 
 
-def common_options(function: _F) -> _F:
-    """Add ``-q``, ``--json`` and ``--store``, which stand before the verb or after it."""
-    for option in (
-        click.option(
-            "--store",
-            type=click.Path(path_type=Path),
-            help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
-            callback=_remember,
-            expose_value=False,
-        ),
-        click.option(
-            "--json",
-            "as_json",
-            is_flag=True,
-            help="Print the result as JSON.",
-            callback=_remember,
-            expose_value=False,
-        ),
-        click.option(
-            "-q",
-            "--quiet",
-            is_flag=True,
-            help="No progress on stderr.",
-            callback=_remember,
-            expose_value=False,
-        ),
-    ):
-        function = option(function)
-    return function
+def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """Return an option whose value is in ``settings()``, and not an argument of the verb."""
+    return click.option(*names, callback=_remember, expose_value=False, **attributes)
 
 
-def connection_options(function: _F) -> _F:
-    """Add the options of the connection to a registry."""
-    for option in (
-        click.option(
-            "--ca-file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="Trust the certificates in this PEM file.",
-        ),
-        click.option("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
-        click.option(
-            "--plain-http",
-            is_flag=True,
-            help="Use HTTP without TLS. [default for loopback hosts]",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def _rate(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Parse bytes per second, written as in the configuration."""
-    from clowder_aimage.registry.host_settings import parse_rate
-
-    try:
-        return None if value is None else parse_rate(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-limit_option = click.option(
-    "--limit-rate",
-    "limit",
-    callback=_rate,
-    metavar="RATE",
-    help="Bytes per second in all, such as 500k or 20M. [default: the configuration's]",
+common_options = options(
+    _shared("-q", "--quiet", is_flag=True, help="No progress on stderr."),
+    _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    _shared(
+        "--store",
+        type=click.Path(path_type=Path),
+        help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
+    ),
 )
 
-jobs_option = click.option(
+connection_options = options(
+    _shared(
+        "--plain-http", is_flag=True, help="Use HTTP without TLS. [default for loopback hosts]"
+    ),
+    _shared("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
+    _shared(
+        "--ca-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Trust the certificates in this PEM file.",
+    ),
+)
+
+jobs_option = _shared(
     "--jobs",
     type=click.IntRange(1, 64),
-    default=None,
     help="Layers transferred at once. [default: 8, or the configuration's]",
 )
+
+transfer_options = options(jobs_option, connection_options)
+
+
+def given_options(*but: str) -> list[str]:
+    """Return the options of the verb that are on the command line, except those of these names."""
+    context = click.get_current_context()
+    return [
+        max(option.opts, key=len)
+        for option in context.command.params
+        if isinstance(option, click.Option)
+        and option.name not in but
+        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+
+
+def tag_reference(text: str) -> Reference:
+    """Parse a name that an AImage is to get. Raises UsageError: it has a digest."""
+    reference = Reference.parse(text)
+    if reference.digest is not None:
+        raise UsageError(f"{text} names a digest: a tag is needed", hint="leave the @... out")
+    return reference
+
+
+@contextlib.contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Import what an extra installs. Raises UsageError: it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        raise UsageError(
+            f"{what} needs {error.name}, which is not installed",
+            hint=f"pip install 'clowder-aimage[{extra}]'",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class VerbSettings:
-    """The common options of this command line."""
+    """The shared options of a command line."""
 
-    stores: tuple[Path, ...]
-    as_json: bool
-    quiet: bool
+    stores: tuple[Path, ...] = ()
+    as_json: bool = False
+    quiet: bool = False
+    jobs: int | None = None
+    plain_http: bool = False
+    insecure: bool = False
+    ca_file: Path | None = None
 
     @property
     def layout(self) -> ImageLayout:
@@ -120,15 +144,45 @@ class VerbSettings:
         first, *others = self.stores
         return LayeredStore(self.stores) if others else ImageLayout(first)
 
+    @property
+    def has_connection(self) -> bool:
+        """Return whether an option of the connection is given."""
+        return any(getattr(self, name) for name in _CONNECTION)
+
+    def connection(self) -> ClientOptions:
+        """Return the connection that the options and the environment describe.
+
+        Raises:
+            UsageError: the options contradict each other, or AIMAGE_CONFIG names no file.
+        """
+        from clowder_aimage.registry import ClientOptions
+        from clowder_aimage.registry.host_settings import read_settings
+
+        if self.plain_http and (self.insecure or self.ca_file):
+            raise UsageError(
+                "--plain-http does not go with --insecure or --ca-file: there is no certificate"
+            )
+        if self.insecure:
+            note("the registry's certificate is not verified: others may intercept the connection")
+        realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
+        return ClientOptions(
+            plain_http=self.plain_http,
+            insecure=self.insecure,
+            ca_file=self.ca_file,
+            **_places(),
+            trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
+            registries=read_settings(config_file()),
+            told_jobs=self.jobs or 0,
+            user_agent=f"aimage/{__version__}",
+        )
+
 
 def settings() -> VerbSettings:
-    """Return the common options, given before the verb or after it."""
+    """Return the shared options, given before the verb or after it."""
     meta = click.get_current_context().meta
-    return VerbSettings(
-        stores=(meta[META + "store"],) if META + "store" in meta else default_stores(),
-        as_json=bool(meta.get(META + "as_json")),
-        quiet=bool(meta.get(META + "quiet")),
-    )
+    given = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
+    store = given.pop("store", None)
+    return VerbSettings((store,) if store else default_stores(), **given)
 
 
 def default_stores() -> tuple[Path, ...]:
@@ -136,78 +190,39 @@ def default_stores() -> tuple[Path, ...]:
 
     The first is written, all are read (XDG Base Directory; macOS Library).
     """
-    named = [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]
-    if named:
+    if named := [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]:
         return tuple(Path(name) for name in named)
-    home = Path.home()
-    if sys.platform == "darwin":
-        return (home / "Library" / "Application Support" / "aimage",)
-    base = os.environ.get("XDG_DATA_HOME", "")
-    return ((Path(base) if Path(base).is_absolute() else home / ".local" / "share") / "aimage",)
+    return (_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
 
 
-def connection(
-    plain_http: bool, insecure: bool, ca_file: Path | None, jobs: int | None = None
-) -> ClientOptions:
-    """Return the connection that the options and the environment describe."""
-    from clowder_aimage.registry import ClientOptions
-
-    if plain_http and (insecure or ca_file):
-        raise UsageError(
-            "--plain-http does not go with --insecure or --ca-file: there is no certificate"
-        )
-    if insecure:
-        note("the registry's certificate is not verified: the connection is open to interception")
-    return ClientOptions(
-        plain_http=plain_http,
-        insecure=insecure,
-        ca_file=ca_file,
-        **_places(),
-        trusted_realms=_trusted_realms(),
-        registries=_registries(),
-        told_jobs=jobs or 0,
-        user_agent=f"aimage/{__version__}",
-    )
-
-
-def _places() -> dict[str, Any]:
-    """Return the paths of credentials and certificates: docker's, containers' and OpenSSL's."""
-    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
-    user = home / ".config" / "containers"
-    return {
-        "auth_file": _named("REGISTRY_AUTH_FILE"),
-        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
-        "container_auth": (
-            *((runtime / "containers" / "auth.json",) if runtime else ()),
-            user / "auth.json",
-        ),
-        "ca_bundle": _named("SSL_CERT_FILE") or _cert_dir(),
-        "cert_dirs": (
-            user / "certs.d",
-            Path("/etc/containers/certs.d"),
-            Path("/etc/docker/certs.d"),
-        ),
-    }
-
-
-def ladder() -> DialectCache:
+def dialect_cache() -> DialectCache:
     """Return the cache of refused dialects, in the platform's directory for state."""
     from clowder_aimage.registry import DialectCache
 
-    home = Path.home()
+    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # the store is beside it
+    return DialectCache(
+        _platform_directory("XDG_STATE_HOME", ".local/state", name) / "registries.json"
+    )
+
+
+def config_file() -> Path:
+    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
+    named = _named("AIMAGE_CONFIG")
+    if named is not None and not named.is_file():
+        raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
+    return named or _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+
+
+def _platform_directory(variable: str, usual: str, name: str) -> Path:
     if sys.platform == "darwin":
-        state = home / "Library" / "Application Support" / "aimage-state"  # the store is beside it
-    else:
-        named = _named("XDG_STATE_HOME")
-        base = named if named and named.is_absolute() else home / ".local" / "state"
-        state = base / "aimage"
-    return DialectCache(state / "registries.json")
+        return Path.home() / "Library" / "Application Support" / name
+    return _xdg_directory(variable, usual) / name
 
 
-def _cert_dir() -> Path | None:
-    """Return the first directory of the list in SSL_CERT_DIR that exists."""
-    named = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
-    return next((Path(name) for name in named if name and Path(name).is_dir()), None)
+def _xdg_directory(variable: str, usual: str) -> Path:
+    """Return the directory in a variable; one that is not absolute does not count."""
+    named = _named(variable)
+    return named if named and named.is_absolute() else Path.home() / usual
 
 
 def _named(variable: str) -> Path | None:
@@ -216,23 +231,23 @@ def _named(variable: str) -> Path | None:
     return Path(value) if value else None
 
 
-def _trusted_realms() -> frozenset[str]:
-    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
-    return frozenset(realm.strip() for realm in realms if realm.strip())
-
-
-def _registries() -> Mapping[str, HostSettings]:
-    """Read the registries of the configuration file."""
-    from clowder_aimage.registry.host_settings import read_settings
-
-    return read_settings(config_file())
-
-
-def config_file() -> Path:
-    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
-    named = _named("AIMAGE_CONFIG")
-    if named is not None and not named.is_file():
-        raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
-    base = _named("XDG_CONFIG_HOME")
-    home = base if base and base.is_absolute() else Path.home() / ".config"
-    return named or home / "aimage" / "config.json"
+def _places() -> dict[str, Any]:
+    """Return the paths of credentials and certificates: docker's, containers' and OpenSSL's."""
+    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
+    user = home / ".config" / "containers"
+    certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
+    return {
+        "auth_file": _named("REGISTRY_AUTH_FILE"),
+        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
+        "container_auth": (
+            *((runtime / "containers" / "auth.json",) if runtime else ()),
+            user / "auth.json",
+        ),
+        "ca_bundle": _named("SSL_CERT_FILE")
+        or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
+        "cert_dirs": (
+            user / "certs.d",
+            Path("/etc/containers/certs.d"),
+            Path("/etc/docker/certs.d"),
+        ),
+    }

@@ -15,15 +15,15 @@ META = "clowder_aimage.cli."  # where a command line keeps the common options
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def result(value: dict[str, Any] | list[Any], text: str, *, as_json: bool) -> None:
-    """Print a result: ``text`` for people and shells, ``value`` for programs."""
-    if not as_json:
+def result(value: dict[str, Any] | list[Any], text: str) -> None:
+    """Print a result: ``text`` for people and shells, ``value`` for programs with ``--json``."""
+    if not wants_json():
         click.echo(printable(text))
         return
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, out of somebody's JSON
+    except UnicodeEncodeError:  # half a surrogate pair, from a JSON document
         line = json.dumps(value)
     click.echo(line)
 
@@ -44,10 +44,25 @@ def note(text: str) -> None:
     click.echo(event("note", message=text) if wants_json() else text, err=True)
 
 
+def remark(text: str) -> None:
+    """Print a message to stderr, unless ``-q`` is given."""
+    if not is_quiet():
+        note(text)
+
+
 def wants_json() -> bool:
-    """Return whether ``--json`` is given. Only the main thread has the answer."""
+    """Return whether ``--json`` is given. Call this in the main thread."""
+    return _is_given("as_json")
+
+
+def is_quiet() -> bool:
+    """Return whether ``-q`` is given. Call this in the main thread."""
+    return _is_given("quiet")
+
+
+def _is_given(option: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(f"{META}as_json"))
+    return context is not None and bool(context.meta.get(META + option))
 
 
 def event(kind: str, **fields: Any) -> str:
@@ -62,22 +77,6 @@ def size(count: float) -> str:
         count /= 1000
         unit += 1
     return f"{count:.3g} {_UNITS[unit]}" if unit else f"{count:.0f} B"
-
-
-def speed(rate: float, *, stepwise: bool = False) -> str:
-    """Format bytes or steps per second."""
-    if not stepwise:
-        return f"{size(rate)}/s"
-    if 0 < rate < 1:
-        return f"{1 / rate:.3g} s/step"
-    return f"{rate:.3g} steps/s"
-
-
-def position(done: int, total: int, *, stepwise: bool = False) -> str:
-    """Format a count and its total in a fixed width."""
-    if not stepwise:
-        return f"{size(done):>7} of {size(total):>7}"
-    return f"{done:>{len(str(total))}} of {plural(total, 'step')}"
 
 
 def duration(seconds: float | None) -> str:

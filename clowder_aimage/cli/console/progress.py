@@ -9,19 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from clowder_aimage.cli.console import output
-from clowder_aimage.cli.console.meter import Meter, name_of
-from clowder_aimage.cli.console.output import (
-    duration,
-    plural,
-    position,
-    printable,
-    size,
-    speed,
-    wants_json,
-)
+from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
+from clowder_aimage.cli.console.output import is_quiet, plural, printable, size, wants_json
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Digest, Reference
 
@@ -36,29 +28,64 @@ _MIN_TITLE, _MAX_TITLE = 12, 40  # cells; the rest of the line is the bar's
 _FIGURES = 40  # cells of position, rate and time
 
 
-class ProgressView(Protocol):
-    """A way to show progress, every ``interval`` seconds."""
+class LineView:
+    """A line now and then, for logs."""
 
-    interval: float
+    interval = 5.0  # seconds
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._line = ""
 
     def update(self, meter: Meter) -> None:
         """Take the counts to show. The meter does not change meanwhile."""
-        ...
+        if meter.total:
+            figures = ", ".join(" ".join(text.split()) for text in meter.figures.values())
+            subject = f"{meter.task} {meter.subject}".strip()
+            self._line = f"{subject}: {100 * meter.shown // meter.total}%, {figures}"
 
     def draw(self) -> None:
         """Show them. Transfers do not wait for this."""
-        ...
+        if self._line:
+            self._write(self._line)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Show an event. Calls may come from any thread."""
-        ...
+        if kind in _MESSAGES:
+            self._write(printable(fields["message"]))
 
     def close(self) -> None:
         """Remove what is drawn."""
-        ...
+
+    def _write(self, line: str) -> None:
+        with self._lock:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
 
-class BarView:
+class JsonView(LineView):
+    """Lines of JSON, for programs."""
+
+    interval = 0.5
+
+    def update(self, meter: Meter) -> None:
+        eta = meter.eta
+        self._line = output.event(
+            "progress",
+            done=meter.shown,
+            total=meter.total,
+            rate=round(meter.rate, 3) if meter.stepwise else round(meter.rate),
+            eta=None if eta is None else round(eta, 1),
+        )
+
+    def send(self, kind: str, **fields: Any) -> None:
+        known = {key: value for key, value in fields.items() if value is not None}
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe does not stop a transfer
+            self._write(output.event(kind, **known))
+
+
+class BarView(LineView):
     """Bars at the bottom of a terminal: the total first, then the slower blobs."""
 
     interval = 0.1
@@ -101,38 +128,20 @@ class BarView:
         room = self._bars.console.width - _FIGURES
         self._title.max_width = max(_MIN_TITLE, min(_MAX_TITLE, room * 6 // 10))
         count = f" {meter.finished}/{meter.blobs} blobs" if meter.blobs else ""
-        self._total = self._show(
-            self._total,
-            f"{meter.task}{count}",
-            meter.shown,
-            meter.total,
-            position=position(meter.shown, meter.total, stepwise=meter.stepwise),
-            rate=speed(meter.rate, stepwise=meter.stepwise),
-            eta=f"ETA {duration(meter.eta)}",
-        )
+        self._total = self._show(self._total, f"{meter.task}{count}", meter)
         for digest in self._blobs.keys() - meter.active.keys():
             self._bars.remove_task(self._blobs.pop(digest))
         for digest, blob in meter.active.items():
             is_slow = meter.now - blob.begun >= _MIN_AGE
             if digest in self._blobs or (is_slow and len(self._blobs) < _MAX_BLOBS):
-                whole = blob.content.size
-                done = max(0, min(blob.done, whole))
-                self._blobs[digest] = self._show(
-                    self._blobs.get(digest),
-                    f"  {printable(blob.label)}".replace("\n", " "),
-                    done,
-                    whole,
-                    position=position(done, whole),
-                    rate=speed(blob.speed.value),
-                    eta="",
-                )
+                title = f"  {printable(blob.label)}".replace("\n", " ")
+                self._blobs[digest] = self._show(self._blobs.get(digest), title, blob)
 
-    def _show(
-        self, task: TaskID | None, title: str, done: int, total: int, **fields: Any
-    ) -> TaskID:
+    def _show(self, task: TaskID | None, title: str, count: Meter | BlobProgress) -> TaskID:
         if task is None:
-            return self._bars.add_task(title, total=total, completed=done, **fields)
-        self._bars.update(task, description=title, total=total, completed=done, **fields)
+            task = self._bars.add_task(title)
+        fields: dict[str, Any] = {"completed": count.shown, "total": count.total, **count.figures}
+        self._bars.update(task, description=title, **fields)
         return task
 
     def draw(self) -> None:
@@ -148,80 +157,9 @@ class BarView:
         self._bars.stop()
 
 
-class LineView:
-    """A line now and then, for logs."""
-
-    interval = 5.0
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._line = ""
-
-    def update(self, meter: Meter) -> None:
-        if meter.total:
-            done = " ".join(position(meter.shown, meter.total, stepwise=meter.stepwise).split())
-            self._line = (
-                f"{meter.task} {meter.subject}".strip()
-                + f": {100 * meter.shown // meter.total}%, {done}, "
-                f"{speed(meter.rate, stepwise=meter.stepwise)}, ETA {duration(meter.eta)}"
-            )
-
-    def draw(self) -> None:
-        if self._line:
-            self._write(self._line)
-
-    def send(self, kind: str, **fields: Any) -> None:
-        if kind in _MESSAGES:
-            self._write(printable(fields["message"]))
-
-    def _write(self, line: str) -> None:
-        self._stream.write(f"{line}\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        pass
-
-
-class JsonView:
-    """Lines of JSON, for programs."""
-
-    interval = 0.5
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-        self._line = ""
-
-    def update(self, meter: Meter) -> None:
-        eta = meter.eta
-        self._line = output.event(
-            "progress",
-            done=meter.shown,
-            total=meter.total,
-            rate=round(meter.rate, 3) if meter.stepwise else round(meter.rate),
-            eta=None if eta is None else round(eta, 1),
-        )
-
-    def draw(self) -> None:
-        self._write(self._line)
-
-    def send(self, kind: str, **fields: Any) -> None:
-        known = {key: value for key, value in fields.items() if value is not None}
-        with contextlib.suppress(OSError, ValueError):  # a reader that is gone stops nothing
-            self._write(output.event(kind, **known))
-
-    def _write(self, line: str) -> None:
-        with self._lock:
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        pass
-
-
-def view_of(stream: TextIO, *, quiet: bool) -> ProgressView | None:
-    """Return how to show progress on ``stream``; None for not at all."""
-    if quiet:
+def view_of(stream: TextIO) -> LineView | None:
+    """Return how to show progress on ``stream``; None with ``-q``."""
+    if is_quiet():
         return None
     if wants_json():
         return JsonView(stream)
@@ -233,8 +171,8 @@ def view_of(stream: TextIO, *, quiet: bool) -> ProgressView | None:
 class Progress:
     """Bytes (or steps) done of a total. Calls may come from any thread.
 
-    They only count. A thread of its own shows the counts at intervals, so that a slow terminal does
-    not delay a transfer, and the rate of a transfer that hangs sinks to nothing.
+    They only count. A thread shows the counts at intervals, so that a slow terminal does not delay
+    a transfer, and the rate of a stalled transfer sinks to zero.
     """
 
     def __init__(
@@ -242,15 +180,14 @@ class Progress:
         task: str,
         reference: Reference | None = None,
         *,
-        quiet: bool,
         unit: str = "bytes",
-        view: ProgressView | None = None,
+        view: LineView | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._task = task
         self._reference = None if reference is None else str(reference)
         self._meter = Meter(task, self._reference or "", stepwise=unit != "bytes")
-        self._view = view or view_of(sys.stderr, quiet=quiet)
+        self._view = view or view_of(sys.stderr)
         self._clock = clock
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -338,14 +275,21 @@ class Progress:
         else:
             self._view.send("note", message=text)
 
+    def remark(self, text: str) -> None:
+        """Print a line above the bars, unless ``-q`` is given."""
+        if self._view is not None:
+            self._view.send("note", message=text)
+
     def say(self, verb: str) -> None:
         """Print how a copy ended; nothing with ``-q``."""
         meter = self._meter
         if self._view is None:
             return
+        there = f", {meter.skipped} already there" if meter.skipped else ""
+        moved = plural(meter.blobs - meter.skipped, "blob")
         self._view.send(
             "summary",
-            message=self.summary(verb),
+            message=f"{verb} {moved}{there}, {size(meter.total)} in all",
             task=self._task,
             reference=self._reference,
             blobs=meter.blobs - meter.skipped,
@@ -353,9 +297,3 @@ class Progress:
             size=meter.total,
             seconds=round(meter.elapsed, 3),
         )
-
-    def summary(self, verb: str) -> str:
-        """Return a line on how a copy ended."""
-        moved = self._meter.blobs - self._meter.skipped
-        there = f", {self._meter.skipped} already there" if self._meter.skipped else ""
-        return f"{verb} {plural(moved, 'blob')}{there}, {size(self._meter.total)} in all"

@@ -1,4 +1,4 @@
-"""Verbs by a worker: its address, options it does not take, its pictures and lists."""
+"""Requests of verbs to a worker: its address, its pictures, its lists."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
+from clowder_aimage.cli.console.option import given_options
 from clowder_aimage.cli.console.output import META
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-# The wishes of a request, as OpenAI's route calls them
-_FIELDS = {"negative": "negative_prompt"}
+_FIELDS = {"negative": "negative_prompt"}  # as OpenAI's route calls them
 
 remote_option = click.option(
-    "--remote",
-    is_flag=True,
-    help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
+    "--remote", is_flag=True, help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]"
 )
 
 
@@ -54,16 +51,8 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
     Raises:
         UsageError: one is on the command line; ``hint`` is the error's.
     """
-    context = click.get_current_context()
-    known = {"remote", "as_json", "quiet", *but}
-    given = [
-        max(parameter.opts, key=len)
-        for parameter in context.command.params
-        if isinstance(parameter, click.Option)
-        and parameter.name not in known
-        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-    ]
-    if not given and context.meta.get(f"{META}store"):
+    given = given_options("remote", "as_json", "quiet", *but)
+    if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     if given:
         raise UsageError(f"{given[0]} does not apply to a worker", hint=hint)
@@ -104,43 +93,36 @@ def pictures(
     wishes: Mapping[str, Any],
     count: int,
     *,
-    quiet: bool,
     on_accepted: Callable[[], None],
 ) -> Generator[RemotePicture, None, None]:
     """Request ``count`` pictures, with rising seeds, and show a bar of the steps.
 
-    Each is a request of its own: it can be kept as soon as it is finished, and others get their
-    turn in between. Closing the iterator cancels what is under way. ``on_accepted`` is called when
-    the worker has taken the first of them.
+    Each is a request of its own: a finished picture can be kept, and other clients are served in
+    between. Closing the iterator cancels the running request. ``on_accepted`` is called when the
+    worker has accepted the first.
 
     Raises:
         AImageError: as ``WorkerClient``. NotFoundError: the worker has another model only.
-        FormatError: what came is no PNG.
+        FormatError: the answer is not a PNG file.
     """
-    with contextlib.closing(_Watch(reference, count, quiet, on_accepted)) as watch:
+    with contextlib.ExitStack() as bars:
+        watch = _Watch(reference, count, bars)
         for index in range(count):
             seed = wishes["seed"] + index
             body = _request(reference, prompt, {**wishes, "seed": seed})
-            data = _finished(client, reference, body, watch, index)
+            with contextlib.closing(client.events("/v1/images/generations", body)) as events:
+                data = _finished(
+                    client, reference, events, watch, index, on_accepted if index == 0 else None
+                )
             yield RemotePicture(data, seed, index, facts_of(data))
 
 
 class _Watch:
     """Shows a pull until there are steps to show."""
 
-    def __init__(
-        self, reference: Reference, count: int, quiet: bool, on_accepted: Callable[[], None]
-    ) -> None:
-        self._reference, self._count, self._quiet = reference, count, quiet
-        self._on_accepted: Callable[[], None] | None = on_accepted
-        self._shown = contextlib.ExitStack()
+    def __init__(self, reference: Reference, count: int, bars: contextlib.ExitStack) -> None:
+        self._reference, self._count, self._bars = reference, count, bars
         self._task = ""
-
-    def accepted(self) -> None:
-        """Report, once, that a request was accepted."""
-        if self._on_accepted is not None:
-            self._on_accepted()
-        self._on_accepted = None
 
     def pulled(self, value: Mapping[str, Any]) -> None:
         """Show the bytes of a pull."""
@@ -154,14 +136,11 @@ class _Watch:
 
     def _bar(self, task: str, unit: str) -> StepBar:
         if task != self._task:
-            self._shown.close()
+            self._bars.close()
             subject = self._reference if task == "pulling" else None
-            progress = Progress(task, subject, quiet=self._quiet, unit=unit)
-            self._task, self._now = task, StepBar(self._shown.enter_context(progress))
+            progress = Progress(task, subject, unit=unit)
+            self._task, self._now = task, StepBar(self._bars.enter_context(progress))
         return self._now
-
-    def close(self) -> None:
-        self._shown.close()
 
 
 def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,26 +149,31 @@ def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> di
     if "width" in said and "height" in said:
         said["size"] = f"{said.pop('width')}x{said.pop('height')}"
     fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
-    # strict: a wish that the worker does not know is refused, not passed over
+    # strict: the worker refuses a field that it does not know
     stream = {"stream": True, "stream_format": "ollama", "strict": True}
     return {"model": str(reference), "prompt": prompt, **said, **fixed, **stream}
 
 
 def _finished(
-    client: WorkerClient, reference: Reference, body: Mapping[str, Any], watch: _Watch, index: int
+    client: WorkerClient,
+    reference: Reference,
+    events: Iterable[tuple[str, Mapping[str, Any]]],
+    watch: _Watch,
+    index: int,
+    on_accepted: Callable[[], None] | None,
 ) -> bytes:
-    """Send one request and return its picture."""
-    with contextlib.closing(client.events("/v1/images/generations", body)) as events:
-        for kind, value in events:
-            if kind == "open":
-                _check_model(client, reference, value)
-                watch.accepted()
-            elif kind == "pull":
-                watch.pulled(value)
-            elif kind == "progress":
-                watch.stepped(value, index)
-            elif kind == "done":
-                return _decoded(value)
+    """Return the picture of one request, and show its events."""
+    for kind, value in events:
+        if kind == "open":
+            _check_model(client, reference, value)
+            if on_accepted is not None:
+                on_accepted()
+        elif kind == "pull":
+            watch.pulled(value)
+        elif kind == "progress":
+            watch.stepped(value, index)
+        elif kind == "done":
+            return _decoded(value)
     raise NetworkError(f"the worker at {client.endpoint} hung up before the picture was finished")
 
 
@@ -209,7 +193,7 @@ def _decoded(value: Mapping[str, Any]) -> bytes:
     except (LookupError, TypeError, binascii.Error):
         data = b""
     if not data.startswith(_PNG):
-        raise FormatError("what the worker sent is no PNG picture")
+        raise FormatError("the worker did not send a PNG picture")
     return data
 
 
@@ -235,13 +219,19 @@ def facts_of(png: bytes) -> dict[str, Any]:
 
 
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
-    """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError."""
+    """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError.
+
+    Digests get their algorithm, which ollama leaves out.
+    """
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(map(_is_model, found)):
         raise FormatError(
-            f"what answers at {client.endpoint} lists no models", hint="is AIMAGE_HOST a worker's?"
+            f"the server at {client.endpoint} lists no models", hint="is AIMAGE_HOST a worker's?"
         )
+    for model in found:
+        if ":" not in model["digest"]:
+            model["digest"] = f"sha256:{model['digest']}"
     return found
 
 
@@ -254,14 +244,8 @@ def _is_model(item: Any) -> bool:
     )
 
 
-def digest_of(model: Mapping[str, Any]) -> str:
-    """Return the digest of a listed model; ollama writes it without its algorithm."""
-    text: str = model["digest"]
-    return text if ":" in text else f"sha256:{text}"
-
-
-def family_of(model: Mapping[str, Any]) -> str | None:
-    """Return the model family, None where the worker does not send it."""
+def detail_of(model: Mapping[str, Any], key: str) -> str | None:
+    """Return a detail of a model, such as its family; None where the worker does not send it."""
     details = model.get("details")
-    family = details.get("family") if isinstance(details, dict) else None
-    return family if isinstance(family, str) and family else None
+    detail = details.get(key) if isinstance(details, dict) else None
+    return detail if isinstance(detail, str) and detail else None

@@ -1,4 +1,4 @@
-"""``aimage config``: what holds on this machine, and where it was said."""
+"""``aimage config``: the settings of this machine, and where each comes from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, config_file, settings
-from clowder_aimage.cli.console.output import note, result, table
+from clowder_aimage.cli.console.option import common_options, config_file, needs, settings
+from clowder_aimage.cli.console.output import META, note, result, table
+from clowder_aimage.errors import UsageError
 
 MASK = "***"
 # What else is heard from the environment, as the README lists it
@@ -29,7 +30,7 @@ _SECRET = ("TOKEN", "PASSWORD", "SECRET")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting, what it is, and where that was said."""
+    """A setting, its value, and where that comes from."""
 
     name: str
     value: Any
@@ -54,12 +55,11 @@ def show() -> None:
     rows = [["SETTING", "VALUE", "FROM"]]
     rows += [[each.name, _text(each.value), each.origin] for each in found]
     value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
-    result(value, table(rows), as_json=chosen.as_json)
+    result(value, table(rows))
 
 
 def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
-    context = click.get_current_context()
-    said = any(key.endswith(".store") for key in context.meta)
+    said = f"{META}store" in click.get_current_context().meta
     named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
     yield Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
 
@@ -67,12 +67,11 @@ def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
 def _servers(file: Path) -> Iterator[Value]:
     """Yield the settings of 'aimage serve' and 'aimage node', where their extra is installed."""
     try:
-        from clowder_aimage.engine.settings import Settings, camel, gather
-        from clowder_aimage.node.node_settings import NodeSettings
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        note("the worker's settings are not shown: pip install 'clowder-aimage[worker]'")
+        with needs("a worker", "worker"):
+            from clowder_aimage.engine.settings import Settings, camel, gather
+            from clowder_aimage.node.node_settings import NodeSettings
+    except UsageError as error:
+        note(f"the worker's settings are not shown: {error.hint}")
         return
     for kind in (Settings, NodeSettings):
         said, origins = gather(kind, {}, file)

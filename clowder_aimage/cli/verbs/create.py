@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from clowder_aimage.cli.console.option import common_options, jobs_option, settings
-from clowder_aimage.cli.console.output import note, number, plain, plural, result, size
+from clowder_aimage.cli.console.option import (
+    common_options,
+    given_options,
+    jobs_option,
+    options,
+    settings,
+    tag_reference,
+)
+from clowder_aimage.cli.console.output import number, plain, plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
@@ -22,76 +28,29 @@ if TYPE_CHECKING:
     from clowder_aimage.importer.weight_summary import WeightReport
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def recipe_options(function: _F) -> _F:
-    """Add the options for dtypes and quantization."""
-    for option in (
-        click.option(
-            "--group-size",
-            type=int,
-            metavar="N",
-            help="Values that share a scale, for int4 and int8: 32, 64 or 128. [default: 64]",
-        ),
-        click.option(
-            "--quantize",
-            metavar="TYPE",
-            help="int8, int4, nvfp4, mxfp8, fp8 (is int8) or fp4 (is int4): the transformer. "
-            "transformer=int4,text_encoder=int8 says it for each.",
-        ),
-        click.option(
-            "--dtype",
-            metavar="TYPE",
-            help="Store floats as f32, f16 or bf16; auto: F32 that is exactly BF16 as BF16. "
-            "[default: as they are]",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def form_options(function: _F) -> _F:
-    """Add the options for content and layers."""
-    for option in (
-        click.option(
-            "--layer",
-            "layers",
-            multiple=True,
-            metavar="TYPE=FILE",
-            help="Add a file as a layer of any media type, say of an execution provider.",
-        ),
-        click.option(
-            "--base",
-            metavar="REF",
-            help="Of an adapter: the AImage in the store that it belongs to.",
-        ),
-        click.option(
-            "--adapter",
-            "adapters",
-            multiple=True,
-            metavar="[NAME=]PATH",
-            help="Add a LoRA adapter that travels with the model. May be given several times.",
-        ),
-        click.option(
-            "--compress",
-            type=click.Choice(mediatype.COMPRESSIONS),
-            help="Compress whole files. Weights hardly get smaller.",
-        ),
-        click.option(
-            "--whole-files",
-            is_flag=True,
-            help="Of a Transformers directory: keep the files, instead of a blob for each tensor.",
-        ),
-        click.option(
-            "--format",
-            "format_",
-            type=click.Choice(_FORMATS),
-            help="What it is. [default: as it looks]",
-        ),
-    ):
-        function = option(function)
-    return function
+recipe_options = options(
+    click.option(
+        "--dtype",
+        metavar="TYPE",
+        help="Store floats as f32, f16 or bf16; auto: F32 that is exactly BF16 as BF16. "
+        "[default: as they are]",
+    ),
+    click.option(
+        "--quantize",
+        metavar="TYPE",
+        help="int8, int4, nvfp4, mxfp8, fp8 (is int8) or fp4 (is int4) for the transformer; "
+        "transformer=int4,text_encoder=int8 for each component.",
+    ),
+    click.option(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="Values that share a scale, for int4 and int8: 32, 64 or 128. [default: 64]",
+    ),
+    jobs_option,
+)
 
 
 @click.command()
@@ -104,7 +63,36 @@ def form_options(function: _F) -> _F:
     type=click.Path(path_type=Path),
     help="Take the model PATH (say llama3.2:1b) from ollama's store in DIR, with hard links.",
 )
-@form_options
+@click.option(
+    "--format", "format_", type=click.Choice(_FORMATS), help="Format. [default: detected]"
+)
+@click.option(
+    "--whole-files",
+    is_flag=True,
+    help="Of a Transformers directory: keep the files, instead of a blob for each tensor.",
+)
+@click.option(
+    "--compress",
+    type=click.Choice(mediatype.COMPRESSIONS),
+    help="Compress whole files. Weights hardly get smaller.",
+)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[NAME=]PATH",
+    help="Pack a LoRA adapter with the model. May be repeated.",
+)
+@click.option(
+    "--base", metavar="REF", help="Of an adapter: the AImage in the store that it belongs to."
+)
+@click.option(
+    "--layer",
+    "layers",
+    multiple=True,
+    metavar="TYPE=FILE",
+    help="Add a file as a layer of any media type. May be repeated.",
+)
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
@@ -135,7 +123,6 @@ def form_options(function: _F) -> _F:
     help="What the layers and the config are known by.",
 )
 @recipe_options
-@jobs_option
 @common_options
 def create(
     name: str,
@@ -156,7 +143,6 @@ def create(
     dtype: str | None,
     quantize: str | None,
     group_size: int | None,
-    jobs: int | None,
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
@@ -171,13 +157,14 @@ def create(
 
     chosen = settings()
     recipe = Recipe.parse(dtype, quantize, group_size)
-    reference = Reference.parse(name)
-    if reference.digest is not None:
-        raise UsageError(f"{name} names a digest, which only content can decide")
+    reference = tag_reference(name)
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
     if ollama is not None:
-        _check_alone("--from-ollama", ("name", "path", "ollama"))
+        if given := given_options("ollama", "store", "as_json", "quiet"):
+            raise UsageError(f"{given[0]} does not go with --from-ollama: the model is not changed")
+        if path == ".":
+            raise UsageError("--from-ollama needs the name of a model there, such as llama3.2:1b")
         _from_ollama(reference, ollama, path)
         return
     form = ModelForm(
@@ -187,7 +174,7 @@ def create(
         tuple(parse_adapter(text) for text in adapters),
         tuple(ExtraFile.parse(text) for text in layers),
     )
-    with Progress("packing", reference, quiet=chosen.quiet) as progress:
+    with Progress("packing", reference) as progress:
         made = create_aimage(
             chosen.layout,
             reference,
@@ -198,28 +185,10 @@ def create(
             algorithm=algorithm,
             provenance=Provenance(license_, source, _created(created)),
             recipe=recipe,
-            jobs=jobs,
-            on_survey=progress.begin,
-            on_surveyed=progress.advance,
-            on_plan=lambda plan: progress.begin(plan.size),
-            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+            jobs=chosen.jobs,
+            **callbacks(progress),
         )
-    value = summary(reference, made)
-    if not chosen.quiet:
-        note(text(value, made, recipe))
-    result(value, str(made.descriptor.digest), as_json=chosen.as_json)
-
-
-def _check_alone(option: str, others: tuple[str, ...]) -> None:
-    """Refuse options of this verb that would do nothing beside ``option``."""
-    context = click.get_current_context()
-    own = {one.name: one.opts[0] for one in create.params if one.name in context.params}
-    given = ParameterSource.COMMANDLINE
-    for name, spelt in own.items():
-        if name and name not in others and context.get_parameter_source(name) == given:
-            raise UsageError(f"{spelt} means nothing with {option}: the model stays as it is")
-    if context.get_parameter_source("path") != given:
-        raise UsageError(f"{option} needs the name of a model there, such as llama3.2:1b")
+    say(reference, made, recipe)
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
@@ -227,7 +196,7 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
     from clowder_aimage.importer.ollama_store import adopt
 
     chosen = settings()
-    with Progress("taking over", reference, quiet=chosen.quiet) as progress:
+    with Progress("taking over", reference) as progress:
         adopted = adopt(
             chosen.layout,
             reference,
@@ -236,11 +205,10 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
             on_plan=progress.begin,
             on_done=progress.advance,
         )
-    if not chosen.quiet:
-        note(
-            f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
-            f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
-        )
+    remark(
+        f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
+        f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
+    )
     value = {
         "reference": str(reference),
         **plain(adopted.descriptor),
@@ -248,7 +216,7 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
         "copied": adopted.copied,
         "alreadyThere": adopted.there,
     }
-    result(value, str(adopted.descriptor.digest), as_json=chosen.as_json)
+    result(value, str(adopted.descriptor.digest))
 
 
 def _created(given: str | None) -> str | None:
@@ -268,6 +236,23 @@ def _created(given: str | None) -> str | None:
     if time is None or time.tzinfo is None:
         raise UsageError(f"--created needs a time such as 2026-01-31T12:00:00Z, not {given!r}")
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def callbacks(progress: Progress) -> dict[str, Any]:
+    """Return the callbacks that show how far the packing of a model is."""
+    return {
+        "on_survey": progress.begin,
+        "on_surveyed": progress.advance,
+        "on_plan": lambda plan: progress.begin(plan.size),
+        "on_written": lambda written: progress.advance(written.layer.descriptor.size),
+    }
+
+
+def say(reference: Reference, made: PackedModel, recipe: Recipe) -> None:
+    """Print what was packed."""
+    value = summary(reference, made)
+    remark(text(value, made, recipe))
+    result(value, str(made.descriptor.digest))
 
 
 def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def df() -> None:
     chosen = settings()
     found = [disk_usage(ImageLayout(root)) for root in chosen.stores]
     text = "\n\n".join(_text(one) for one in found)
-    result([_plain(one) for one in found], text, as_json=chosen.as_json)
+    result([_plain(one) for one in found], text)
 
 
 def _text(found: DiskUsage) -> str:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, connection_options, settings
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.oci import Reference
 
@@ -35,16 +29,7 @@ _DIFFERS = 1
 @click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 where they differ.")
 @connection_options
 @common_options
-def diff(
-    a: str,
-    b: str,
-    whole: bool,
-    remote: bool,
-    tells: bool,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
-) -> int:
+def diff(a: str, b: str, whole: bool, remote: bool, tells: bool) -> int:
     """Show which tensors, files and fields of the config differ between A and B.
 
     Each is looked for in the store, then in the registry in its name. Only manifests and configs
@@ -53,10 +38,10 @@ def diff(
     from clowder_aimage.diff import diff as compare
 
     chosen = settings()
-    reach = connection(plain_http, insecure, ca_file)
+    reach = chosen.connection()
     found = compare(Reference.parse(a), Reference.parse(b), chosen.layout, reach, remote=remote)
     text = "\n".join(_lines(found, None if whole else _LISTED))
-    result(_plain(found), text, as_json=chosen.as_json)
+    result(_plain(found), text)
     return _DIFFERS if tells and not found.is_empty else 0
 
 

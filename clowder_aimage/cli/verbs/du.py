@@ -32,7 +32,7 @@ def du(refs: tuple[str, ...]) -> None:
     text = _table(found)
     if refs:
         text += f"\nfreed if all of these were removed: {size(found.freed)}"
-    result(_plain(found), text, as_json=chosen.as_json)
+    result(_plain(found), text)
 
 
 def _table(found: UsageReport) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import common_options, settings
-from clowder_aimage.cli.console.output import note, plural, result, size
+from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -40,7 +40,7 @@ def export(ref: str, place: str, links: bool) -> None:
     if not place:
         raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
     directory = Path(place)
-    with Progress("exporting", reference, quiet=chosen.quiet) as progress:
+    with Progress("exporting", reference) as progress:
         exported = export_aimage(
             chosen.layout,
             reference,
@@ -49,9 +49,8 @@ def export(ref: str, place: str, links: bool) -> None:
             on_plan=lambda plan: progress.begin(plan.size),
             on_written=progress.advance,
         )
-    if not chosen.quiet:
-        note(text(directory, exported, links))
-    result(summary(reference, directory, exported), str(directory), as_json=chosen.as_json)
+    remark(text(directory, exported, links))
+    result(summary(reference, directory, exported), str(directory))
 
 
 def summary(reference: Reference, directory: Path, exported: ExportSummary) -> dict[str, Any]:

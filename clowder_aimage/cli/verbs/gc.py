@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import common_options, parsed, settings
 from clowder_aimage.cli.console.output import note, plural, result, size
 from clowder_aimage.content.unit import parse_size, parse_time
 
@@ -15,37 +14,27 @@ if TYPE_CHECKING:
     from clowder_aimage.layout.gc import Collection
 
 
-def _parsed(parse: Callable[[str], float]) -> Callable[..., float | None]:
-    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-        try:
-            return None if value is None else parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from None
-
-    return callback
-
-
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option(
     "--max-size",
     metavar="SIZE",
-    callback=_parsed(parse_size),
+    callback=parsed(parse_size),
     help="Remove the least recently used names until the rest fits, such as 200GB.",
 )
 @click.option(
     "--max-age",
     metavar="TIME",
-    callback=_parsed(parse_time),
+    callback=parsed(parse_time),
     help="Remove names that were not used for this time, such as 30d.",
 )
-@click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep in any case.")
+@click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep. May be repeated.")
 @click.option(
     "--grace",
     metavar="TIME",
     default="1h",
     show_default=True,
-    callback=_parsed(parse_time),
+    callback=parsed(parse_time),
     help="Keep newer blobs: another tool may be about to name them.",
 )
 @common_options
@@ -56,9 +45,9 @@ def gc(
     keep: tuple[str, ...],
     grace: float,
 ) -> None:
-    """Remove blobs that no name in the store needs, and downloads that broke off a week ago.
+    """Remove blobs that no name in the store needs, and downloads that stopped a week ago.
 
-    What is pinned, what a running pull, push or worker holds, and what --keep matches stays.
+    Pinned names, names that match --keep, and what a running pull, push or worker uses stay.
     """
     from clowder_aimage.layout.gc import Collector
 
@@ -69,7 +58,7 @@ def gc(
     )
     if limit is not None and done.left_size > limit:
         note(f"{size(done.left_size)} are left, more than {size(limit)}: they are needed, or new")
-    result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)), as_json=chosen.as_json)
+    result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)))
 
 
 def _lines(done: Collection, dry_run: bool) -> list[str]:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
-from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.output import remark, result, wants_json
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
@@ -29,7 +23,7 @@ def _host(text: str) -> str:
 
 
 def _ask(what: str, option: str, *, hide: bool) -> str:
-    """Ask on the terminal; where there is none, an option must say it."""
+    """Ask on the terminal. Raises UsageError: there is none."""
     if not sys.stdin.isatty():
         raise UsageError(f"the {what.lower()} cannot be asked for here: give {option}")
     return str(click.prompt(what, hide_input=hide, err=True))
@@ -38,20 +32,14 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
 @click.command()
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The user's name.")
-@click.option("-p", "--password", help="Seen by others on this machine: better asked for.")
+@click.option(
+    "-p", "--password", help="The password, which other users of this machine can then see."
+)
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @connection_options
 @common_options
-def login(
-    registry: str,
-    username: str | None,
-    password: str | None,
-    password_stdin: bool,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
-) -> None:
-    """Check credentials with the registry HOST and keep them as docker does."""
+def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
+    """Check credentials with the registry HOST and store them where docker does."""
     from clowder_aimage.registry import login as log_in
 
     host = _host(registry)
@@ -59,23 +47,21 @@ def login(
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
     password = password or _ask("Password", "--password-stdin", hide=True)
-    place = log_in(host, username, password, connection(plain_http, insecure, ca_file))
-    if not settings().quiet:
-        note(f"logged in to {host} as {username}; the credentials are kept in {place}")
-    if settings().as_json:
-        result({"registry": host, "username": username, "kept": place}, "", as_json=True)
+    place = log_in(host, username, password, settings().connection())
+    remark(f"logged in to {host} as {username}; the credentials are kept in {place}")
+    if wants_json():
+        result({"registry": host, "username": username, "kept": place}, "")
 
 
 @click.command()
 @click.argument("registry", metavar="HOST")
 @common_options
 def logout(registry: str) -> None:
-    """Forget the credentials of the registry HOST."""
+    """Remove the credentials of the registry HOST."""
     from clowder_aimage.registry import logout as log_out
 
     host = _host(registry)
-    log_out(host, connection(False, False, None))
-    if not settings().quiet:
-        note(f"logged out of {host}")
-    if settings().as_json:
-        result({"registry": host}, "", as_json=True)
+    log_out(host, settings().connection())
+    remark(f"logged out of {host}")
+    if wants_json():
+        result({"registry": host}, "")

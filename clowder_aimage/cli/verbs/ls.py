@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -9,8 +10,7 @@ import click
 from clowder_aimage.cli.console.option import common_options, settings
 from clowder_aimage.cli.console.output import result, size, table
 from clowder_aimage.cli.console.remote_worker import (
-    digest_of,
-    family_of,
+    detail_of,
     models,
     refuse_options,
     remote_option,
@@ -19,62 +19,42 @@ from clowder_aimage.cli.console.remote_worker import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
 from clowder_aimage.layout.metadata import summary
-from clowder_aimage.oci import Descriptor
 
 
 @click.command()
 @remote_option
 @common_options
 def ls(remote: bool) -> None:
-    """List the names in the store, what they name, and how large that is.
+    """List the names in the store, with digest, size and kind.
 
-    With --remote they are those in a worker's store.
+    With --remote the names in a worker's store are listed.
     """
-    if remote:
-        _list_remotely()
-        return
-    chosen = settings()
-    rows = sorted(
-        (_row(chosen.layout, name, descriptor) for name, descriptor in chosen.layout.tags()),
-        key=lambda row: str(row["reference"]),
-    )
-    cells = [("NAME", "DIGEST", "SIZE", "KIND")] + [
+    found = _remote_rows() if remote else _rows(settings().layout)
+    rows = sorted(found, key=lambda row: str(row["reference"]))
+    cells = [("NAME", "DIGEST", "SIZE", "FAMILY" if remote else "KIND")] + [
         (row["reference"], row["digest"][7:19], _size(row), _kind(row)) for row in rows
     ]
-    result(rows, table(cells), as_json=chosen.as_json)
+    result(rows, table(cells))
 
 
-def _list_remotely() -> None:
-    """List what a worker has in its store."""
+def _remote_rows() -> Iterator[dict[str, Any]]:
     refuse_options("leave out --remote to list a store of this machine")
-    rows = [
-        {
-            "reference": model["name"],
-            "digest": digest_of(model),
-            "size": model["size"],
-            "family": family_of(model),
-        }
-        for model in models(worker(), "/api/tags")
-    ]
-    rows.sort(key=lambda row: str(row["reference"]))
-    cells = [("NAME", "DIGEST", "SIZE", "FAMILY")] + [
-        (row["reference"], row["digest"][7:19], size(row["size"]), row["family"] or "?")
-        for row in rows
-    ]
-    result(rows, table(cells), as_json=settings().as_json)
+    for model in models(worker(), "/api/tags"):
+        row = {"reference": model["name"], "digest": model["digest"], "size": model["size"]}
+        yield row | {"family": detail_of(model, "family")}
 
 
-def _row(layout: ImageLayout, name: str, descriptor: Descriptor) -> dict[str, Any]:
-    row = {
-        "reference": name,
-        "digest": str(descriptor.digest),
-        **summary(layout.root, layout, descriptor),
-    }
-    return row | {"partial": True} if is_partial(layout, descriptor) else row
+def _rows(layout: ImageLayout) -> Iterator[dict[str, Any]]:
+    for name, descriptor in layout.tags():
+        row = {"reference": name, "digest": str(descriptor.digest)}
+        row |= summary(layout.root, layout, descriptor)
+        yield row | {"partial": True} if is_partial(layout, descriptor) else row
 
 
 def _kind(row: dict[str, Any]) -> str:
-    return f"{row['kind']} (partial)" if "partial" in row else row["kind"]
+    if "family" in row:
+        return row["family"] or "?"
+    return f"{row['kind']} (partial)" if "partial" in row else str(row["kind"])
 
 
 def _size(row: dict[str, Any]) -> str:

@@ -1,31 +1,36 @@
-"""``aimage node``: keep models on this machine."""
+"""``aimage node``: keep models on this machine, and show how a node is."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
-from clowder_aimage.cli.console.listener import (
-    check_stores,
-    listening_options,
-    needs,
-    node_options,
-    run_server,
-    spell,
-)
 from clowder_aimage.cli.console.option import (
     common_options,
     config_file,
-    connection,
     connection_options,
+    given_options,
+    needs,
     settings,
 )
-from clowder_aimage.cli.verbs.node_status import status
-from clowder_aimage.errors import UsageError
+from clowder_aimage.cli.console.output import note, plural, printable, result, size, table
+from clowder_aimage.cli.console.remote_worker import refuse_options
+from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
+from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 
-_PATH = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from clowder_aimage.engine.endpoint import Endpoint
+
+PORT = 8050
+DEFAULT_NODE = f"127.0.0.1:{PORT}"
+_SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_Json = Mapping[str, Any]
 
 
 @click.group(invoke_without_command=True, short_help="Keep models on this machine.")
@@ -34,14 +39,7 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 @connection_options
 @common_options
 @click.pass_context
-def node(
-    context: click.Context,
-    /,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
-    **options: Any,
-) -> None:
+def node(context: click.Context, /, **options: Any) -> None:
     """Keep the models on this machine that the files in --desired name, until it is interrupted.
 
     They are fetched from their registries, by way of --neighbour where other nodes have them, and
@@ -53,27 +51,204 @@ def node(
     configuration: see 'aimage config show'.
     """
     if context.invoked_subcommand is not None:
-        if option := _said(context):
-            raise UsageError(f"{option} does not go with a verb of 'aimage node'")
+        if given := given_options():
+            raise UsageError(f"{given[0]} does not go with a verb of 'aimage node'")
         return
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
-        from clowder_aimage.http import log
         from clowder_aimage.node.node_settings import NodeSettings
-    chosen = settings()
     said, _ = gather(NodeSettings, options, config_file(), spell)
-    check_stores(chosen.stores)
-    log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
-    run_server(said, said, chosen, connection(plain_http, insecure, ca_file))
+    run_server(said, said)
 
 
-def _said(context: click.Context) -> str:
-    """Return an option of the daemon itself on the command line; else an empty text."""
-    source = click.core.ParameterSource.COMMANDLINE
-    for each in context.command.params:
-        if each.name and context.get_parameter_source(each.name) == source:
-            return each.opts[0]
-    return ""
+@node.command(short_help="Show what a node keeps, and what it lacks.")
+@click.option(
+    "--addr",
+    metavar="HOST:PORT",
+    help=f"The node to ask. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
+)
+@common_options
+def status(addr: str | None) -> None:
+    """Show each model of a node.
+
+    Whether it is there, or how far it is and why, where its bytes came from, and when that
+    changed.
+    """
+    refuse_options("leave it out: it is the node's store that is shown", but=("addr",))
+    answer = ask(endpoint(addr), os.environ.get("AIMAGE_TOKEN", "").strip() or None)
+    result(answer, "\n".join(lines(answer, datetime.now(UTC))))
+    for warning in () if settings().as_json else answer["warnings"]:
+        note(f"warning: {_line(warning)}")
 
 
-node.add_command(status)
+def endpoint(addr: str | None) -> Endpoint:
+    """Return the address of the node, with the node's port if it has none. Raises UsageError."""
+    from clowder_aimage.engine.endpoint import Endpoint
+
+    if not addr:
+        return Endpoint.parse(os.environ.get("AIMAGE_HOST", "").strip() or DEFAULT_NODE)
+    found = Endpoint.parse(addr)
+    has_port = found.scheme != "http" or urlsplit(f"//{addr.partition('//')[2] or addr}").port
+    return found if has_port else Endpoint("http", found.host, PORT)
+
+
+def ask(place: Endpoint, token: str | None) -> dict[str, Any]:
+    """Return the node's status.
+
+    Raises:
+        NotFoundError: a worker is there that is not a node.
+        AImageError: as ``WorkerClient``.
+    """
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+    try:
+        answer = WorkerClient(str(place), token).ask("GET", "/v1/node")
+    except NetworkError as error:
+        raise NetworkError(
+            error.message, hint="see that 'aimage node' runs there, or name another one with --addr"
+        ) from None
+    except NotFoundError:
+        raise NotFoundError(
+            f"the worker at {place} is not a node: it keeps no models",
+            hint="start it with 'aimage serve --node', or name a node with --addr",
+        ) from None
+    if not isinstance(answer, dict) or "models" not in answer:
+        raise FormatError(f"what answers at {place} is not a node", hint="name one with --addr")
+    return answer
+
+
+def lines(answer: _Json, now: datetime) -> list[str]:
+    """Return a node's status as text."""
+    facts = [
+        ("node", _node(answer, now)),
+        ("desired", _desired(answer["desired"], now)),
+        ("disk", _disk(answer["disk"])),
+        *_neighbours(answer["neighbours"]),
+    ]
+    width = max(len(name) for name, _ in facts)
+    head = [f"{name:<{width}}  {_line(text)}" for name, text in facts if text]
+    rows = sorted(_row(model, now) for model in answer["models"])
+    if not rows:
+        return [*head, "", "nothing is wanted here"]
+    titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
+    return [*head, "", *table([titles, *rows]).split("\n")]
+
+
+def _node(answer: _Json, now: datetime) -> str:
+    reasons = [
+        f"{each['reason']} ({each['model']})" if "model" in each else each["reason"]
+        for each in answer["reasons"]
+    ]
+    why = f": {'; '.join(reasons)}" if reasons else ""
+    state = "ready" if answer["ready"] else f"not ready{why}"
+    return f"{answer['id']}, {state}, began {_ago(answer['started'], now)}"
+
+
+def _desired(desired: _Json, now: datetime) -> str:
+    parts = [desired["directory"] or "no directory", plural(desired["files"], "file")]
+    if desired["loaded"]:
+        parts.append(f"loaded {_ago(desired['loaded'], now)}")
+    if not desired["valid"]:
+        kept = " (the last valid state holds)" if desired["loaded"] else ""
+        parts.append(f"INVALID{kept}: {desired['error']}")
+    return ", ".join(parts)
+
+
+def _disk(disk: _Json) -> str:
+    if disk["total"] is None:
+        return ""  # the store cannot be read
+    return (
+        f"{size(disk['free'])} free of {size(disk['total'])}, {_percent(disk['used'])} used;"
+        f" models are removed from {_percent(disk['high'])} on, down to {_percent(disk['low'])}"
+    )
+
+
+def _percent(part: float) -> str:
+    return f"{int(part * 100 + 1e-9)} %"
+
+
+def _neighbours(found: list[_Json]) -> list[tuple[str, str]]:
+    """Return how many there are in each state, and those that do not answer."""
+    if not found:
+        return []
+    counts = sorted(Counter(each["state"] for each in found).items())
+    silent = (each for each in found if each["state"] != "live")
+    return [
+        ("neighbours", ", ".join(f"{count} {state}" for state, count in counts)),
+        *(("", ": ".join(filter(None, (_silence(each), each.get("reason"))))) for each in silent),
+    ]
+
+
+def _silence(each: _Json) -> str:
+    return f"{each['url']} is {each['state']}"
+
+
+# -- one model
+
+
+def _row(model: _Json, now: datetime) -> tuple[str, ...]:
+    digest = _short(model["digest"]) if model["digest"] else "-"
+    sources, changed = _sources(model["sources"]), _ago(model["changed"], now)
+    return model["ref"], digest, sources, changed, _line(state_of(model, now))
+
+
+def state_of(model: _Json, now: datetime) -> str:
+    """Return the state of a model in words."""
+    state: str = model["state"]
+    parts = []
+    if model["reason"]:
+        parts.append(model["reason"])
+    if model["next"]:
+        parts.append(f"next try {_after(model['next'], now)}")
+    if state == "pulling":
+        return state + _progress(model)
+    if state == "present":
+        drift = [f"the tag means {_short(model['drift'])} now"] if model["drift"] else []
+        return "; ".join([state, *drift, *parts])
+    return f"{state}: {'; '.join(parts)}" if parts else state
+
+
+def _progress(model: _Json) -> str:
+    """Return the part that is here, rounded down, and the rate in powers of 1024."""
+    done, total, rate = model["completed"], model["total"], model["rate"]
+    text = f" {done * 100 // total} %" if total else ""
+    if rate >= 2**20:
+        return f"{text} at {rate / 2**20:.0f} MiB/s"
+    return f"{text} at {rate / 2**10:.0f} KiB/s" if rate else text
+
+
+def _sources(sources: Mapping[str, int]) -> str:
+    """Return the sources of its bytes, the largest first, with the parts if there are several."""
+    found = sorted((-count, name) for name, count in sources.items() if count)
+    total = sum(sources.values())
+    if len(found) < 2:
+        return found[0][1] if found else "-"
+    return ", ".join(f"{name} {max(1, -count * 100 // total)} %" for count, name in found)
+
+
+# -- words
+
+
+def _line(text: str) -> str:
+    """Return a text on one line: a registry's words may be in it."""
+    return printable(text.replace("\n", " "))
+
+
+def _short(digest: str) -> str:
+    return digest.partition(":")[2][:12]
+
+
+def _ago(moment: str, now: datetime) -> str:
+    seconds = (now - datetime.fromisoformat(moment)).total_seconds()
+    return "just now" if seconds < 1 else f"{_span(seconds)} ago"
+
+
+def _after(moment: str, now: datetime) -> str:
+    seconds = (datetime.fromisoformat(moment) - now).total_seconds()
+    return "now" if seconds < 1 else f"in {_span(seconds)}"
+
+
+def _span(seconds: float) -> str:
+    """Return 12 s, 4 min, 3 h or 5 d: the largest unit of which there is a whole one."""
+    length, unit = next((each for each in _SPANS if seconds >= each[0]), _SPANS[-1])
+    return f"{int(seconds // length)} {unit}"

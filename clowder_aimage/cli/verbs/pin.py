@@ -28,7 +28,7 @@ def pin(refs: tuple[str, ...]) -> None:
     for name in names:
         chosen.layout.pins.put(name, {}, durable=True)
     said = names if refs else sorted(name for name, _ in chosen.layout.pins.items())
-    result({"pinned": said}, "\n".join(said), as_json=chosen.as_json)
+    result({"pinned": said}, "\n".join(said))
 
 
 def _names(layout: ImageLayout, reference: Reference) -> list[str]:
@@ -65,4 +65,4 @@ def unpin(refs: tuple[str, ...]) -> None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists what is")
     for name in names:
         chosen.layout.pins.remove(name)
-    result({"unpinned": names}, "\n".join(names), as_json=chosen.as_json)
+    result({"unpinned": names}, "\n".join(names))

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import common_options
 from clowder_aimage.cli.console.output import duration, result, size, table
-from clowder_aimage.cli.console.remote_worker import digest_of, models, refuse_options, worker
+from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
 
-_FOR_EVER = 100 * 365 * 24 * 3600  # seconds; more than that is ollama's way to say it
+_FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
 
 
 @click.command()
@@ -21,7 +21,6 @@ def ps() -> None:
 
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
-    chosen = settings()
     refuse_options("leave it out: it is the worker's memory that is listed")
     now = datetime.now(UTC)
     found = [_row(model) for model in models(worker(), "/api/ps")]
@@ -30,15 +29,14 @@ def ps() -> None:
         for row, left in ((row, _left(row["until"], now)) for row in found)
     ]
     rows = [row | {"until": row["until"] and row["until"].isoformat()} for row in found]
-    result(rows, table(cells), as_json=chosen.as_json)
+    result(rows, table(cells))
 
 
 def _row(model: dict[str, Any]) -> dict[str, Any]:
-    details = model.get("details")
-    device = model.get("device") or (details.get("device") if isinstance(details, dict) else None)
+    device = model.get("device") or detail_of(model, "device")
     return {
         "reference": model["name"],
-        "digest": digest_of(model),
+        "digest": model["digest"],
         "size": model["size"],
         "device": device if isinstance(device, str) else None,
         "until": _until(model.get("expires_at")),
@@ -46,7 +44,7 @@ def _row(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until(text: Any) -> datetime | None:
-    """When a model goes if nobody asks for it; None for never, or where it is not said."""
+    """Return when an idle model is unloaded; None for never, or where the worker does not say."""
     try:
         until = datetime.fromisoformat(text)
     except (TypeError, ValueError):

@@ -6,25 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    VerbSettings,
-    common_options,
-    connection,
-    connection_options,
-    jobs_option,
-    limit_option,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, parsed, settings, transfer_options
 from clowder_aimage.cli.console.output import plain, plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import (
     StepBar,
-    digest_of,
     models,
     refuse_options,
     remote_option,
@@ -37,8 +27,15 @@ if TYPE_CHECKING:
     from clowder_aimage.content.platform import ManifestSelector
     from clowder_aimage.dialect.selection import LayerSelection
     from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Descriptor
     from clowder_aimage.pull import PullResult
+
+
+def _parse_rate(text: str) -> int:
+    from clowder_aimage.registry.host_settings import parse_rate
+
+    return parse_rate(text)
 
 
 @click.command()
@@ -66,9 +63,14 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be fetched, and fetch nothing.")
 @remote_option
-@limit_option
-@jobs_option
-@connection_options
+@click.option(
+    "--limit-rate",
+    "limit",
+    callback=parsed(_parse_rate),
+    metavar="RATE",
+    help="Bytes per second in all, such as 500k or 20M. [default: the configuration's]",
+)
+@transfer_options
 @common_options
 def pull(
     ref: str,
@@ -80,24 +82,20 @@ def pull(
     dry_run: bool,
     remote: bool,
     limit: int | None,
-    jobs: int | None,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
 ) -> None:
-    """Fetch the AImage REF from the registry in its name; print its digest.
+    """Pull the AImage REF from the registry in its name; print its digest.
 
-    Every byte is verified before it gets its name in the store. Blobs that are there already are
-    not fetched. Of an index, the one AImage is fetched that the options choose, or that is for
-    this machine.
+    Every byte is verified before a blob gets its name in the store. Blobs that the store already
+    has are not fetched. From an index, one AImage is pulled: the one that the options choose, else
+    the one for this machine.
 
-    With --component or --include a part is fetched: the layers that any of them chooses, and the
-    config. REF is marked as partial until a pull without them has fetched the rest.
+    With --component or --include only a part is pulled: the config, and the layers that any of
+    them chooses. REF is marked as partial until a pull without them has fetched the rest.
 
-    With --remote a worker fetches REF, into its own store.
+    With --remote a worker pulls REF into its own store.
     """
     if remote:
-        _pull_remotely(Reference.parse(ref), settings())
+        _pull_remotely(Reference.parse(ref))
         return
     from clowder_aimage.content import Rate
     from clowder_aimage.pull import PullOptions
@@ -111,23 +109,23 @@ def pull(
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
-    reach = connection(plain_http, insecure, ca_file, jobs)
+    reach = chosen.connection()
     if dry_run:
-        _print_plan(pull_aimage(reference, chosen.layout, reach, options), chosen)
+        _print_plan(pull_aimage(reference, chosen.layout, reach, options), chosen.layout)
         return
-    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+    with Progress("pulling", reference) as progress:
         options = replace(options, on_event=progress.on_event)
         pulled = pull_aimage(reference, chosen.layout, reach, options)
     progress.say("pulled")
-    _print_result(pulled, _command(reference, platform, variant), progress, chosen)
+    _print_result(pulled, _command(reference, platform, variant), progress)
 
 
-def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
+def _pull_remotely(reference: Reference) -> None:
     """Pull in a worker, and show its progress."""
     refuse_options("leave out --remote to pull into a store of this machine")
     client = worker()
     is_done = False
-    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
+    with Progress("pulling", reference) as progress:
         sums = _Sums(StepBar(progress))
         with closing(client.lines("/api/pull", {"model": str(reference)})) as lines:
             for line in lines:
@@ -135,10 +133,9 @@ def _pull_remotely(reference: Reference, chosen: VerbSettings) -> None:
                 sums.add(line)
         if not is_done:
             raise NetworkError(f"the worker at {client.endpoint} hung up before all was fetched")
-        if not chosen.quiet:
-            progress.note(f"pulled by the worker at {client.endpoint}")
+        progress.remark(f"pulled by the worker at {client.endpoint}")
     value = _pulled(client, reference)
-    result(value, value["digest"], as_json=chosen.as_json)
+    result(value, value["digest"])
 
 
 class _Sums:
@@ -171,8 +168,8 @@ class _Sums:
 def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
     """Return the model that a worker has by a name. Raises NotFoundError."""
     for model in models(client, "/api/tags"):
-        if model["name"] == str(reference) or digest_of(model) == str(reference.digest):
-            return {"reference": str(reference), "digest": digest_of(model), "size": model["size"]}
+        if model["name"] == str(reference) or model["digest"] == str(reference.digest):
+            return {"reference": str(reference), "digest": model["digest"], "size": model["size"]}
     raise NotFoundError(
         f"the worker at {client.endpoint} has pulled {reference}, but does not list it"
     )
@@ -185,18 +182,17 @@ def _command(reference: Reference, platform: str | None, variant: str | None) ->
     return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
 
 
-def _print_result(pulled: PullResult, again: str, progress: Progress, chosen: VerbSettings) -> None:
+def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
     """Print the result of a pull, and what is missing."""
     name, missing = pulled.name, pulled.missing
     value = {"reference": str(name), **plain(pulled.root)}
     if missing:
         value |= {"partial": True, "missing": _sum(missing)}
-    if missing and not chosen.quiet:
-        progress.note(
+        progress.remark(
             f"{name} is here in part: {plural(len(missing), 'blob')} "
             f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
         )
-    result(value, str(pulled.root.digest), as_json=chosen.as_json)
+    result(value, str(pulled.root.digest))
 
 
 def _selector(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
@@ -230,11 +226,11 @@ def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
     return {"blobs": len(blobs), "size": sum(blob.size for blob in blobs)}
 
 
-def _print_plan(planned: PullResult, chosen: VerbSettings) -> None:
+def _print_plan(planned: PullResult, layout: ImageLayout) -> None:
     """Print the result of a dry run."""
     plan, left_out = planned.plan, planned.missing
-    missing = plan.missing(chosen.layout)
-    needed = sum(chosen.layout.missing_size(blob) for blob in missing)
+    missing = plan.missing(layout)
+    needed = sum(layout.missing_size(blob) for blob in missing)
     here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
         "reference": str(planned.name),
@@ -249,4 +245,4 @@ def _print_plan(planned: PullResult, chosen: VerbSettings) -> None:
     if left_out:
         value |= {"partial": True, "missing": _sum(left_out)}
         text += f", {len(left_out)} ({size(_sum(left_out)['size'])}) left out"
-    result(value, text, as_json=chosen.as_json)
+    result(value, text)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from clowder_aimage.cli.console.option import (
     common_options,
-    connection,
-    connection_options,
-    jobs_option,
-    ladder,
+    dialect_cache,
     settings,
+    transfer_options,
 )
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
@@ -34,27 +31,17 @@ if TYPE_CHECKING:
 @click.option(
     "--manifest-type",
     type=click.Choice(["oci", "custom"]),
-    help="The manifest's own media type; with custom the push begins with Clowder's own.",
+    help="Media type of the manifest; custom is Clowder's own.",
 )
 @click.option("--no-fallback", is_flag=True, help="Fail where the registry refuses the manifest.")
-@jobs_option
-@connection_options
+@transfer_options
 @common_options
-def push(
-    ref: str,
-    dialect: str | None,
-    manifest_type: str | None,
-    no_fallback: bool,
-    jobs: int | None,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
-) -> None:
-    """Send the AImage REF to the registry in its name; print the digest the registry holds.
+def push(ref: str, dialect: str | None, manifest_type: str | None, no_fallback: bool) -> None:
+    """Push the AImage REF to the registry in its name; print the digest of the pushed manifest.
 
-    Blobs that are there already are not sent. Where the registry refuses the kind of manifest, it
-    is rewritten in the next dialect (clowder, ollama, container), which changes no blob; a push
-    by digest never is.
+    Blobs that the registry already has are not sent. If the registry refuses the kind of manifest,
+    it is rewritten in the next dialect (clowder, ollama, container), which changes no blob. A push
+    by digest is never rewritten.
     """
     from clowder_aimage.push import push as push_aimage
 
@@ -71,22 +58,22 @@ def push(
     def on_remembered(name: str, refused: str) -> None:
         anew = "--manifest-type custom" if refused == "custom" else f"--dialect {refused}"
         progress.note(
-            f"{reference.registry} refused the {refused} dialect lately; beginning with the {name} "
-            f"dialect ({anew} tries the other again)"
+            f"{reference.registry} refused the {refused} dialect recently; starting with the "
+            f"{name} dialect ({anew} tries the other again)"
         )
 
-    with Progress("pushing", reference, quiet=chosen.quiet) as progress:
+    with Progress("pushing", reference) as progress:
         descriptor = push_aimage(
             chosen.layout,
             reference,
-            connection(plain_http, insecure, ca_file, jobs),
+            chosen.connection(),
             dialect=dialect,
             fallback=not no_fallback,
             on_event=progress.on_event,
             on_fallback=on_fallback,
-            ladder=ladder(),
+            ladder=dialect_cache(),
             on_remembered=on_remembered,
         )
     progress.say("pushed")
     value = {"reference": str(reference), **plain(descriptor)}
-    result(value, str(descriptor.digest), as_json=chosen.as_json)
+    result(value, str(descriptor.digest))

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, connection_options, settings
 from clowder_aimage.cli.console.output import result, size, table
 from clowder_aimage.oci import Reference
 
@@ -23,30 +17,24 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("ref")
 @click.option(
-    "--type",
-    "artifact_type",
-    metavar="MEDIA/TYPE",
-    default="",
-    help="Only artifacts of this type.",
+    "--type", "artifact_type", metavar="MEDIA/TYPE", default="", help="Only artifacts of this type."
 )
 @connection_options
 @common_options
-def referrers(
-    ref: str, artifact_type: str, plain_http: bool, insecure: bool, ca_file: Path | None
-) -> None:
-    """List the artifacts whose subject is what REF names in its registry. There may be none."""
+def referrers(ref: str, artifact_type: str) -> None:
+    """List the artifacts whose subject is REF in its registry. There may be none."""
     from clowder_aimage.registry import Repository
 
     chosen = settings()
     reference = Reference.parse(ref)
-    with Repository(reference, connection(plain_http, insecure, ca_file)) as repository:
+    with Repository(reference, chosen.connection()) as repository:
         subject = reference.digest or repository.resolve(reference).digest
         found = repository.referrers(subject, artifact_type)
     value = [_row(reference, descriptor) for descriptor in found]
     cells = [("DIGEST", "TYPE", "SIZE")] + [
         (row["digest"], row.get("artifactType") or "?", size(row["size"])) for row in value
     ]
-    result(value, table(cells), as_json=chosen.as_json)
+    result(value, table(cells))
 
 
 def _row(reference: Reference, descriptor: Descriptor) -> dict[str, Any]:

@@ -9,15 +9,9 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, connection_options, needs
 from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.verbs.run import needs_mlx, render
+from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
 from clowder_aimage.errors import AImageError, UsageError, VerificationError
 from clowder_aimage.oci import Digest, Reference
 
@@ -26,31 +20,24 @@ from clowder_aimage.oci import Digest, Reference
 @click.argument("picture", type=click.Path(path_type=Path))
 @connection_options
 @common_options
-def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None) -> None:
-    """Render PICTURE again from what it says of itself, and say whether it is equal.
+def replay(picture: Path) -> None:
+    """Generate PICTURE again from the facts in it, and compare the two.
 
-    The AImage is pulled by its digest if the store lacks it. Exits with 5 where the pictures
+    The AImage is pulled by its digest if the store lacks it. The exit code is 5 if the pictures
     differ.
     """
-    generate = needs_mlx()
-    import numpy as np
+    with needs("running a model", "mlx"):
+        import numpy as np
 
-    from clowder_aimage.engine import machine
-    from clowder_aimage.model.memory_budget import KEEP, device_memory
-    from clowder_aimage.model.picture import load_picture
+        from clowder_aimage.model.picture import load_picture
 
-    chosen = settings()
     pixels, facts = load_picture(picture)
     reference = _reference(picture, facts)
-    reach = connection(plain_http, insecure, ca_file)
-    with Progress("pulling", reference, quiet=chosen.quiet) as progress:
-        lease = click.get_current_context().with_resource(chosen.layout.lease())
-        stored = generate.fetch(chosen.layout, reference, reach, lease, on_event=progress.on_event)
+    stored = fetch_model(reference)
     dtype = facts.get("dtype")
-    model = generate.load(chosen.layout, stored, dtype=None if dtype is None else str(dtype))
-    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+    model = load_model(stored, None if dtype is None else str(dtype))
     request = _request(picture, facts)
-    (rendered,) = render(model.generate(request), request, quiet=chosen.quiet)
+    (rendered,) = render(model.generate(request), request)
     again = rendered.pixels
     if again.shape != pixels.shape:
         raise VerificationError(f"{picture} was resized: it should be {_size(again)}")
@@ -66,7 +53,7 @@ def replay(picture: Path, plain_http: bool, insecure: bool, ca_file: Path | None
     text = "equal"
     if largest:
         text = f"differs: by up to {largest}/255, in {share:.2%} of the values"
-    result(value, text, as_json=chosen.as_json)
+    result(value, text)
     if largest:
         click.get_current_context().exit(VerificationError.exit_code)
 

@@ -33,7 +33,7 @@ def rm(refs: tuple[str, ...], remote: bool) -> None:
     else:
         _forget(chosen.layout, references)
     names = [str(reference) for reference in references]
-    result({"removed": names}, "\n".join(names), as_json=chosen.as_json)
+    result({"removed": names}, "\n".join(names))
 
 
 def _forget(layout: ImageLayout, references: Sequence[Reference]) -> None:

@@ -6,21 +6,14 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    VerbSettings,
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
-from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.cli.console.option import common_options, connection_options, needs, settings
+from clowder_aimage.cli.console.output import note, remark, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import (
     RemotePicture,
@@ -34,8 +27,9 @@ from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
-    from clowder_aimage.registry import ClientOptions
+    from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
 
 # An option's value is None when it was not given: then the AImage decides.
 
@@ -55,8 +49,7 @@ if TYPE_CHECKING:
 @click.option("--guidance", type=float, help="Guidance scale. [default: 0]")
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option(
-    "--dtype",
-    help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]",
+    "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
 @click.option(
     "-n",
@@ -82,29 +75,34 @@ def run(
     show: bool | None,
     dtype: str | None,
     count: int,
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
     **wishes: Any,
 ) -> None:
-    """Make a picture of PROMPT with the AImage REF; print the path of the PNG file.
+    """Generate a picture of PROMPT with the AImage REF; print the path of the PNG file.
 
-    REF is pulled first if the store lacks it. Where AIMAGE_HOST names a worker, that makes the
-    picture, with what its own store has.
+    REF is pulled first if the store lacks it. If AIMAGE_HOST names a worker, the worker generates
+    the picture from its own store.
     """
-    chosen, reference = settings(), Reference.parse(ref)
+    reference = Reference.parse(ref)
     if wishes["negative"] is not None and not wishes["guidance"]:
         raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
     _check_output(output)
-    job = _Job(reference, prompt, wishes, count, chosen)
+    is_drawn = wishes["seed"] is None
+    if is_drawn:
+        wishes["seed"] = secrets.randbits(32)
+
+    def announce(text: str) -> None:
+        if is_drawn:
+            note(f"seed {wishes['seed']}")
+        remark(text)
+
     if has_worker():
         refuse_options(
             "leave it out, or unset AIMAGE_HOST to make the picture in this process",
             but=(*wishes, "count", "output", "show"),
         )
-        made = _by_worker(job)
+        made = _by_worker(reference, prompt, wishes, count, announce)
     else:
-        made = _here(job, dtype, lambda: connection(plain_http, insecure, ca_file))
+        made = _here(reference, prompt, wishes | {"n": count}, dtype, announce)
     written, facts = [], dict[str, Any]()
     with contextlib.closing(made):
         for picture in made:
@@ -115,100 +113,86 @@ def run(
             if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
                 click.launch(str(path))
     value = facts | {"pictures": written}
-    result(value, "\n".join(str(item["path"]) for item in written), as_json=chosen.as_json)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Arguments of the command line."""
-
-    reference: Reference
-    prompt: str
-    wishes: dict[str, Any]
-    count: int
-    chosen: VerbSettings
-
-    def draw_seed(self) -> bool:
-        """Decide on a seed where none is given; says whether it was so."""
-        drawn = self.wishes["seed"] is None
-        if drawn:
-            self.wishes["seed"] = secrets.randbits(32)
-        return drawn
+    result(value, "\n".join(str(item["path"]) for item in written))
 
 
 def _here(
-    job: _Job, dtype: str | None, reach: Callable[[], ClientOptions]
+    reference: Reference,
+    prompt: str,
+    wishes: Mapping[str, Any],
+    dtype: str | None,
+    announce: Callable[[str], None],
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in this process."""
-    generate = needs_mlx()
-    from clowder_aimage.engine import machine
-    from clowder_aimage.model.memory_budget import KEEP, device_memory
+    stored = fetch_model(reference)
+    from clowder_aimage.generate import describe_picture
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.pipeline import GenerateRequest
 
-    layout, quiet = job.chosen.layout, job.chosen.quiet
-    with Progress("pulling", job.reference, quiet=quiet) as progress:
-        lease = click.get_current_context().with_resource(layout.lease())
-        stored = generate.fetch(layout, job.reference, reach(), lease, on_event=progress.on_event)
-    drawn = job.draw_seed()
-    request = GenerateRequest.for_model(stored.aimage, job.prompt, n=job.count, **job.wishes)
-    model = generate.load(layout, stored, dtype=dtype)
-    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+    request = GenerateRequest.for_model(stored.aimage, prompt, **wishes)
+    model = load_model(stored, dtype)
     events = model.generate(request)
-    if drawn:
-        note(f"seed {request.seed}")
-    if not quiet:
-        note(f"computing on {model.backend}")
-    facts = generate.describe_picture(job.reference, model, request)
-    for picture in render(events, request, quiet=quiet):
+    announce(f"computing on {model.backend}")
+    facts = describe_picture(reference, model, request)
+    for picture in render(events, request):
         own = facts | {"seed": picture.seed}
         yield RemotePicture(encode_picture(picture.pixels, own), picture.seed, picture.picture, own)
 
 
-def _by_worker(job: _Job) -> Generator[RemotePicture, None, None]:
+def _by_worker(
+    reference: Reference,
+    prompt: str,
+    wishes: Mapping[str, Any],
+    count: int,
+    announce: Callable[[str], None],
+) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in the worker in AIMAGE_HOST."""
-    client, drawn = worker(), job.draw_seed()
-    seed, quiet = job.wishes["seed"], job.chosen.quiet
-    if not 1 <= job.count <= 1024:
-        raise UsageError(f"n must be a whole number from 1 to 1024, not {job.count}")
-    if not 0 <= seed <= (1 << 64) - job.count:
+    client, seed = worker(), wishes["seed"]
+    if not 1 <= count <= 1024:
+        raise UsageError(f"n must be a whole number from 1 to 1024, not {count}")
+    if not 0 <= seed <= (1 << 64) - count:
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {seed}")
-
-    def accepted() -> None:
-        if drawn:
-            note(f"seed {seed}")
-        if not quiet:
-            note(f"the worker at {client.endpoint} computes")
-
     yield from pictures(
-        # whatever the worker does by itself: this picture can be replayed
-        *(client, job.reference, job.prompt, job.wishes | {"png_facts": True}, job.count),
-        quiet=quiet,
-        on_accepted=accepted,
+        client,
+        reference,
+        prompt,
+        {**wishes, "png_facts": True},  # so that the picture can be replayed
+        count,
+        on_accepted=lambda: announce(f"the worker at {client.endpoint} computes"),
     )
 
 
-def needs_mlx() -> Any:
-    """Return the module ``generate``. Raises UsageError: the extra [mlx] is not installed."""
-    try:
+def fetch_model(reference: Reference) -> StoredAImage:
+    """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
+
+    Raises:
+        UsageError: The extra [mlx] is not installed.
+    """
+    with needs("running a model", "mlx"):
         from clowder_aimage import generate
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("clowder_aimage"):
-            raise
-        raise UsageError(
-            f"running a model needs {error.name}, which is not installed",
-            hint="pip install 'clowder-aimage[mlx]'",
-        ) from None
-    return generate
+    chosen = settings()
+    layout, connection = chosen.layout, chosen.connection()
+    with Progress("pulling", reference) as progress:
+        lease = click.get_current_context().with_resource(layout.lease())
+        return generate.fetch(layout, reference, connection, lease, on_event=progress.on_event)
 
 
-def render(
-    events: Iterable[Step | Image], request: GenerateRequest, *, quiet: bool
-) -> Iterator[Image]:
+def load_model(stored: StoredAImage, dtype: str | None) -> RunnableModel:
+    """Load a model with all the memory of the machine."""
+    from clowder_aimage import generate
+    from clowder_aimage.engine import machine
+    from clowder_aimage.model.memory_budget import KEEP, device_memory
+
+    model = generate.load(settings().layout, stored, dtype=dtype)
+    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+    return model
+
+
+def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterator[Image]:
     """Yield the pictures of a run as they are finished, with a bar of its steps."""
     from clowder_aimage.model.pipeline import Image
 
-    with Progress("rendering", quiet=quiet, unit="steps") as progress:
+    with Progress("rendering", unit="steps") as progress:
         progress.begin(request.steps * request.n)
         for event in events:
             if isinstance(event, Image):
@@ -233,12 +217,12 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _check_output(output: Path | None) -> None:
-    """Refuse a place that a picture cannot go to before minutes are spent on the picture."""
+    """Refuse a place where a picture cannot be written, before the picture is generated."""
     if output is None or output.is_dir():
         _check_directory(output or Path())
         return
     if output.suffix.lower() not in ("", ".png"):
-        raise UsageError(f"pictures are PNG files; {output.name} is called something else")
+        raise UsageError(f"pictures are PNG files: {output.name} does not end in .png")
     _check_directory(output.parent)
 
 

@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("refs", metavar="REF...", nargs=-1, required=True)
 @click.option(
-    "-o",
-    "--output",
-    "file",
-    required=True,
-    metavar="FILE",
-    help="Where to write it; - is stdout, into a pipe.",
+    "-o", "--output", "file", required=True, metavar="FILE", help="The file to write; - is stdout."
 )
 @common_options
 def save(refs: tuple[str, ...], file: str) -> None:
-    """Write what REF... name in the store to one tar file, an OCI image layout; print its path.
+    """Write the AImages REF... of the store to a tar file, an OCI image layout; print its path.
 
-    Blobs that they share are in it once. Each is verified on the way. FILE is there whole or not
-    at all; one that exists is replaced. The same content makes the same bytes.
+    Shared blobs are written once, and every blob is verified. FILE is written whole or not at all;
+    a FILE that exists is replaced. The same content gives the same bytes.
     """
     from clowder_aimage.save import save as save_archive
 
@@ -41,7 +36,7 @@ def save(refs: tuple[str, ...], file: str) -> None:
     references = [Reference.parse(ref) for ref in refs]
     target = _stdout() if file == "-" else Path(file)
     subject = references[0] if len(references) == 1 else None
-    with Progress("saving", subject, quiet=chosen.quiet) as progress:
+    with Progress("saving", subject) as progress:
         saved = save_archive(
             chosen.layout, references, target, is_hashed=chosen.as_json, on_event=progress.on_event
         )
@@ -57,10 +52,10 @@ def save(refs: tuple[str, ...], file: str) -> None:
 
 
 def _stdout() -> BinaryIO:
-    """stdout, unbuffered. Raises UsageError where it is a terminal."""
+    """Return stdout, unbuffered. Raises UsageError where it is a terminal."""
     if sys.stdout.isatty():
         raise UsageError(
-            "an archive is nothing for a terminal", hint="name a file with -o, or pipe it on"
+            "an archive cannot be written to a terminal", hint="name a file with -o, or pipe it on"
         )
     return cast(BinaryIO, open(sys.stdout.fileno(), "wb", buffering=0, closefd=False))
 
@@ -76,6 +71,6 @@ def _say(file: str, saved: SaveResult, chosen: VerbSettings) -> None:
         ],
     }
     if file != "-":
-        result(value, file, as_json=chosen.as_json)
+        result(value, file)
     elif chosen.as_json:
         click.echo(event("saved", **value), err=True)

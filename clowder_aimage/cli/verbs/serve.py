@@ -1,31 +1,117 @@
-"""``aimage serve``: be a worker."""
+"""``aimage serve``, and the options and the server that it shares with ``aimage node``."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clowder_aimage.cli.console.listener import (
-    NODE_OPTIONS,
-    check_stores,
-    listening_options,
-    needs,
-    node_options,
-    run_server,
-    spell,
-)
 from clowder_aimage.cli.console.option import (
     common_options,
     config_file,
-    connection,
     connection_options,
+    needs,
+    options,
     settings,
 )
+from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
 
-_PATH = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from clowder_aimage.engine.settings import ServerSettings
+    from clowder_aimage.node.node_settings import NodeSettings
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_PER_CENT = click.FloatRange(0, 100)
+_MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # in time, perhaps
+
+node_options = options(
+    click.option(
+        "--desired",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="The directory of specifications of models to keep.",
+    ),
+    click.option(
+        "--prune/--no-prune",
+        default=None,
+        help="Remove models that are in no specification any more. [default: keep them]",
+    ),
+    click.option(
+        "--high",
+        type=_PER_CENT,
+        metavar="PERCENT",
+        help="Disk usage at which unused models are evicted. [default: 85]",
+    ),
+    click.option(
+        "--low",
+        type=_PER_CENT,
+        metavar="PERCENT",
+        help="Disk usage at which eviction ends. [default: 80]",
+    ),
+    click.option(
+        "--min-age",
+        metavar="DURATION",
+        help="Time after its last use in which a model is not evicted. [default: 2m]",
+    ),
+    click.option(
+        "--collect", metavar="DURATION", help="Interval of garbage collection. [default: 10m]"
+    ),
+    click.option(
+        "--neighbour",
+        "neighbours",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="Another node, or dns:NAME:PORT for all addresses of a name. May be repeated.",
+    ),
+)
+NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
+
+
+def listening_options(what: str, address: str) -> Callable[[_F], _F]:
+    """Return a decorator that adds the options of a server: addresses, access, shutdown and log."""
+    return options(
+        click.option(
+            "--addr",
+            metavar="HOST:PORT",
+            help=f"Where to listen; port 0 picks a free one. [default: {address} without --socket]",
+        ),
+        click.option("--socket", type=_FILE, help="Listen on this unix socket."),
+        click.option("--token-file", type=_FILE, help="Require a token from this file."),
+        click.option(
+            "--allow-host",
+            "allow_hosts",
+            multiple=True,
+            metavar="NAME",
+            help=f"A host name that clients may use for this {what}. May be repeated.",
+        ),
+        click.option(
+            "--grace",
+            metavar="DURATION",
+            help=f"Time for running requests when the {what} stops. [default: 30s]",
+        ),
+        click.option(
+            "--log-format", type=click.Choice(["console", "json"]), help="[default: console]"
+        ),
+        click.option(
+            "--log-level",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            help="[default: info]",
+        ),
+    )
+
+
+def spell(field: str) -> str:
+    """Return the option of a field of the settings of a server."""
+    names = {"aliases": "alias", "allow_hosts": "allow-host", "neighbours": "neighbour"}
+    return "--" + names.get(field, field).replace("_", "-")
 
 
 @click.command()
@@ -34,26 +120,31 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--text-encoder",
     type=click.Choice(["auto", "keep", "release"]),
-    help="Between prompts: in memory, or loaded again for a new one. [default: auto, by --memory]",
+    help="Keep the text encoder between prompts, or load it again. [default: auto, by --memory]",
 )
 @click.option(
-    "--memory",
-    metavar="SIZE",
-    help="What models may take, such as 12GiB. [default: what the machine has]",
+    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: the machine's]"
 )
 @click.option("--queue", type=click.IntRange(0), help="Requests that may wait. [default: 8]")
 @click.option(
     "--keep-alive",
     metavar="DURATION",
-    help="How long an idle model stays: 5m, 0, or -1 for ever. [default: 5m]",
+    help="Time until an idle model is unloaded: 5m, 0, or -1 for never. [default: 5m]",
+)
+@click.option("--deadline", metavar="DURATION", help="Limit of a request. [default: none]")
+@click.option("--default-model", metavar="REF", help="The model of requests that name none.")
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="NAME=REF",
+    help="Another name of a model. May be repeated.",
 )
 @click.option(
-    "--deadline", metavar="DURATION", help="How long a request may take. [default: no limit]"
-)
-@click.option("--default-model", metavar="REF", help="For requests that name none.")
-@click.option("--alias", "aliases", multiple=True, metavar="NAME=REF", help="Another name. Repeat.")
-@click.option(
-    "--wanted", multiple=True, metavar="REF", help="A model to have before being ready. Repeat."
+    "--wanted",
+    multiple=True,
+    metavar="REF",
+    help="A model to have in the store before the worker is ready. May be repeated.",
 )
 @click.option(
     "--pull",
@@ -63,51 +154,116 @@ _PATH = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--stream-format",
     type=click.Choice(["auto", "openai", "openai+progress", "ollama"]),
-    help="Whose events streams have where the request does not say. [default: auto, by the client]",
+    help="Form of streamed events if the request does not say. [default: auto, by the client]",
 )
 @click.option(
     "--png-facts/--no-png-facts",
     default=None,
-    help="Whether PNG files say how they were made, prompt and seed. [default: they do]",
+    help="Write prompt, seed and other facts into PNG files. [default: they are written]",
 )
-@click.option("--dtype", help="To compute in: float32 (f32) or bfloat16 (bf16).")
+@click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
     "--public-url",
     metavar="URL",
-    help="What links to pictures begin with. [default: the address that was asked]",
+    help="Beginning of links to pictures. [default: the address of the request]",
 )
-@click.option("--node", "is_node", is_flag=True, help="Keep models here, too: see 'aimage node'.")
+@click.option("--node", "is_node", is_flag=True, help="Be a node as well: see 'aimage node'.")
 @node_options
 @connection_options
 @common_options
-def serve(
-    plain_http: bool,
-    insecure: bool,
-    ca_file: Path | None,
-    aliases: tuple[str, ...],
-    is_node: bool,
-    **options: Any,
-) -> None:
+def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
     """Serve models to clients until interrupted.
 
     The APIs are OpenAI's for images, ollama's for images, and Clowder's; /openapi.json describes
     them. The URL is printed, on a line of its own, once connections are accepted.
 
-    What is not said here comes from AIMAGE_SERVE_ADDR and so on, then from "worker" in the
-    configuration: see 'aimage config show'.
+    Options that are not given come from the environment (AIMAGE_SERVE_ADDR and so on), then from
+    "worker" in the configuration: see 'aimage config show'.
     """
     with needs("a worker", "mlx,worker"):
         from clowder_aimage.engine.settings import Settings, gather
-        from clowder_aimage.http import log
         from clowder_aimage.node.node_settings import NodeSettings
 
-    chosen = settings()
     kept = {name: options.pop(name) for name in NODE_OPTIONS}
     if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
-        raise UsageError(f"--{odd.removesuffix('s')} is for a node", hint="add --node")
+        raise UsageError(f"{spell(odd)} is for a node", hint="add --node")
     options["aliases"] = ",".join(aliases) or None
     said, _ = gather(Settings, options, config_file(), spell)
     node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
+    run_server(said, node)
+
+
+def check_stores(stores: Sequence[Path]) -> None:
+    """Verify that there can be a store, before a server begins.
+
+    Raises:
+        UsageError: one is not a directory, or the only one is absent and cannot be made.
+    """
+    for store in stores:
+        try:
+            if not _is_directory(store) and len(stores) == 1:
+                _try_to_make(store)
+        except OSError as error:
+            if error.errno not in _MENDS:
+                raise UsageError(
+                    f"{store} cannot be the store: {error.strerror or error}",
+                    hint="name a directory with --store, or in AIMAGE_STORE",
+                ) from None
+
+
+def _is_directory(store: Path) -> bool:
+    """Return whether it exists. Raises OSError: it is not a directory."""
+    try:
+        with os.scandir(store):
+            return True
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # to be listed, not to be used
+        if store.is_dir():
+            return True
+        raise
+
+
+def _try_to_make(store: Path) -> None:
+    """Make a directory where the store would be made, and remove it. Raises OSError."""
+    place = store.absolute()
+    while not place.exists():
+        place = place.parent
+    Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
+
+
+def run_server(said: ServerSettings, node: NodeSettings | None) -> None:
+    """Serve as a worker, a node, or both, until interrupted."""
+    from clowder_aimage.api.service import make_service
+    from clowder_aimage.api.worker_role import WorkerRole
+    from clowder_aimage.engine.settings import Settings as WorkerSettings
+    from clowder_aimage.http import log, server
+    from clowder_aimage.http.access import read_tokens
+    from clowder_aimage.http.listening_socket import listen
+    from clowder_aimage.http.route import Role
+    from clowder_aimage.node.daemon import Daemon
+
+    chosen = settings()
     check_stores(chosen.stores)
     log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
-    run_server(said, node, chosen, connection(plain_http, insecure, ca_file))
+    connection = chosen.connection()
+    tokens = read_tokens(said.token_file) if said.token_file else {}
+    opened = listen(
+        said.address,
+        said.socket,
+        is_default=not said.addr,
+        has_tokens=bool(tokens),
+        allow_hosts=said.allow_hosts,
+    )
+    with contextlib.closing(opened) as listeners:
+        service = make_service(said, chosen.layout, connection)
+        roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(said, WorkerSettings))]
+        if node is not None:
+            roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
+        server.serve(
+            listeners,
+            *roles,
+            tokens=tokens,
+            grace=said.grace,
+            on_ready=lambda urls: result({"urls": urls}, "\n".join(urls)),
+        )

@@ -25,10 +25,7 @@ _OURS = re.compile(
 )
 # properties of the config, above the size and below the number of parameters
 _KIND = ("family", "pipeline", "format", "name", "architecture")
-_MORE = (
-    *("quantization", "context", "formatVersion"),
-    *("license", "source", "created"),
-)
+_MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "created"))
 
 
 @click.command()
@@ -45,14 +42,14 @@ def show(ref: str, layers: bool) -> None:
     descriptor = chosen.layout.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
         value = _index(chosen.layout, reference, descriptor)
-        result(value, _index_text(value), as_json=chosen.as_json)
+        result(value, _index_text(value))
         return
     stored = read_aimage(chosen.layout, reference)
     found = check_stored(chosen.layout, stored)
     text = _text(reference, stored, found)
     if layers:
         text += "\n\n" + _layers(stored.aimage)
-    result(_value(reference, stored, found), text, as_json=chosen.as_json)
+    result(_value(reference, stored, found), text)
 
 
 def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import common_options
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.oci import Reference
@@ -14,13 +14,13 @@ from clowder_aimage.oci import Reference
 @click.argument("ref")
 @common_options
 def stop(ref: str) -> None:
-    """Have the worker free the memory of REF; print its name.
+    """Unload REF from a worker's memory; print its name.
 
-    The worker is the one that AIMAGE_HOST names, or else the one at 127.0.0.1:11434. What REF is at
-    ends after the current step. Where REF is not loaded, nothing changes.
+    The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434. Running requests of REF end
+    after the current step. Where REF is not loaded, nothing changes.
     """
-    chosen, reference = settings(), Reference.parse(ref)
+    reference = Reference.parse(ref)
     refuse_options("leave it out: it is the worker's memory that is freed")
     unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}
     worker().ask("POST", "/api/generate", unload)
-    result({"stopped": str(reference)}, str(reference), as_json=chosen.as_json)
+    result({"stopped": str(reference)}, str(reference))

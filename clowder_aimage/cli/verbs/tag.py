@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import common_options, settings, tag_reference
 from clowder_aimage.cli.console.output import plain, result
-from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
 
 
@@ -15,15 +14,13 @@ from clowder_aimage.oci import Reference, mediatype
 @click.argument("dst")
 @common_options
 def tag(src: str, dst: str) -> None:
-    """Let DST name what SRC names. No blob is copied."""
+    """Give the AImage SRC the name DST as well. No blob is copied."""
     chosen = settings()
-    source, target = Reference.parse(src), Reference.parse(dst)
-    if target.digest is not None:
-        raise UsageError(f"{dst} names a digest: a tag is needed", hint="leave the @... away")
-    chosen.layout.resolve(source)  # before a store is made just to look into it
+    source, target = Reference.parse(src), tag_reference(dst)
+    chosen.layout.resolve(source)  # before a missing store is made
     with chosen.layout.keep():
         descriptor = chosen.layout.resolve(source)
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
         chosen.layout.tag(descriptor, target, is_partial=is_partial)
     value = {"reference": str(target), **plain(descriptor)}
-    result(value, str(descriptor.digest), as_json=chosen.as_json)
+    result(value, str(descriptor.digest))

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, connection_options, settings
 from clowder_aimage.cli.console.output import note, result
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -21,7 +14,7 @@ from clowder_aimage.oci import Reference
 @click.argument("repo")
 @connection_options
 @common_options
-def tags(repo: str, plain_http: bool, insecure: bool, ca_file: Path | None) -> None:
+def tags(repo: str) -> None:
     """List all tags of the repository REPO, one a line, in the registry's order."""
     from clowder_aimage.registry import Repository
 
@@ -36,10 +29,10 @@ def tags(repo: str, plain_http: bool, insecure: bool, ca_file: Path | None) -> N
             f"{repo} has no registry host, and tags are listed by a registry",
             hint="the names in the store are listed by: aimage ls",
         )
-    with Repository(reference, connection(plain_http, insecure, ca_file)) as repository:
+    with Repository(reference, chosen.connection()) as repository:
         found = repository.tag_names()
     if found or chosen.as_json:
         value = {"repository": reference.name, "tags": found}
-        result(value, "\n".join(found), as_json=chosen.as_json)
+        result(value, "\n".join(found))
     elif not chosen.quiet:
         note(f"{reference.name} has no tags")

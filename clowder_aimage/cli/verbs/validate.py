@@ -41,7 +41,7 @@ def validate(what: str, schema: str) -> int:
         raise UsageError(
             f"cannot read {error.filename or what}: {error.strerror or error}"
         ) from None
-    result(_value(report), "\n".join(_lines(report)), as_json=settings().as_json)
+    result(_value(report), "\n".join(_lines(report)))
     return 0 if report.is_valid else _INVALID
 
 

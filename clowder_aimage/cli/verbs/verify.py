@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import (
-    common_options,
-    connection,
-    connection_options,
-    settings,
-)
+from clowder_aimage.cli.console.option import common_options, connection_options, settings
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import VerificationError
@@ -26,37 +20,35 @@ _FAILED = VerificationError.exit_code
 
 @click.command()
 @click.argument("refs", metavar="[REF...]", nargs=-1)
-@click.option("--repair", is_flag=True, help="Fetch what is damaged or missing again.")
+@click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
 @connection_options
 @common_options
-def verify(
-    refs: tuple[str, ...], repair: bool, plain_http: bool, insecure: bool, ca_file: Path | None
-) -> int:
-    """Read and hash every byte of what REF... name, else of the whole store.
+def verify(refs: tuple[str, ...], repair: bool) -> int:
+    """Read and hash every byte of REF..., else of the whole store.
 
-    Damaged and missing blobs, and manifests that mean nothing, make it fail with exit code 5.
-    With --repair they are fetched again from the registry in the name that needs them; a damaged
-    blob that nothing needs is removed.
+    The exit code is 5 if blobs are damaged or missing, or manifests cannot be read. With --repair
+    they are fetched again from the registry in the name that needs them; a damaged blob that
+    nothing needs is removed.
     """
     from clowder_aimage.verify import repair as mend
     from clowder_aimage.verify import verify as check
 
     chosen = settings()
     references = [Reference.parse(ref) for ref in refs]
-    with Progress("verifying", quiet=chosen.quiet) as progress:
+    with Progress("verifying") as progress:
         report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
     outcome: dict[FsckProblem, str] = {}
     if repair and report.problems:
-        reach = connection(plain_http, insecure, ca_file)
+        reach = chosen.connection()
         for problem, error in mend(chosen.layout, report, reach):
             outcome[problem] = "" if error is None else error.message
-    _say(report, outcome, as_json=chosen.as_json)
+    _say(report, outcome)
     bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
     left = [problem for problem in bad if outcome.get(problem, "no") != ""]
     return _FAILED if left else 0
 
 
-def _say(report: FsckReport, outcome: dict[FsckProblem, str], *, as_json: bool) -> None:
+def _say(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
     problems = [_plain(problem, outcome) for problem in report.problems]
     value = {"blobs": report.blobs, "size": report.size, "problems": problems}
     lines = [f"{plural(report.blobs, 'blob')} intact, {size(report.size)}"]
@@ -66,7 +58,7 @@ def _say(report: FsckReport, outcome: dict[FsckProblem, str], *, as_json: bool) 
         if problem in outcome:
             done = "mended" if problem.names else "removed, for nothing needs it"
             lines.append(f"  {outcome[problem] or done}")
-    result(value, "\n".join(lines), as_json=as_json)
+    result(value, "\n".join(lines))
 
 
 def _plain(problem: FsckProblem, outcome: dict[FsckProblem, str]) -> dict[str, Any]:
