@@ -79,13 +79,13 @@ class _Verbs(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
+@common_options
 @click.command(
     cls=_Verbs,
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="aimage")
-@common_options
 def cli() -> None:
     """AI models as OCI artifacts: create, push, pull and run them.
 

@@ -223,10 +223,11 @@ def test_a_mounted_blob_counts_once():
         for kind in ("start", "skip", "done"):
             watched.tell(kind, content, content.size)
         watched.after(1)
+    progress.say("copied")
     kinds = [event["event"] for event in watched.events]
-    assert kinds == ["plan", "start", "skip", "progress"]
-    assert watched.events[-1]["done"] == 100
-    assert progress.summary("copied") == "copied 0 blobs, 1 already there, 100 B in all"
+    assert kinds == ["plan", "start", "skip", "progress", "summary"]
+    assert watched.events[-2]["done"] == 100
+    assert watched.events[-1]["message"] == "copied 0 blobs, 1 already there, 100 B in all"
 
 
 def test_events_have_stable_names():

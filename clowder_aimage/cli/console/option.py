@@ -26,7 +26,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CONNECTION = ("plain_http", "insecure", "ca_file")
 
 
-def options(*decorators: Callable[[_F], _F]) -> Callable[[_F], _F]:
+def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     """Return a decorator that adds options, which the help lists in this order."""
 
     def add(function: _F) -> _F:
@@ -61,14 +61,20 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 common_options = options(
-    _shared("-q", "--quiet", is_flag=True, help="No progress on stderr."),
-    _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     _shared(
         "--store",
         type=click.Path(path_type=Path),
         help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
     ),
+    _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    _shared("-q", "--quiet", is_flag=True, help="No progress on stderr."),
 )
+
+
+def verb(function: Callable[..., Any]) -> click.Command:
+    """Return a command with the common options."""
+    return common_options(click.command()(function))
+
 
 connection_options = options(
     _shared(
@@ -82,6 +88,8 @@ connection_options = options(
     ),
 )
 
+reference_argument = click.argument("reference", metavar="REF", type=Reference.parse)
+
 jobs_option = _shared(
     "--jobs",
     type=click.IntRange(1, 64),
@@ -89,6 +97,14 @@ jobs_option = _shared(
 )
 
 transfer_options = options(jobs_option, connection_options)
+
+
+def references_argument(*, required: bool) -> Callable[[_F], _F]:
+    """Return an argument of any number of names."""
+    metavar = "REF..." if required else "[REF...]"
+    return click.argument(
+        "references", metavar=metavar, nargs=-1, required=required, type=Reference.parse
+    )
 
 
 def given_options(*but: str) -> list[str]:

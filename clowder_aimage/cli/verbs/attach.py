@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings, transfer_options
+from clowder_aimage.cli.console.option import reference_argument, settings, transfer_options, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.argument(
     "file", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
@@ -33,9 +33,8 @@ from clowder_aimage.oci import Reference
     help="Annotate the artifact. May be repeated.",
 )
 @transfer_options
-@common_options
 def attach(
-    ref: str, file: tuple[Path, ...], artifact_type: str, annotations: tuple[str, ...]
+    reference: Reference, file: tuple[Path, ...], artifact_type: str, annotations: tuple[str, ...]
 ) -> None:
     """Push FILEs as an artifact with the subject REF in its registry; print its digest.
 
@@ -44,7 +43,6 @@ def attach(
     from clowder_aimage.attach import attach as attach_files
 
     chosen = settings()
-    reference = Reference.parse(ref)
     with Progress("attaching", reference) as progress:
         descriptor, subject = attach_files(
             reference,

@@ -42,8 +42,8 @@ def config() -> None:
     """Show the configuration of this machine."""
 
 
-@config.command(short_help="Show every setting, and where it comes from.")
 @common_options
+@config.command(short_help="Show every setting, and where it comes from.")
 def show() -> None:
     """Show every setting and its source.
 

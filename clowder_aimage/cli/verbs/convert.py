@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings, tag_reference
+from clowder_aimage.cli.console.option import reference_argument, settings, tag_reference, verb
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.verbs.create import callbacks, recipe_options, say
 from clowder_aimage.oci import Reference
 
 
-@click.command()
-@click.argument("ref")
-@click.argument("new")
+@verb
+@reference_argument
+@click.argument("new", type=tag_reference)
 @recipe_options
-@common_options
 def convert(
-    ref: str, new: str, dtype: str | None, quantize: str | None, group_size: int | None
+    reference: Reference,
+    new: Reference,
+    dtype: str | None,
+    quantize: str | None,
+    group_size: int | None,
 ) -> None:
     """Make the AImage NEW from REF in the store: quantized, or in another precision.
 
@@ -27,14 +30,8 @@ def convert(
 
     chosen = settings()
     recipe = Recipe.parse(dtype, quantize, group_size)
-    target = tag_reference(new)
-    with Progress("converting", target) as progress:
+    with Progress("converting", new) as progress:
         made = convert_aimage(
-            chosen.layout,
-            Reference.parse(ref),
-            target,
-            recipe,
-            jobs=chosen.jobs,
-            **callbacks(progress),
+            chosen.layout, reference, new, recipe, jobs=chosen.jobs, **callbacks(progress)
         )
-    say(target, made, recipe)
+    say(new, made, recipe)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import (
-    common_options,
     given_options,
     jobs_option,
     options,
     settings,
     tag_reference,
+    verb,
 )
 from clowder_aimage.cli.console.output import number, plain, plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
@@ -53,8 +53,8 @@ recipe_options = options(
 )
 
 
-@click.command()
-@click.argument("name")
+@verb
+@click.argument("reference", metavar="NAME", type=tag_reference)
 @click.argument("path", metavar="[PATH]", default=".")
 @click.option(
     "--from-ollama",
@@ -84,7 +84,10 @@ recipe_options = options(
     help="Pack a LoRA adapter with the model. May be repeated.",
 )
 @click.option(
-    "--base", metavar="REF", help="Of an adapter: the AImage in the store that it belongs to."
+    "--base",
+    type=Reference.parse,
+    metavar="REF",
+    help="Of an adapter: the AImage in the store that it belongs to.",
 )
 @click.option(
     "--layer",
@@ -123,16 +126,15 @@ recipe_options = options(
     help="What the layers and the config are known by.",
 )
 @recipe_options
-@common_options
 def create(
-    name: str,
+    reference: Reference,
     path: str,
     ollama: Path | None,
     format_: str | None,
     whole_files: bool,
     compress: str | None,
     adapters: tuple[str, ...],
-    base: str | None,
+    base: Reference | None,
     layers: tuple[str, ...],
     dialect: str,
     manifest_type: str,
@@ -157,7 +159,6 @@ def create(
 
     chosen = settings()
     recipe = Recipe.parse(dtype, quantize, group_size)
-    reference = tag_reference(name)
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
     if ollama is not None:
@@ -180,7 +181,7 @@ def create(
             reference,
             Path(path),
             form=form,
-            base=Reference.parse(base) if base else None,
+            base=base,
             dialect="custom" if manifest_type == "custom" else dialect,
             algorithm=algorithm,
             provenance=Provenance(license_, source, _created(created)),

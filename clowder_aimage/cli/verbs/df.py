@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
 
 if TYPE_CHECKING:
     from clowder_aimage.usage import DiskUsage
 
 
-@click.command()
-@common_options
+@verb
 def df() -> None:
     """Show what lies in the store, what of it nothing needs, and how much more would fit.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.oci import Reference
 
@@ -21,15 +21,14 @@ _WIDTH = 60  # characters of a value in a config that are shown
 _DIFFERS = 1
 
 
-@click.command()
-@click.argument("a")
-@click.argument("b")
+@verb
+@click.argument("a", type=Reference.parse)
+@click.argument("b", type=Reference.parse)
 @click.option("--all", "whole", is_flag=True, help="List all that differs, however much.")
 @click.option("--remote", is_flag=True, help="Ask the registries, whatever the store has.")
 @click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 where they differ.")
 @connection_options
-@common_options
-def diff(a: str, b: str, whole: bool, remote: bool, tells: bool) -> int:
+def diff(a: Reference, b: Reference, whole: bool, remote: bool, tells: bool) -> int:
     """Show which tensors, files and fields of the config differ between A and B.
 
     Each is looked for in the store, then in the registry in its name. Only manifests and configs
@@ -39,7 +38,7 @@ def diff(a: str, b: str, whole: bool, remote: bool, tells: bool) -> int:
 
     chosen = settings()
     reach = chosen.connection()
-    found = compare(Reference.parse(a), Reference.parse(b), chosen.layout, reach, remote=remote)
+    found = compare(a, b, chosen.layout, reach, remote=remote)
     text = "\n".join(_lines(found, None if whole else _LISTED))
     result(_plain(found), text)
     return _DIFFERS if tells and not found.is_empty else 0

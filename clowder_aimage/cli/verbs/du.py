@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import references_argument, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.oci import Reference
 
@@ -14,10 +12,9 @@ if TYPE_CHECKING:
     from clowder_aimage.usage import NameUsage, UsageReport
 
 
-@click.command()
-@click.argument("refs", metavar="[REF...]", nargs=-1)
-@common_options
-def du(refs: tuple[str, ...]) -> None:
+@verb
+@references_argument(required=False)
+def du(references: tuple[Reference, ...]) -> None:
     """Show what REF..., else all names in the store, take on disk.
 
     UNIQUE is what no other manifest needs: what rm and gc would free. Several names of one
@@ -27,10 +24,10 @@ def du(refs: tuple[str, ...]) -> None:
 
     chosen = settings()
     layout = chosen.layout
-    only = [layout.resolve(Reference.parse(ref)).digest for ref in refs]
+    only = [layout.resolve(reference).digest for reference in references]
     found = usage(layout, chosen.stores, only)
     text = _table(found)
-    if refs:
+    if references:
         text += f"\nfreed if all of these were removed: {size(found.freed)}"
     result(_plain(found), text)
 

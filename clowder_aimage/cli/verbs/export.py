@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import reference_argument, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from clowder_aimage.export import ExportSummary
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.argument("place", metavar="DIR")
 @click.option(
     "--links",
     is_flag=True,
     help="Let whole files share their bytes with the store, where the file system can.",
 )
-@common_options
-def export(ref: str, place: str, links: bool) -> None:
+def export(reference: Reference, place: str, links: bool) -> None:
     """Write the AImage REF, which is in the store, as the directory DIR; print its path.
 
     DIR must not exist, or be empty; it is there whole or not at all. Tensors are gathered into the
@@ -36,7 +35,6 @@ def export(ref: str, place: str, links: bool) -> None:
     from clowder_aimage.export import export as export_aimage
 
     chosen = settings()
-    reference = Reference.parse(ref)
     if not place:
         raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
     directory = Path(place)

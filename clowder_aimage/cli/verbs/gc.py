@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, parsed, settings
+from clowder_aimage.cli.console.option import parsed, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result, size
 from clowder_aimage.content.unit import parse_size, parse_time
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from clowder_aimage.layout.gc import Collection
 
 
-@click.command()
+@verb
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option(
     "--max-size",
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     callback=parsed(parse_time),
     help="Keep newer blobs: another tool may be about to name them.",
 )
-@common_options
 def gc(
     dry_run: bool,
     max_size: float | None,

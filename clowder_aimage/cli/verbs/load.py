@@ -8,17 +8,19 @@ from typing import BinaryIO, cast
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings, tag_reference
+from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, plural, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
 
 
-@click.command()
+@verb
 @click.argument("file")
-@click.option("--as", "name", metavar="NAME", help="Name for the only AImage in FILE.")
-@common_options
-def load(file: str, name: str | None) -> None:
+@click.option(
+    "--as", "name", type=tag_reference, metavar="NAME", help="Name for the only AImage in FILE."
+)
+def load(file: str, name: Reference | None) -> None:
     """Add the AImages in FILE, an OCI image layout in a tar, to the store; print their names.
 
     FILE may be compressed with gzip; - is stdin. Every blob is verified before it gets its name
@@ -27,11 +29,10 @@ def load(file: str, name: str | None) -> None:
     from clowder_aimage.load import load as load_archive
 
     chosen = settings()
-    wanted = None if name is None else tag_reference(name)
     archive = _stdin() if file == "-" else Path(file)
     with Progress("loading") as progress:
         loaded = load_archive(
-            chosen.layout, archive, wanted, on_plan=progress.begin, on_read=progress.advance
+            chosen.layout, archive, name, on_plan=progress.begin, on_read=progress.advance
         )
     for entry in loaded.unnamed:
         progress.note(f"no name for {entry}: it was added without one")

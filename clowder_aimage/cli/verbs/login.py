@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import remark, result, wants_json
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -29,7 +29,7 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
     return str(click.prompt(what, hide_input=hide, err=True))
 
 
-@click.command()
+@verb
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The user's name.")
 @click.option(
@@ -37,7 +37,6 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
 )
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @connection_options
-@common_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
     """Check credentials with the registry HOST and store them where docker does."""
     from clowder_aimage.registry import login as log_in
@@ -53,9 +52,8 @@ def login(registry: str, username: str | None, password: str | None, password_st
         result({"registry": host, "username": username, "kept": place}, "")
 
 
-@click.command()
+@verb
 @click.argument("registry", metavar="HOST")
-@common_options
 def logout(registry: str) -> None:
     """Remove the credentials of the registry HOST."""
     from clowder_aimage.registry import logout as log_out

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import click
-
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result, size, table
 from clowder_aimage.cli.console.remote_worker import (
     detail_of,
@@ -21,9 +19,8 @@ from clowder_aimage.layout.completeness import is_partial
 from clowder_aimage.layout.metadata import summary
 
 
-@click.command()
+@verb
 @remote_option
-@common_options
 def ls(remote: bool) -> None:
     """List the names in the store, with digest, size and kind.
 

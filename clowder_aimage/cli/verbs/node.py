@@ -33,11 +33,11 @@ _SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _Json = Mapping[str, Any]
 
 
+@common_options
 @click.group(invoke_without_command=True, short_help="Keep models on this machine.")
 @listening_options("node", "127.0.0.1:8050")
 @node_options
 @connection_options
-@common_options
 @click.pass_context
 def node(context: click.Context, /, **options: Any) -> None:
     """Keep the models on this machine that the files in --desired name, until it is interrupted.
@@ -61,13 +61,13 @@ def node(context: click.Context, /, **options: Any) -> None:
     run_server(said, said)
 
 
+@common_options
 @node.command(short_help="Show what a node keeps, and what it lacks.")
 @click.option(
     "--addr",
     metavar="HOST:PORT",
     help=f"The node to ask. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
 )
-@common_options
 def status(addr: str | None) -> None:
     """Show each model of a node.
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import references_argument, settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.oci import Reference
@@ -15,19 +13,18 @@ if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
 
 
-@click.command()
-@click.argument("refs", metavar="[REF...]", nargs=-1)
-@common_options
-def pin(refs: tuple[str, ...]) -> None:
+@verb
+@references_argument(required=False)
+def pin(references: tuple[Reference, ...]) -> None:
     """Keep the names REF... and what they name: neither 'gc' nor 'rm' takes them.
 
     Without REF, list the names that are pinned.
     """
     chosen = settings()
-    names = [name for ref in refs for name in _names(chosen.layout, Reference.parse(ref))]
+    names = [name for reference in references for name in _names(chosen.layout, reference)]
     for name in names:
         chosen.layout.pins.put(name, {}, durable=True)
-    said = names if refs else sorted(name for name, _ in chosen.layout.pins.items())
+    said = names if references else sorted(name for name, _ in chosen.layout.pins.items())
     result({"pinned": said}, "\n".join(said))
 
 
@@ -51,15 +48,14 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     return ours
 
 
-@click.command()
-@click.argument("refs", metavar="REF...", nargs=-1, required=True)
-@common_options
-def unpin(refs: tuple[str, ...]) -> None:
+@verb
+@references_argument(required=True)
+def unpin(references: tuple[Reference, ...]) -> None:
     """Pin the names REF... no longer. They stay until 'rm' or 'gc' takes them."""
     from clowder_aimage.layout.layout import index_name
 
     chosen = settings()
-    names = [index_name(Reference.parse(ref)) for ref in refs]
+    names = [index_name(reference) for reference in references]
     for name in names:
         if chosen.layout.pins.get(name) is None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists what is")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-import click
-
-from clowder_aimage.cli.console.option import common_options
+from clowder_aimage.cli.console.option import verb
 from clowder_aimage.cli.console.output import duration, result, size, table
 from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
 
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
 
 
-@click.command()
-@common_options
+@verb
 def ps() -> None:
     """List the models that a worker has in memory.
 

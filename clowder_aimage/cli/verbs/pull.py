@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, parsed, settings, transfer_options
+from clowder_aimage.cli.console.option import (
+    parsed,
+    reference_argument,
+    settings,
+    transfer_options,
+    verb,
+)
 from clowder_aimage.cli.console.output import plain, plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import (
@@ -38,8 +44,8 @@ def _parse_rate(text: str) -> int:
     return parse_rate(text)
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.option(
     "--platform", metavar="OS/ARCH", help="From an index, choose the manifest for this platform."
 )
@@ -71,9 +77,8 @@ def _parse_rate(text: str) -> int:
     help="Bytes per second in all, such as 500k or 20M. [default: the configuration's]",
 )
 @transfer_options
-@common_options
 def pull(
-    ref: str,
+    reference: Reference,
     platform: str | None,
     variant: str | None,
     whole: bool,
@@ -95,14 +100,13 @@ def pull(
     With --remote a worker pulls REF into its own store.
     """
     if remote:
-        _pull_remotely(Reference.parse(ref))
+        _pull_remotely(reference)
         return
     from clowder_aimage.content import Rate
     from clowder_aimage.pull import PullOptions
     from clowder_aimage.pull import pull as pull_aimage
 
     chosen = settings()
-    reference = Reference.parse(ref)
     options = PullOptions(
         selector=_selector(platform, variant, whole),
         layers=_selection(components, patterns, whole),

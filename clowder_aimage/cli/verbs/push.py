@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from clowder_aimage.cli.console.option import (
-    common_options,
     dialect_cache,
+    reference_argument,
     settings,
     transfer_options,
+    verb,
 )
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from clowder_aimage.errors import AImageError
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 )
 @click.option("--no-fallback", is_flag=True, help="Fail where the registry refuses the manifest.")
 @transfer_options
-@common_options
-def push(ref: str, dialect: str | None, manifest_type: str | None, no_fallback: bool) -> None:
+def push(
+    reference: Reference, dialect: str | None, manifest_type: str | None, no_fallback: bool
+) -> None:
     """Push the AImage REF to the registry in its name; print the digest of the pushed manifest.
 
     Blobs that the registry already has are not sent. If the registry refuses the kind of manifest,
@@ -46,7 +48,6 @@ def push(ref: str, dialect: str | None, manifest_type: str | None, no_fallback: 
     from clowder_aimage.push import push as push_aimage
 
     chosen = settings()
-    reference = Reference.parse(ref)
     if manifest_type is not None:
         if dialect not in (None, "clowder"):
             raise UsageError("--manifest-type is a form of the clowder dialect")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.option import connection_options, reference_argument, settings, verb
 from clowder_aimage.cli.console.output import result, size, table
 from clowder_aimage.oci import Reference
 
@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.option(
     "--type", "artifact_type", metavar="MEDIA/TYPE", default="", help="Only artifacts of this type."
 )
 @connection_options
-@common_options
-def referrers(ref: str, artifact_type: str) -> None:
+def referrers(reference: Reference, artifact_type: str) -> None:
     """List the artifacts whose subject is REF in its registry. There may be none."""
     from clowder_aimage.registry import Repository
 
     chosen = settings()
-    reference = Reference.parse(ref)
     with Repository(reference, chosen.connection()) as repository:
         subject = reference.digest or repository.resolve(reference).digest
         found = repository.referrers(subject, artifact_type)

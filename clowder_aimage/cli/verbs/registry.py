@@ -16,6 +16,7 @@ def registry() -> None:
     """Let other tools use the store as a registry."""
 
 
+@common_options
 @registry.command(short_help="Serve the store by the OCI distribution API.")
 @click.option(
     "--addr",
@@ -39,7 +40,6 @@ def registry() -> None:
     help="Cache this registry: fetch from it what the store lacks. Answers pulls only.",
 )
 @connection_options
-@common_options
 def serve(
     addr: str, readonly: bool, allow_remote: bool, token_file: Path | None, upstream: str | None
 ) -> None:

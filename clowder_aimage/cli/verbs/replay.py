@@ -9,17 +9,16 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, needs
+from clowder_aimage.cli.console.option import connection_options, needs, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
 from clowder_aimage.errors import AImageError, UsageError, VerificationError
 from clowder_aimage.oci import Digest, Reference
 
 
-@click.command()
+@verb
 @click.argument("picture", type=click.Path(path_type=Path))
 @connection_options
-@common_options
 def replay(picture: Path) -> None:
     """Generate PICTURE again from the facts in it, and compare the two.
 

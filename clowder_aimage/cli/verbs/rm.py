@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import click
-
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import references_argument, settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remote_worker import models, refuse_options, remote_option, worker
 from clowder_aimage.errors import NotFoundError, UsageError
@@ -17,17 +15,15 @@ if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
 
 
-@click.command()
-@click.argument("refs", metavar="REF...", nargs=-1, required=True)
+@verb
+@references_argument(required=True)
 @remote_option
-@common_options
-def rm(refs: tuple[str, ...], remote: bool) -> None:
+def rm(references: tuple[Reference, ...], remote: bool) -> None:
     """Forget the names REF... in the store. The blobs stay until 'aimage gc' removes them.
 
     With --remote a worker forgets them, and removes what nothing needs any more.
     """
     chosen = settings()
-    references = [Reference.parse(ref) for ref in refs]
     if remote:
         _forget_remotely(references)
     else:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, needs, settings
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    needs,
+    reference_argument,
+    settings,
+    verb,
+)
 from clowder_aimage.cli.console.output import note, remark, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import (
@@ -34,8 +40,8 @@ if TYPE_CHECKING:
 # An option's value is None when it was not given: then the AImage decides.
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.argument("prompt")
 @click.option(
     "--width", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
@@ -67,9 +73,8 @@ if TYPE_CHECKING:
 )
 @click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
 @connection_options
-@common_options
 def run(
-    ref: str,
+    reference: Reference,
     prompt: str,
     output: Path | None,
     show: bool | None,
@@ -82,7 +87,6 @@ def run(
     REF is pulled first if the store lacks it. If AIMAGE_HOST names a worker, the worker generates
     the picture from its own store.
     """
-    reference = Reference.parse(ref)
     if wishes["negative"] is not None and not wishes["guidance"]:
         raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
     _check_output(output)

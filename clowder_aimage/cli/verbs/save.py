@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
-from clowder_aimage.cli.console.option import VerbSettings, common_options, settings
+from clowder_aimage.cli.console.option import VerbSettings, references_argument, settings, verb
 from clowder_aimage.cli.console.output import event, plain, plural, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from clowder_aimage.save import SaveResult
 
 
-@click.command()
-@click.argument("refs", metavar="REF...", nargs=-1, required=True)
+@verb
+@references_argument(required=True)
 @click.option(
     "-o", "--output", "file", required=True, metavar="FILE", help="The file to write; - is stdout."
 )
-@common_options
-def save(refs: tuple[str, ...], file: str) -> None:
+def save(references: tuple[Reference, ...], file: str) -> None:
     """Write the AImages REF... of the store to a tar file, an OCI image layout; print its path.
 
     Shared blobs are written once, and every blob is verified. FILE is written whole or not at all;
@@ -33,7 +32,6 @@ def save(refs: tuple[str, ...], file: str) -> None:
     from clowder_aimage.save import save as save_archive
 
     chosen = settings()
-    references = [Reference.parse(ref) for ref in refs]
     target = _stdout() if file == "-" else Path(file)
     subject = references[0] if len(references) == 1 else None
     with Progress("saving", subject) as progress:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.console.option import (
-    common_options,
     config_file,
     connection_options,
     needs,
     options,
     settings,
+    verb,
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
@@ -114,7 +114,7 @@ def spell(field: str) -> str:
     return "--" + names.get(field, field).replace("_", "-")
 
 
-@click.command()
+@verb
 @listening_options("worker", "127.0.0.1:11434")
 @click.option("--max-models", type=click.IntRange(1), help="Models in memory. [default: 1]")
 @click.option(
@@ -170,7 +170,6 @@ def spell(field: str) -> str:
 @click.option("--node", "is_node", is_flag=True, help="Be a node as well: see 'aimage node'.")
 @node_options
 @connection_options
-@common_options
 def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
     """Serve models to clients until interrupted.
 

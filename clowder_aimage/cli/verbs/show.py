@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import reference_argument, settings, verb
 from clowder_aimage.cli.console.output import number, plain, plural, result, size, table
 from clowder_aimage.content.platform import Candidate, candidates_in, one_line
 from clowder_aimage.content.verified_reader import read_all
@@ -28,17 +28,15 @@ _KIND = ("family", "pipeline", "format", "name", "architecture")
 _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "created"))
 
 
-@click.command()
-@click.argument("ref")
+@verb
+@reference_argument
 @click.option("--layers", is_flag=True, help="List every layer.")
-@common_options
-def show(ref: str, layers: bool) -> None:
+def show(reference: Reference, layers: bool) -> None:
     """Show the config, the parts and the sizes of the AImage REF in the store.
 
     Of an index, the manifests in it are shown.
     """
     chosen = settings()
-    reference = Reference.parse(ref)
     descriptor = chosen.layout.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
         value = _index(chosen.layout, reference, descriptor)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings, tag_reference
+from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.oci import Reference, mediatype
 
 
-@click.command()
-@click.argument("src")
-@click.argument("dst")
-@common_options
-def tag(src: str, dst: str) -> None:
+@verb
+@click.argument("src", type=Reference.parse)
+@click.argument("dst", type=tag_reference)
+def tag(src: Reference, dst: Reference) -> None:
     """Give the AImage SRC the name DST as well. No blob is copied."""
     chosen = settings()
-    source, target = Reference.parse(src), tag_reference(dst)
-    chosen.layout.resolve(source)  # before a missing store is made
+    chosen.layout.resolve(src)  # before a missing store is made
     with chosen.layout.keep():
-        descriptor = chosen.layout.resolve(source)
+        descriptor = chosen.layout.resolve(src)
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
-        chosen.layout.tag(descriptor, target, is_partial=is_partial)
-    value = {"reference": str(target), **plain(descriptor)}
+        chosen.layout.tag(descriptor, dst, is_partial=is_partial)
+    value = {"reference": str(dst), **plain(descriptor)}
     result(value, str(descriptor.digest))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import note, result
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-@click.command()
+@verb
 @click.argument("repo")
 @connection_options
-@common_options
 def tags(repo: str) -> None:
     """List all tags of the repository REPO, one a line, in the registry's order."""
     from clowder_aimage.registry import Repository

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, settings
+from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INVALID = FormatError.exit_code
 
 
-@click.command()
+@verb
 @click.argument("what", metavar="FILE|REF")
 @click.option(
     "--schema",
@@ -27,7 +27,6 @@ _INVALID = FormatError.exit_code
     metavar="NAME",
     help="The schema of FILE. [default: recognised by its content]",
 )
-@common_options
 def validate(what: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
 

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, settings
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    references_argument,
+    settings,
+    verb,
+)
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import VerificationError
@@ -18,12 +23,11 @@ if TYPE_CHECKING:
 _FAILED = VerificationError.exit_code
 
 
-@click.command()
-@click.argument("refs", metavar="[REF...]", nargs=-1)
+@verb
+@references_argument(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
 @connection_options
-@common_options
-def verify(refs: tuple[str, ...], repair: bool) -> int:
+def verify(references: tuple[Reference, ...], repair: bool) -> int:
     """Read and hash every byte of REF..., else of the whole store.
 
     The exit code is 5 if blobs are damaged or missing, or manifests cannot be read. With --repair
@@ -34,7 +38,6 @@ def verify(refs: tuple[str, ...], repair: bool) -> int:
     from clowder_aimage.verify import verify as check
 
     chosen = settings()
-    references = [Reference.parse(ref) for ref in refs]
     with Progress("verifying") as progress:
         report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
     outcome: dict[FsckProblem, str] = {}
