@@ -138,9 +138,9 @@ class BarView(LineView):
                 self._blobs[digest] = self._show(self._blobs.get(digest), title, blob)
 
     def _show(self, task: TaskID | None, title: str, count: Meter | BlobProgress) -> TaskID:
-        if task is None:
-            task = self._bars.add_task(title)
         fields: dict[str, Any] = {"completed": count.shown, "total": count.total, **count.figures}
+        if task is None:
+            return self._bars.add_task(title, **fields)
         self._bars.update(task, description=title, **fields)
         return task
 
