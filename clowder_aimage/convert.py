@@ -12,7 +12,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
 from clowder_aimage.importer.blob_writer import OnWritten, pack
-from clowder_aimage.importer.conversion_plan import plan_conversion
+from clowder_aimage.importer.create_plan import plan_conversion
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete

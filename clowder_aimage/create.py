@@ -9,7 +9,7 @@ from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.formats import lora
-from clowder_aimage.formats.diffusers import Inventory
+from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer import (
     CreatePlan,

@@ -15,7 +15,7 @@ from typing import Any
 
 from clowder_aimage.exporter.weight_file import is_modelopt, stem
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
-from clowder_aimage.tensor.quantization_config import KEYS, METHOD, mlx_type, unknown_key
+from clowder_aimage.tensor.quantization_config import METHOD, mlx_entry, mlx_type, unknown_key
 from clowder_aimage.tensor.weight import Weight
 
 _MLX, _OTHERS = "quantization", "quantization_config"
@@ -46,11 +46,7 @@ def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
 
     A group size that is left out could be told by the shapes, which is not relied upon here.
     """
-    said = next((config[key] for key in KEYS if config.get(key) is not None), None)
-    if not isinstance(said, dict):
-        return None
-    own = said.get(module)
-    name, size = mlx_type(own if isinstance(own, dict) else said)
+    name, size = mlx_type(mlx_entry(config, module) or {})
     if name is None or size not in QUANT_TYPES[name].group_sizes:
         return None
     return Quantization.parse(name, size)

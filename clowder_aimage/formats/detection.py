@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,8 +9,18 @@ from pathlib import Path
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import gguf, gguf_header, onnx, savedmodel, torchscript
 from clowder_aimage.formats.diffusers import MODEL_INDEX
-from clowder_aimage.formats.format_result import is_pickled, reading, start_of, walk
-from clowder_aimage.formats.model_tree import check_inside, check_not_pointer, home, sole
+from clowder_aimage.formats.model_tree import (
+    MODEL_AGAIN,
+    PICKLED,
+    check_not_pointer,
+    home,
+    pickled,
+    read_json,
+    reading,
+    sole,
+    start_of,
+    walk,
+)
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
@@ -19,7 +28,6 @@ DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
 ADAPTER_CONFIG = "adapter_config.json"
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
-_MAX_CONFIG = 16 * 1024 * 1024
 _LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
 _LORA_TOO = re.compile(r"(^|[._])(alpha|dora_scale|lora_magnitude_vector)($|\.)")
 _KNOWN = (
@@ -51,9 +59,11 @@ def _detect_file(path: Path) -> str:
     if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
         return gguf.FORMAT
     if start.startswith(torchscript.MAGIC):
-        return _detect_archive(path, ending)
+        with path.open("rb") as file:
+            if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
+                return torchscript.FORMAT
     if torchscript.is_pickle(start):
-        raise torchscript.pickled(path)
+        raise pickled(path, torchscript.CONVERT)
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
     with path.open("rb") as file:
@@ -64,25 +74,14 @@ def _detect_file(path: Path) -> str:
 
 def _by_ending(path: Path, ending: str) -> str:
     """Return the format whose reader says what is wrong with a file."""
-    if ending == gguf.ENDING:
-        return gguf.FORMAT
-    if ending == onnx.ENDING:
-        return onnx.FORMAT
+    if ending in (gguf.ENDING, onnx.ENDING):
+        return ending.removeprefix(".")
     if path.name in (savedmodel.BINARY, savedmodel.TEXT):
         raise ModelError(
             f"{path} is a part of a SavedModel", hint="name the directory that holds it"
         )
-    if is_pickled(path):
-        raise torchscript.pickled(path)
-    raise _unknown(path)
-
-
-def _detect_archive(path: Path, ending: str) -> str:
-    with path.open("rb") as file:
-        if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
-            return torchscript.FORMAT
-    if is_pickled(path):
-        raise torchscript.pickled(path)
+    if path.suffix.lower() in PICKLED:
+        raise pickled(path, torchscript.CONVERT)
     raise _unknown(path)
 
 
@@ -107,10 +106,13 @@ def is_lora(names: Iterable[str]) -> bool:
     Pairs of small matrices, as peft (``lora_A``, ``lora_B``) and kohya-ss (``lora_down``,
     ``lora_up``) call them. Some whole models bring adapters along.
     """
-    names = list(names)
-    halves = sum(1 for name in names if _LORA.search(name))
-    others = sum(1 for name in names if not _LORA.search(name) and not _LORA_TOO.search(name))
-    return halves > others
+    balance = 0
+    for name in names:
+        if _LORA.search(name):
+            balance += 1
+        elif not _LORA_TOO.search(name):
+            balance -= 1
+    return balance > 0
 
 
 def _detect_directory(root: Path) -> str:
@@ -158,32 +160,22 @@ def _has(names: Iterable[str], ending: str) -> bool:
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
-    """Return whether there are weights, and a config that says what network they are of."""
     # an adapter often brings the config of its base
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
-    path = root / _CONFIG
     if not weights or _CONFIG not in names:
         return False
-    check_inside(home(root), path)
-    if not path.is_file() or path.stat().st_size > _MAX_CONFIG:
-        return False
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is not JSON: {error}", hint="download the file again, in full"
-        ) from None
+    config = read_json(home(root), root / _CONFIG)
     return isinstance(config, dict) and bool(
         config.get("model_type") or config.get("architectures")
     )
 
 
 def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
-    """Why a directory is in no format, as far as its names tell."""
+    """Return the error for a directory in no format, as far as its names tell."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
         return ModelError(
             f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",
-            hint="download the model again, in full",
+            hint=MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
@@ -192,8 +184,8 @@ def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
                 hint=f"name the file itself, if it is; {torchscript.CONVERT} if not",
             )
     for path in paths.values():
-        if is_pickled(path):
-            return torchscript.pickled(path)
+        if path.suffix.lower() in PICKLED:
+            return pickled(path, torchscript.CONVERT)
     if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
         return ModelError(
             f"{root} holds {lone[0]}, and no config.json that says of which model",

@@ -6,23 +6,25 @@ transformers, "Sharded checkpoints".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.errors import ModelError
+from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import (
+    MODEL_AGAIN,
     PICKLED,
     SourceFile,
     check_inside,
-    check_not_pointer,
     list_directory,
+    read_json,
+    read_license,
+    read_object,
+    reading,
 )
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
-from clowder_aimage.tensor.weight import Weight
 
 MODEL_INDEX = "model_index.json"
 WEIGHTED = ("text_encoder", "transformer", "vae")
@@ -45,55 +47,17 @@ _CLASSES = {
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
 }
-_MAX_FILE = 256 * 1024 * 1024
-_MAX_CARD = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One part of a pipeline: its class and library, as model_index.json names them.
-
-    A Transformers model is a single part without a name. ``ignored`` are names of tensors that are
-    left out.
-    """
-
-    name: str
-    library: str
-    class_name: str
-    weights: tuple[Weight, ...]
-    files: tuple[SourceFile, ...]
-    config: Mapping[str, Any]
-    ignored: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """All that a plan is made from.
-
-    ``family`` and ``pipeline`` are empty for what is no diffusers directory; ``facts`` are
-    properties of the AImage config that its format tells.
-    """
-
-    family: str
-    pipeline: str
-    components: tuple[Component, ...]
-    files: tuple[SourceFile, ...]
-    license: str | None
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_inventory(directory: Path) -> Inventory:
     """Read everything about a model directory except its weights.
 
     Raises:
-        ModelError: it is not a model that we pack, or not a whole and honest one, or it cannot
-            be read.
+        ModelError: it is not a model that we pack, or not a whole one, or it cannot be read.
         FormatError: it is quantized, and it cannot be told how, or not as its config says.
     """
-    try:
+    with reading(directory):
         return _take_inventory(directory)
-    except OSError as error:
-        raise ModelError(f"cannot read {error.filename or directory}: {error.strerror}") from error
 
 
 def _take_inventory(directory: Path) -> Inventory:
@@ -113,16 +77,13 @@ def _take_inventory(directory: Path) -> Inventory:
         family=_PIPELINES[pipeline],
         pipeline=pipeline,
         components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
-        files=(_file(directory, MODEL_INDEX),),
+        files=(_file(directory, directory / MODEL_INDEX),),
         license=read_license(directory),
     )
 
 
 def _is_unknown(key: str, value: object) -> bool:
-    """Return whether it is a part that we would leave out.
-
-    One that the model lacks is [null, null].
-    """
+    """Return whether it is a part that would be left out; one that is lacking is [null, null]."""
     return key not in COMPONENTS and _is_part(value)
 
 
@@ -144,7 +105,7 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
             "vae/, tokenizer/ and scheduler/",
         )
     list_directory(directory, directory, PICKLED)
-    return read_object(directory, MODEL_INDEX)
+    return read_object(directory, directory / MODEL_INDEX)
 
 
 def _component(root: Path, name: str, entry: object) -> Component:
@@ -159,7 +120,7 @@ def _component(root: Path, name: str, entry: object) -> Component:
     if not directory.is_dir():
         raise ModelError(
             f"the {name} is missing: there is no directory {directory}",
-            hint="download the model again, in full",
+            hint=MODEL_AGAIN,
         )
     paths = list_directory(root, directory, PICKLED)
     if name == "tokenizer":
@@ -167,24 +128,16 @@ def _component(root: Path, name: str, entry: object) -> Component:
     tensors = read_weights(directory, paths) if name in WEIGHTED else ()
     files = [path for path in paths if path.name in _FILES[name]]
     file = "scheduler_config.json" if name == "scheduler" else "config.json"
-    config = read_object(root, f"{name}/{file}") if name != "tokenizer" else {}
+    config = read_object(root, directory / file) if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
-    return Component(
-        name,
-        entry[0],
-        entry[1],
-        weights,
-        tuple(_file(root, f"{name}/{path.name}") for path in files),
-        config,
-        ignored,
-    )
+    layers = tuple(_file(root, path) for path in files)
+    return Component(name, entry[0], entry[1], weights, layers, config, ignored)
 
 
 def _check_tokenizer(root: Path, names: set[str]) -> None:
     directory = root / "tokenizer"
-    configured = "tokenizer_config.json" in names and read_object(
-        root, "tokenizer/tokenizer_config.json"
-    ).get("chat_template")
+    config = directory / "tokenizer_config.json"
+    configured = config.name in names and read_object(root, config).get("chat_template")
     if not configured and not names & {"chat_template.jinja", "chat_template.json"}:
         raise ModelError(
             f"{directory} has no chat template, which the prompt is written in",
@@ -193,63 +146,14 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
     if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
         raise ModelError(
             f"{directory} has no tokenizer.json, nor vocab.json with merges.txt",
-            hint="download the model again, in full",
+            hint=MODEL_AGAIN,
         )
 
 
-def _file(root: Path, name: str) -> SourceFile:
-    path = root / name
+def _file(root: Path, path: Path) -> SourceFile:
     check_inside(root, path)
-    status = path.stat()
     if path.suffix == ".json":
-        _parse_json(root, name)
+        read_json(root, path)
+    status = path.stat()
+    name = path.relative_to(root).as_posix()
     return SourceFile(name, path, status.st_size, status.st_mtime_ns)
-
-
-def read_object(root: Path, name: str) -> Mapping[str, Any]:
-    """Return the JSON object in a file of the model directory ``root``. Raises ModelError."""
-    value = _parse_json(root, name)
-    if not isinstance(value, dict):
-        raise ModelError(f"{root / name} is not a JSON object")
-    return value
-
-
-def _parse_json(root: Path, name: str) -> object:
-    path = root / name
-    if not path.is_file():
-        raise ModelError(f"{path} is missing", hint="download the model again, in full")
-    check_inside(root, path)
-    if path.stat().st_size > _MAX_FILE:
-        raise ModelError(f"{path} is too large for a JSON file")
-    raw = path.read_bytes()
-    check_not_pointer(path, raw)
-    try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def read_license(root: Path) -> str | None:
-    """Return the licence in the front matter of the model card.
-
-    Source: Hugging Face hub, "Model Cards".
-    """
-    path = root / "README.md"
-    if not path.is_file():
-        return None
-    check_inside(root, path)
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        lines = file.read(_MAX_CARD).splitlines()
-    if not lines or lines[0].strip() != "---":
-        return None
-    for line in lines[1:]:
-        if line.strip() == "---":
-            return None
-        key, colon, value = line.partition(":")
-        if key == "license" and colon:
-            return value.partition(" #")[0].strip().strip("\"'") or None
-    return None

@@ -2,7 +2,7 @@
 
 Format: ggml-org/ggml, docs/gguf.md; of split models ggml-org/llama.cpp, tools/gguf-split and
 src/llama-model-loader.cpp (``split.no``, ``split.count``, ``split.tensors.count``); of adapters
-src/llama-adapter.cpp.
+src/llama-adapter.cpp; of file types gguf-py/gguf/constants.py (LlamaFileType).
 """
 
 from __future__ import annotations
@@ -11,29 +11,40 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import gguf_type
-from clowder_aimage.formats.diffusers import read_license
-from clowder_aimage.formats.format_result import (
-    FormatResult,
+from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
+from clowder_aimage.formats.inventory import Inventory, printable
+from clowder_aimage.formats.model_tree import (
+    MODEL_AGAIN,
+    SourceFile,
+    home,
+    list_directory,
     naming,
+    read_license,
     reading,
     source_file,
-    taken,
-    text,
 )
-from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
-from clowder_aimage.formats.model_tree import SourceFile, home, list_directory
 from clowder_aimage.oci import mediatype
 
 FORMAT = "gguf"
 ENDING = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
 _SHOWN = 5  # names in a message
+
+# enum llama_ftype, general.file_type: what most tensors are, without ALL_ and MOSTLY_
+_OLD = "F32 F16 Q4_0 Q4_1 Q4_1_SOME_F16 Q4_2 Q4_3 Q8_0 Q5_0 Q5_1"
+_K = "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K"
+_IQ = (
+    "IQ2_XXS IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M "
+    "BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8"
+)
+_NEW = "TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
+FILES = dict(enumerate(f"{_OLD} {_K} {_IQ} {_NEW}".split()))
+GUESSED = 1024  # a flag: whoever wrote it was not told; alone it says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class _Model:
         return said[0] == "mmproj" or said[1] == "clip"
 
 
-def take(path: Path) -> FormatResult:
+def take(path: Path) -> Inventory:
     """Return the model in a file, in the parts that the file is one of, or in a directory.
 
     Raises:
@@ -76,12 +87,15 @@ def take(path: Path) -> FormatResult:
         return _taken(_read(path), (), None)
 
 
-def _take_directory(root: Path) -> FormatResult:
-    paths = list_directory(home(root), root, ())
-    paths = [path for path in paths if path.name.lower().endswith(ENDING)]
+def _take_directory(root: Path) -> Inventory:
+    paths = [path for path in list_directory(home(root), root) if path.suffix.lower() == ENDING]
     if not paths:
         raise ModelError(f"there is no GGUF file in {root}")
-    models = [_read(path) for path in _firsts(paths)]
+    firsts: dict[str, Path] = {}  # one file of each model
+    for path in paths:
+        match = _PART.fullmatch(path.name)
+        firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
+    models = [_read(path) for path in firsts.values()]
     projectors = [model for model in models if model.is_projector]
     others = [model for model in models if not model.is_projector] or projectors
     if len(others) > 1:
@@ -93,37 +107,28 @@ def _take_directory(root: Path) -> FormatResult:
     return _taken(others[0], beside, read_license(root))
 
 
-def _firsts(paths: Sequence[Path]) -> list[Path]:
-    """Return one file of each model."""
-    firsts: dict[str, Path] = {}
-    for path in paths:
-        match = _PART.fullmatch(path.name)
-        firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
-    return list(firsts.values())
-
-
-def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> FormatResult:
+def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> Inventory:
     metadata = model.metadata
     tensors = [tensor for one in (model, *projectors) for tensor in one.tensors]
-    architecture = text(metadata.get("general.architecture"))
+    architecture = printable(metadata.get("general.architecture"))
     context = metadata.get(f"{architecture}.context_length")
     facts = {
         "architecture": architecture,
-        "name": text(metadata.get("general.name")),
+        "name": printable(metadata.get("general.name")),
         "parameters": sum(tensor.elements for tensor in tensors) or None,
         "quantization": _quantization(model),
         "context": context if type(context) is int and context > 0 else None,
         "adapter": _adapter(model) if model.is_adapter else None,
     }
     files = [file for one in (model, *projectors) for file in one.files]
-    return taken(FORMAT, files, facts, text(metadata.get("general.license")) or licence)
+    licence = printable(metadata.get("general.license")) or licence
+    return Inventory.of_files(FORMAT, files, facts, licence)
 
 
 def _quantization(model: _Model) -> str | None:
-    """Return the quantization that the file states, or else that of most of its values."""
     said = model.metadata.get("general.file_type")
-    if type(said) is int and said != gguf_type.GUESSED:
-        known = gguf_type.FILES.get(said & ~gguf_type.GUESSED)
+    if type(said) is int and said != GUESSED:
+        known = FILES.get(said & ~GUESSED)
         if known:
             return known
     count = Counter[str]()
@@ -147,7 +152,7 @@ def _adapter(model: _Model) -> dict[str, Any]:
         "rank": max(ranks) or None if len(ranks) == 1 else None,
         "alpha": int(alpha) if alpha is not None and alpha == int(alpha) else alpha,
         "targets": sorted(targets) or None,
-        "base": text(metadata.get("general.base_model.0.name")),
+        "base": printable(metadata.get("general.base_model.0.name")),
     }
     return {key: value for key, value in facts.items() if value is not None}
 
@@ -161,7 +166,6 @@ def _is_up(tensor: GgufTensor) -> bool:
 
 
 def _read(path: Path) -> _Model:
-    """Return the model that a file is, or is a part of."""
     match = _PART.fullmatch(path.name)
     paths = _parts(path, match) if match else [path]
     files, headers = [], []
@@ -172,13 +176,11 @@ def _read(path: Path) -> _Model:
             headers.append(read_header(opened, file.size))
         files.append(file)
     _check_parts(paths, headers)
-    if headers[0].metadata.get("general.type") == "adapter":
-        files = [_as_adapter(file) for file in files]
-    return _Model(tuple(files), tuple(headers))
-
-
-def _as_adapter(file: SourceFile) -> SourceFile:
-    return SourceFile(file.name, file.path, file.size, file.modified, mediatype.AIMAGE_LORA)
+    model = _Model(tuple(files), tuple(headers))
+    if not model.is_adapter:
+        return model
+    adapters = (replace(file, media_type=mediatype.AIMAGE_LORA) for file in files)
+    return replace(model, files=tuple(adapters))
 
 
 def _parts(path: Path, match: re.Match[str]) -> list[Path]:
@@ -198,13 +200,12 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
         raise FormatError(
             f"{path} is one of {total} parts, of which these are missing: "
             f"{', '.join(missing[:_SHOWN])}{more}",
-            hint="download the model again, in full",
+            hint=MODEL_AGAIN,
         )
     return paths
 
 
 def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
-    """Check that the parts are those that each of them states."""
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
         if said != (len(paths), number):
@@ -219,7 +220,7 @@ def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
         if count != len(tensors):
             raise FormatError(
                 f"{path} says that the parts hold {count!r:.20} tensors, they hold {len(tensors)}",
-                hint="download the model again, in full",
+                hint=MODEL_AGAIN,
             )
     if len(set(tensors)) < len(tensors):
         raise FormatError(f"two parts of {paths[0]} hold the same tensor")

@@ -1,21 +1,22 @@
 """The header of a GGUF file, read strictly: metadata and tensors, no weights.
 
 Format: ggml-org/ggml, docs/gguf.md, "File Structure". What that text and the reference reader
-(ggml-org/llama.cpp, ggml/src/gguf.cpp) refuse is refused here. Counts are held against the bytes
-that are left before anything is read by them, so that a lie costs neither time nor memory.
+(ggml-org/llama.cpp, ggml/src/gguf.cpp) refuse is refused here. Counts are compared with the bytes
+that are left before anything is read by them, so that a false one costs neither time nor memory.
+Types that are newer than that text: gguf-py/gguf/constants.py (GGML_QUANT_SIZES) of llama.cpp.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats import gguf_type
-from clowder_aimage.formats.format_result import OTHER
+from clowder_aimage.formats.model_tree import OTHER
 
 MAGIC = b"GGUF"
 BIG_ENDIAN = b"FUGG"
@@ -26,11 +27,32 @@ MAX_KEY = 65_535  # bytes, as the specification has it
 MAX_TENSORS = 100_000
 MAX_NAME = 127  # bytes: 64 in the specification, 127 where GGML_MAX_NAME is 128
 MAX_DIMENSIONS = 4
-MAX_ITEMS = (
-    4_000_000  # strings and lists in the lists of one file; a large vocabulary has 1 million
-)
+MAX_ITEMS = 4_000_000  # strings and lists in lists of one file; a large vocabulary has 1 million
 MAX_DEPTH = 4  # lists in lists
 MAX_ALIGNMENT = 1 << 20
+# enum gguf_metadata_value_type
+SCALARS = {
+    number: struct.Struct(f"<{code}")
+    for number, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
+}
+UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
+# enum ggml_type: the elements of a block; a number, name and the bytes of a block
+_BLOCKS = {
+    1: "0 F32 4, 1 F16 2, 24 I8 1, 25 I16 2, 26 I32 4, 27 I64 8, 28 F64 8, 30 BF16 2",
+    32: "2 Q4_0 18, 3 Q4_1 20, 6 Q5_0 22, 7 Q5_1 24, 8 Q8_0 34, 9 Q8_1 40, 20 IQ4_NL 18, "
+    "39 MXFP4 17",
+    64: "40 NVFP4 36, 42 Q2_0 18",
+    128: "41 Q1_0 18",
+    256: "10 Q2_K 84, 11 Q3_K 110, 12 Q4_K 144, 13 Q5_K 176, 14 Q6_K 210, 15 Q8_K 292, "
+    "16 IQ2_XXS 66, 17 IQ2_XS 74, 18 IQ3_XXS 98, 19 IQ1_S 50, 21 IQ3_S 110, 22 IQ2_S 82, "
+    "23 IQ4_XS 136, 29 IQ1_M 56, 34 TQ1_0 54, 35 TQ2_0 66",
+}
+TENSORS = {
+    int(number): (name, block, int(size))
+    for block, types in _BLOCKS.items()
+    for number, name, size in map(str.split, types.split(","))
+}
+REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})  # no reader takes them any more
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _KEPT = ("general.", "split.", "adapter.")
@@ -69,17 +91,13 @@ class GgufHeader:
 
 
 class _Cursor:
-    """A place in a file of ``size`` bytes that is never left behind."""
+    """A position in a file of ``size`` bytes."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self._size = size
         self.position = 0
-        self.items = 0
-
-    @property
-    def left(self) -> int:
-        return self._size - self.position
+        self._items = 0
 
     def take(self, count: int, what: str) -> bytes:
         self._check(count, what)
@@ -95,10 +113,11 @@ class _Cursor:
         self._file.seek(self.position)
 
     def _check(self, count: int, what: str) -> None:
-        if count > self.left:
+        left = self._size - self.position
+        if count > left:
             raise FormatError(
-                f"at byte {self.position}, {what} takes {count} bytes, of which {self.left} are "
-                "there: truncated, or a lie"
+                f"at byte {self.position}, {what} takes {count} bytes, of which {left} are "
+                "there: truncated, or damaged"
             )
 
     def number(self, form: struct.Struct, what: str) -> Any:
@@ -108,34 +127,45 @@ class _Cursor:
         """Read a count of items of at least ``least`` bytes each."""
         place = self.position
         count: int = self.number(_U64, f"the number of {what}")
-        if count > most or count * least > self.left:
-            raise FormatError(f"at byte {place}, {count} {what} cannot be in {self.left} bytes")
+        left = self._size - self.position
+        if count > most or count * least > left:
+            raise FormatError(f"at byte {place}, {count} {what} cannot be in {left} bytes")
         return count
 
+    def short_text(self, what: str, most: int) -> str | None:
+        """Return a string; None if it is longer than ``most`` bytes, and was skipped."""
+        place, length = self.position, self.number(_U64, f"the length of {what}")
+        if length <= most:
+            return self._decode(place, length, what)
+        self.skip(length, what)
+        return None
+
     def text(self, what: str, most: int) -> str:
-        place = self.position
-        length = self.number(_U64, f"the length of {what}")
+        place, length = self.position, self.number(_U64, f"the length of {what}")
         if length > most:
             raise FormatError(f"at byte {place}, {what} is {length} bytes long, over {most}")
+        return self._decode(place, length, what)
+
+    def _decode(self, place: int, length: int, what: str) -> str:
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
             raise FormatError(f"at byte {place}, {what} is not UTF-8") from None
 
-    def skip_text(self) -> None:
-        self.skip(self.number(_U64, "the length of a string"), "a string")
-
-    def add_items(self, count: int) -> None:
-        self.items += count
-        if self.items > MAX_ITEMS:
+    def items_of(self, what: str, least: int) -> int:
+        """Read a count of items of a list: all lists of the file together are bounded."""
+        count = self.count(what, least, MAX_ITEMS)
+        self._items += count
+        if self._items > MAX_ITEMS:
             raise FormatError(f"at byte {self.position}, lists hold over {MAX_ITEMS} items")
+        return count
 
 
 def read_header(file: BinaryIO, size: int) -> GgufHeader:
     """Read the header of an open file of ``size`` bytes.
 
     Raises:
-        FormatError: it is no GGUF file, truncated, or lies about what follows.
+        FormatError: it is not a GGUF file, truncated, or does not describe what follows.
     """
     cursor = _Cursor(file, size)
     version = _version(cursor)
@@ -145,11 +175,7 @@ def read_header(file: BinaryIO, size: int) -> GgufHeader:
     alignment: int = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     infos = [_tensor(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
-    tensors = tuple(
-        GgufTensor(info.name, info.type, info.shape, start + info.offset, info.nbytes)
-        for info in infos
-    )
-    _check_names(tensors)
+    tensors = tuple(replace(info, offset=start + info.offset) for info in infos)
     _check_spans(tensors, size)
     return GgufHeader(version, metadata, tensors)
 
@@ -197,63 +223,41 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
 
 
 def _is_alignment(kind: int, value: Any) -> bool:
-    return kind == gguf_type.UINT32 and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0
+    return kind == UINT32 and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0
 
 
 def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
     """Return the value; None for lists and for strings that are not kept."""
     place = cursor.position
-    if form := gguf_type.SCALARS.get(kind):
+    if form := SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
-        if kind != gguf_type.BOOL:
+        if kind != BOOL:
             return value
         if value > 1:
             raise FormatError(f"at byte {place}, {key[:100]} is {value}, not true or false")
         return bool(value)
-    if kind == gguf_type.STRING:
-        return _string(cursor, key, _MAX_KEPT if kept else 0)
-    if kind == gguf_type.ARRAY:
+    if kind == STRING:
+        return cursor.short_text(key[:100], _MAX_KEPT if kept else 0)
+    if kind == ARRAY:
         _skip_list(cursor)
         return None
     raise FormatError(f"at byte {place - 4}, {key[:100]} has a type that is not known: {kind}")
 
 
-def _string(cursor: _Cursor, key: str, most: int) -> str | None:
-    """Return a string, if it is no longer than ``most`` bytes."""
-    place = cursor.position
-    length = cursor.number(_U64, f"the length of {key[:100]}")
-    if length > most:
-        cursor.skip(length, key[:100])
-        return None
-    try:
-        return cursor.take(length, key[:100]).decode()
-    except UnicodeDecodeError:
-        raise FormatError(f"at byte {place}, {key[:100]} is not UTF-8") from None
-
-
-def _skip_list(cursor: _Cursor) -> None:
-    """Pass over a list, and the lists in it: what is left to do of those around is in ``open``."""
-    open_lists = [1]
-    while open_lists:
-        if not open_lists[-1]:
-            open_lists.pop()
-            continue
-        open_lists[-1] -= 1
-        place, kind = cursor.position, cursor.number(_U32, "the type of a list")
-        if kind == gguf_type.ARRAY:
-            if len(open_lists) > MAX_DEPTH:
-                raise FormatError(f"at byte {place}, lists are nested over {MAX_DEPTH} deep")
-            open_lists.append(cursor.count("lists", _LEAST_LIST, MAX_ITEMS))
-            cursor.add_items(open_lists[-1])
-        elif kind == gguf_type.STRING:
-            count = cursor.count("strings", _LEAST_TEXT, MAX_ITEMS)
-            cursor.add_items(count)
-            for _ in range(count):
-                cursor.skip_text()
-        elif form := gguf_type.SCALARS.get(kind):
-            cursor.skip(cursor.count("values", form.size, 1 << 60) * form.size, "a list")
-        else:
-            raise FormatError(f"at byte {place}, a list has a type that is not known: {kind}")
+def _skip_list(cursor: _Cursor, depth: int = 1) -> None:
+    place, kind = cursor.position, cursor.number(_U32, "the type of a list")
+    if kind == ARRAY:
+        if depth > MAX_DEPTH:
+            raise FormatError(f"at byte {place}, lists are nested over {MAX_DEPTH} deep")
+        for _ in range(cursor.items_of("lists", _LEAST_LIST)):
+            _skip_list(cursor, depth + 1)
+    elif kind == STRING:
+        for _ in range(cursor.items_of("strings", _LEAST_TEXT)):
+            cursor.skip(cursor.number(_U64, "the length of a string"), "a string")
+    elif form := SCALARS.get(kind):
+        cursor.skip(cursor.count("values", form.size, 1 << 60) * form.size, "a list")
+    else:
+        raise FormatError(f"at byte {place}, a list has a type that is not known: {kind}")
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
@@ -264,10 +268,10 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
         raise FormatError(f"at byte {place}, {name} has {rank} dimensions, over {MAX_DIMENSIONS}")
     shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank, f"the shape of {name}"))
     place, number = cursor.position, cursor.number(_U32, f"the type of {name}")
-    if number not in gguf_type.TENSORS:
-        past = "that was removed from GGUF" if number in gguf_type.REMOVED else "that is not known"
+    if number not in TENSORS:
+        past = "that was removed from GGUF" if number in REMOVED else "that is not known"
         raise FormatError(f"at byte {place}, {name} has a type {past}: {number}")
-    kind, block, size = gguf_type.TENSORS[number]
+    kind, block, size = TENSORS[number]
     if (shape[0] if shape else 1) % block:
         raise FormatError(f"at byte {place}, rows of {shape[:1]} are no blocks of {kind} in {name}")
     place, offset = cursor.position, cursor.number(_U64, f"the offset of {name}")
@@ -276,16 +280,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * size)
 
 
-def _check_names(tensors: tuple[GgufTensor, ...]) -> None:
-    seen: set[str] = set()
-    for tensor in tensors:
-        if not tensor.name or tensor.name in seen:
-            raise FormatError(f"two tensors are called {tensor.name!r}, or one is called nothing")
-        seen.add(tensor.name)
-
-
 def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
-    """Check that every tensor lies in the file, and none overlaps another."""
+    """Check that every tensor has a name and bytes of its own, inside of the file."""
+    names = Counter(tensor.name for tensor in tensors)
+    for name, count in names.items():
+        if not name or count > 1:
+            raise FormatError(f"two tensors are called {name!r}, or one is called nothing")
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset < end:
@@ -295,5 +295,5 @@ def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
         end = tensor.offset + tensor.nbytes
         if end > size:
             raise FormatError(
-                f"tensor {tensor.name} ends at byte {end}, the file at {size}: truncated, or a lie"
+                f"tensor {tensor.name} ends at byte {end}, the file at {size}: truncated or damaged"
             )

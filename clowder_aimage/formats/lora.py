@@ -21,26 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import read_license
-from clowder_aimage.formats.format_result import FormatResult, source_file, taken
-from clowder_aimage.formats.model_tree import PICKLED, home, list_directory
-from clowder_aimage.formats.shard_index import read_file, tensors_of
+from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import (
+    PICKLED,
+    home,
+    list_directory,
+    pickled,
+    read_json,
+    read_license,
+    source_file,
+)
+from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Header
 from clowder_aimage.tensor.weight import SourceTensor
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_FILES = (CONFIG, _WEIGHTS)  # of PEFT's directory; licences, cards and pictures are no adapter
 _DOWN = re.compile(r"(.+?)[._]lora(?:_A|_down|\.down|_embedding_A)(?:\.default)?(?:\.weight)?")
 _UP = re.compile(r"(.+?)[._]lora(?:_B|_up|\.up|_embedding_B)(?:\.default)?(?:\.weight)?")
 _ALPHA = ".alpha"
 _PREFIX = re.compile(r"(?:base_model\.model\.|diffusion_model\.|model\.diffusion_model\.)")
-_LARGEST = 16 * 1024 * 1024  # bytes of adapter_config.json
 _WORDS = 200  # that are kept of ss_tag_frequency
 
 
-def take(path: Path) -> FormatResult:
+def take(path: Path) -> Inventory:
     """Return the adapter at ``path``.
 
     Raises:
@@ -48,43 +53,37 @@ def take(path: Path) -> FormatResult:
         FormatError: it is damaged, or pairs do not fit together.
     """
     if not path.is_dir():
-        return _take(path, path.name, {}, ())
-    files = list_directory(home(path), path, ())
+        return _take(path, {}, ())
+    files = list_directory(home(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    pickled = [file for file in files if file.suffix.lower() in PICKLED]
-    if pickled and not weights:
-        raise ModelError(
-            f"{pickled[0]} is pickled: loading it could run any code, so it is not packed",
-            hint="save the adapter as safetensors (PEFT: safe_serialization=True)",
-        )
+    unsafe = [file for file in files if file.suffix.lower() in PICKLED]
+    if unsafe and not weights:
+        hint = "save the adapter as safetensors (PEFT: safe_serialization=True)"
+        raise pickled(unsafe[0], hint)
     if len(weights) != 1:
         raise ModelError(
             f"{path} should have one safetensors file with an adapter; it has {len(weights)}",
             hint=f"name the file itself, or keep {_WEIGHTS} alone",
         )
     others = tuple(file for file in files if file.name == CONFIG)
-    config = _config(path / CONFIG) if others else {}
-    return _take(weights[0], weights[0].name, config, others)
+    config = _config(home(path), path / CONFIG) if others else {}
+    return _take(weights[0], config, others)
 
 
-def _take(
-    path: Path, name: str, config: Mapping[str, Any], others: tuple[Path, ...]
-) -> FormatResult:
-    file = source_file(None, path, name, mediatype.AIMAGE_LORA)
+def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> Inventory:
     header = read_file(path)
-    adapter = describe(path, header, config)
     facts: dict[str, Any] = {
         "parameters": sum(math.prod(info.shape) for info in header.tensors.values()),
-        "adapter": adapter,
+        "adapter": _describe(path, header, config),
+        "name": _text(header.metadata.get("modelspec.title")),
     }
-    facts["name"] = _text(header.metadata.get("modelspec.title"))
-    files = (file, *(source_file(None, one, one.name) for one in others))
-    return taken("lora", files, facts, read_license(path.parent) if others else None)
+    files = [source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
+    files += [source_file(None, one, one.name) for one in others]
+    return Inventory.of_files("lora", files, facts, read_license(path.parent) if others else None)
 
 
-def describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's facts of the adapter in the file at ``path``. Raises FormatError."""
-    pairs = pairs_of(path, header)
+def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = _pairs(path, header)
     ranks = {pair.rank for pair in pairs}
     said = header.metadata
     facts: dict[str, Any] = {
@@ -111,12 +110,15 @@ class LoraPair:
 
 
 def read_pairs(path: Path) -> list[LoraPair]:
-    """Return the low-rank pairs in the file at ``path``. Raises FormatError."""
-    return pairs_of(path, read_file(path))
+    """Return the low-rank pairs in the file at ``path``.
+
+    Raises:
+        FormatError: one half is missing, or does not fit.
+    """
+    return _pairs(path, read_file(path))
 
 
-def pairs_of(path: Path, header: Header) -> list[LoraPair]:
-    """Return the low-rank pairs. Raises FormatError where one half is missing or does not fit."""
+def _pairs(path: Path, header: Header) -> list[LoraPair]:
     down = {match[1]: name for name in header.tensors if (match := _DOWN.fullmatch(name))}
     up = {match[1]: name for name in header.tensors if (match := _UP.fullmatch(name))}
     if not down:
@@ -146,7 +148,9 @@ def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int
         if not math.isfinite(stated):
             raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha is {stated}")
         return stated
-    found = {_scalar(tensor) for tensor in tensors_of(path, header) if tensor.name.endswith(_ALPHA)}
+    found = {
+        _scalar(tensor) for tensor in SourceTensor.of(path, header) if tensor.name.endswith(_ALPHA)
+    }
     if len(found) != 1:
         return None
     value = found.pop()
@@ -206,13 +210,8 @@ def _text(value: object) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
-def _config(path: Path) -> Mapping[str, Any]:
-    if path.stat().st_size > _LARGEST:
-        raise FormatError(f"{path} is too large for a configuration")
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
+def _config(root: Path, path: Path) -> Mapping[str, Any]:
+    value = read_json(root, path)
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
     kind = value.get("peft_type", "LORA")

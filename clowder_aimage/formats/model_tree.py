@@ -1,16 +1,32 @@
-"""Checks of the files in a model directory."""
+"""Files of a model: which of them may be read, and what they say in JSON or in front matter."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from clowder_aimage.errors import ModelError
+from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
 
-_LFS_POINTER = b"version https://git-lfs"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+AGAIN = "download the file again, in full"
+MODEL_AGAIN = "download the model again, in full"
+OTHER = f"{AGAIN}, or have its format detected"
+CARD, ADAPTERS = "README.md", "adapters"
+MAX_FILES = 8000  # of a model: more layers do not fit into a manifest
+_START = 64  # bytes that tell what a file is
+_MAX_JSON = 256 * 1024 * 1024  # bytes
+_MAX_CARD = 1024 * 1024  # bytes of a card that are read
+_MAX_BARE_CARD = 4096  # bytes of a card that says the licence alone
+_LFS_POINTER = b"version https://git-lfs"
+_LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
+_BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +43,36 @@ class SourceFile:
     media_type: str = mediatype.AIMAGE_FILE
 
 
+def source_file(
+    root: Path | None, path: Path, name: str, media_type: str = mediatype.AIMAGE_FILE
+) -> SourceFile:
+    """Return a file that becomes the layer ``name``.
+
+    It may not lie outside of ``root``, if there is one: a link that was named by hand is followed
+    wherever it leads.
+
+    Raises:
+        ModelError: it is not a regular file, elsewhere, a pointer of Git LFS, or its name cannot
+            be a layer's.
+    """
+    _check_file(path)
+    if root is not None:
+        check_inside(home(root), path)
+    try:
+        check_name(name)
+    except FormatError:
+        raise ModelError(f"{str(path)!r:.300} cannot be packed under its name") from None
+    check_not_pointer(path, start_of(path))
+    status = path.stat()
+    return SourceFile(name, path, status.st_size, status.st_mtime_ns, media_type)
+
+
+def start_of(path: Path) -> bytes:
+    """Return the first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(_START)
+
+
 def home(root: Path) -> Path:
     """Return the directory that files of ``root`` may not lie outside of.
 
@@ -40,26 +86,77 @@ def home(root: Path) -> Path:
     return root
 
 
-def list_directory(root: Path, directory: Path, refused: tuple[str, ...]) -> list[Path]:
-    """Return the files right in ``directory``, sorted by name.
+def list_directory(
+    root: Path, directory: Path, refused: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
+) -> list[Path]:
+    """Return the files right in ``directory``, sorted by name, without those called ``ignored``.
 
     Raises:
-        ModelError: one of them is pickled, or leads out of ``root``.
+        ModelError: one of them has a ``refused`` ending, or leads out of ``root``.
     """
     check_inside(root, directory)
-    paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    paths = sorted(_shown(directory, ignored))
     for path in paths:
         if path.suffix.lower() in refused:
-            raise ModelError(
-                f"{path} is pickled: loading it could run any code, so it is not packed",
-                hint="convert the weights to safetensors and remove the pickled file",
-            )
+            raise pickled(path, "convert the weights to safetensors and remove the pickled file")
     files = [path for path in paths if not path.is_dir()]
     for path in files:
         check_inside(root, path)
-        if not path.is_file():
-            raise ModelError(f"{path} is not a regular file", hint="remove it")
+        _check_file(path)
     return files
+
+
+def walk(root: Path) -> list[Path]:
+    """Return all files below ``root`` but hidden ones, sorted.
+
+    Raises:
+        ModelError: a link leads out of it, a directory is a link, something is not a regular file,
+            or there are too many.
+    """
+    found: list[Path] = []
+    directories = [root]
+    while directories:
+        for path in sorted(_shown(directories.pop())):
+            check_inside(home(root), path)
+            if not path.is_dir():
+                _check_file(path)
+                found.append(path)
+            elif path.is_symlink():  # it could lead back up: every file would have two names
+                raise ModelError(
+                    f"{path} is a link to a directory", hint="put the directory itself in its place"
+                )
+            else:
+                directories.append(path)
+        if len(found) + len(directories) > MAX_FILES:
+            raise ModelError(
+                f"{root} holds over {MAX_FILES} files", hint="name a directory with the model alone"
+            )
+    return sorted(found)
+
+
+def sole(root: Path) -> Path | None:
+    """Return the only file in a directory, but for a card and adapters beside it.
+
+    Hidden ones do not count. Raises ModelError where it is a link that leads out.
+    """
+    paths = list(_shown(root, (CARD, ADAPTERS)))
+    if len(paths) != 1 or not paths[0].is_file():
+        return None
+    check_inside(home(root), paths[0])
+    return paths[0]
+
+
+def _shown(directory: Path, ignored: tuple[str, ...] = ()) -> Iterator[Path]:
+    return (p for p in directory.iterdir() if not p.name.startswith(".") and p.name not in ignored)
+
+
+def _check_file(path: Path) -> None:
+    if path.is_file():
+        return
+    if not path.exists():
+        link = " is a link to nothing" if path.is_symlink() else " does not exist"
+        raise ModelError(f"{path}{link}", hint="name the file or directory that holds the model")
+    raise ModelError(f"{path} is not a regular file", hint="name the file that holds the model")
 
 
 def check_not_pointer(path: Path, start: bytes) -> None:
@@ -84,9 +181,7 @@ def check_inside(root: Path, path: Path) -> None:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):  # a loop of links is a RuntimeError before Python 3.13
-        raise ModelError(
-            f"{path} is a link to nothing", hint="download the model again, in full"
-        ) from None
+        raise ModelError(f"{path} is a link to nothing", hint=MODEL_AGAIN) from None
     if target.is_relative_to(top):
         return
     if top.parent.name == "snapshots" and target.parent == top.parent.parent / "blobs":
@@ -97,35 +192,95 @@ def check_inside(root: Path, path: Path) -> None:
     )
 
 
-CARD, ADAPTERS = "README.md", "adapters"
-_LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
-_BARE = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
-_LONGEST = 4096  # bytes of a card that says so little
+def pickled(path: Path, hint: str) -> ModelError:
+    """Return the error for a pickled file."""
+    return ModelError(
+        f"{path} is pickled: loading it could run any code, so it is not packed", hint=hint
+    )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add to a FormatError the name of the file that it is about."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}", hint=error.hint or AGAIN) from None
+
+
+def read_json(root: Path, path: Path) -> object:
+    """Return the value in a JSON file of the model directory ``root``.
+
+    Raises:
+        ModelError: it is missing, too large, elsewhere, or a pointer of Git LFS.
+        FormatError: it is not JSON.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path} is missing", hint=MODEL_AGAIN)
+    check_inside(root, path)
+    if path.stat().st_size > _MAX_JSON:
+        raise ModelError(f"{path} is too large for a JSON file")
+    raw = path.read_bytes()
+    check_not_pointer(path, raw)
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}", hint=AGAIN) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_object(root: Path, path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file. Raises as ``read_json``, and for another value."""
+    value = read_json(root, path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def read_license(root: Path) -> str | None:
+    """Return the licence in the front matter of the model card.
+
+    Source: Hugging Face hub, "Model Cards".
+    """
+    path = root / CARD
+    if not path.is_file():
+        return None
+    check_inside(root, path)
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        lines = file.read(_MAX_CARD).splitlines()
+    if not lines or lines[0].strip() != "---":
+        return None
+    for line in lines[1:]:
+        key, colon, value = line.partition(":")
+        if line.strip() == "---":
+            break
+        if key == "license" and colon:
+            return value.partition(" #")[0].strip().strip("\"'") or None
+    return None
 
 
 def card(license_: object) -> bytes | None:
-    """Return a card that says this licence; None where it is no word that one could say."""
+    """Return a card that says this licence; None for a value that a card cannot say."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None
     made = f"---\nlicense: {license_}\n---\n".encode()
-    return made if len(made) <= _LONGEST else None
+    return made if len(made) <= _MAX_BARE_CARD else None
 
 
 def is_bare(path: Path) -> bool:
     """Return whether a file is a card that says nothing but the licence."""
-    if path.name != CARD or path.stat().st_size > _LONGEST:
+    if path.name != CARD or path.stat().st_size > _MAX_BARE_CARD:
         return False
-    return _BARE.fullmatch(path.read_bytes()) is not None
-
-
-def sole(root: Path) -> Path | None:
-    """Return the only file in a directory, but for a card and adapters beside it.
-
-    Hidden ones do not count. Raises ModelError where it is a link that leads out.
-    """
-    beside = (CARD, ADAPTERS)
-    paths = [p for p in root.iterdir() if not p.name.startswith(".") and p.name not in beside]
-    if len(paths) != 1 or not paths[0].is_file():
-        return None
-    check_inside(home(root), paths[0])
-    return paths[0]
+    return _BARE_CARD.fullmatch(path.read_bytes()) is not None

@@ -8,22 +8,21 @@ or followed links (CVE-2024-27318).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import read_license
-from clowder_aimage.formats.format_result import (
-    FormatResult,
+from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import (
+    SourceFile,
     naming,
+    read_license,
     reading,
     source_file,
-    taken,
     walk,
 )
-from clowder_aimage.formats.model_tree import SourceFile
-from clowder_aimage.formats.onnx_graph import Need, OnnxModel, read_model
+from clowder_aimage.formats.onnx_graph import OnnxModel, read_model
 from clowder_aimage.oci import mediatype
 
 FORMAT = "onnx"
@@ -34,7 +33,7 @@ _ENDINGS = (".json", ".jinja")
 _NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
-def take(path: Path) -> FormatResult:
+def take(path: Path) -> Inventory:
     """Return the model in a file, or the models in a directory, with their files.
 
     Raises:
@@ -46,10 +45,10 @@ def take(path: Path) -> FormatResult:
         if path.is_dir():
             return _take_directory(path)
         files, model = _take_model(path.parent, path, None)
-        return taken(FORMAT, files, _facts([model]))
+        return Inventory.of_files(FORMAT, files, _facts([model]), None)
 
 
-def _take_directory(root: Path) -> FormatResult:
+def _take_directory(root: Path) -> Inventory:
     paths = walk(root)
     models: list[OnnxModel] = []
     files: dict[str, SourceFile] = {}
@@ -64,18 +63,15 @@ def _take_directory(root: Path) -> FormatResult:
         name = path.relative_to(root).as_posix()
         if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
             files[name] = source_file(root, path, name)
-    return taken(FORMAT, files.values(), _facts(models), read_license(root))
+    return Inventory.of_files(FORMAT, files.values(), _facts(models), read_license(root))
 
 
 def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
-    versions = {_version(model) for model in models}
-    return {
-        "formatVersion": versions.pop() if len(versions) == 1 else None,
+    versions = {
+        f"ir {model.ir_version}" + (f", opset {model.opset}" if model.opset else "")
+        for model in models
     }
-
-
-def _version(model: OnnxModel) -> str:
-    return f"ir {model.ir_version}" + (f", opset {model.opset}" if model.opset else "")
+    return {"formatVersion": versions.pop() if len(versions) == 1 else None}
 
 
 def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
@@ -88,30 +84,23 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
         with path.open("rb") as file:
             model = read_model(file, main.size)
         files = {main.name: main}
-        for name, needs in _places(model):
+        for location, need in model.external.items():
+            name = _name(location, need.tensor)
             beside = path.parent / name
             if not beside.is_file():
-                raise _missing(needs[0].tensor, name, beside)
+                what = "is not there" if not beside.exists() else "is not a regular file"
+                raise FormatError(
+                    f"tensor {need.tensor[:200]!r} is in {name}, which {what}",
+                    hint="download the files that belong to the model, and leave them beside it",
+                )
             full = beside.relative_to(root).as_posix()
             files[full] = source_file(inside or root, beside, full, mediatype.AIMAGE_ONNX)
-            _check_length(files[full], needs)
+            if need.end > files[full].size:
+                raise FormatError(
+                    f"tensor {need.tensor[:200]!r} ends at byte {need.end} of {full}, which has "
+                    f"{files[full].size}: truncated"
+                )
     return list(files.values()), model
-
-
-def _missing(tensor: str, name: str, path: Path) -> FormatError:
-    what = "which is not there" if not path.exists() else "which is not a regular file"
-    return FormatError(
-        f"tensor {tensor[:200]!r} is in {name}, {what}",
-        hint="download the files that belong to the model, and leave them beside it",
-    )
-
-
-def _places(model: OnnxModel) -> Iterable[tuple[str, list[Need]]]:
-    """Return the external files by their names beside the model: two locations may be one."""
-    places: dict[str, list[Need]] = {}
-    for location, need in model.external.items():
-        places.setdefault(_name(location, need.tensor), []).append(need)
-    return places.items()
 
 
 def _name(location: str, tensor: str) -> str:
@@ -127,15 +116,6 @@ def _name(location: str, tensor: str) -> str:
         return check_name(path.as_posix())
     except FormatError:
         raise FormatError(
-            f"tensor {tensor[:200]!r} is in {location[:200]!r}, which is no path beside the model",
+            f"tensor {tensor[:200]!r} is in {location[:200]!r}: not a path beside the model",
             hint="do not load this model with anything",
         ) from None
-
-
-def _check_length(file: SourceFile, needs: Iterable[Need]) -> None:
-    need = max(needs, key=lambda need: need.end)
-    if need.end > file.size:
-        raise FormatError(
-            f"tensor {need.tensor[:200]!r} ends at byte {need.end} of {file.name}, which has "
-            f"{file.size}: truncated, or a lie"
-        )

@@ -1,4 +1,4 @@
-"""Weights that somebody else has quantized already: three makers' ways to say so.
+"""Weights that are quantized already: three makers' forms are converted, all others refused.
 
 MLX writes ``x.scales`` and ``x.biases`` beside ``x.weight``; ModelOpt (nvfp4) ``x.weight_scale``
 and the factor ``x.weight_scale_2``; compressed-tensors (nvfp4) ``x.weight_packed``,
@@ -7,6 +7,11 @@ Codes and scales are the same bytes in all of them; the global scale is converte
 that a value is multiplied by. Scales of activations (``x.input_scale``) are for kernels that
 quantize activations, too: they are left out, and counted. Read from: MLX-LM's ``save_config``,
 ModelOpt's "unified checkpoint", compressed-tensors' ``nvfp4-pack-quantized``.
+
+What is not converted must not be packed: nothing could read it, and codes would pass for values.
+Its makers are told by their names: GPTQ and AWQ (``qweight``), bitsandbytes (``quant_state``,
+``SCB``), transformers (fp8 and mxfp4), compressed-tensors, MLX, quanto (``_data``), HQQ (``W_q``),
+AQLM (``codebooks``), torchao (``_qdata``), ComfyUI's scaled fp8 (``scale_weight``).
 """
 
 from __future__ import annotations
@@ -14,16 +19,25 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.unsupported_quantization import check_method, check_rest
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
-from clowder_aimage.tensor.quantization_config import KEYS
-from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.quantization import CONVERTED
+from clowder_aimage.tensor.quantization_config import (
+    KEYS,
+    METHOD,
+    group_size,
+    mlx_entry,
+    mlx_type,
+    unknown_key,
+)
+from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, INPUTS, SCALE, WEIGHT
 from clowder_aimage.tensor.weight import (
+    FLOATS,
     SourceTensor,
     TensorPart,
     Weight,
@@ -32,10 +46,20 @@ from clowder_aimage.tensor.weight import (
     plain,
 )
 
-_ACTIVATIONS = (".input_scale", ".input_global_scale")
 _NVFP4 = Quantization.parse("nvfp4")
-_KINDS = {(kind.mode, kind.bits): kind.name for kind in QUANT_TYPES.values()}
-_FLOATS = ("F32", "F16", "BF16")
+_FACTORS = ("F32", "F16", "BF16")
+_KNOWN = "known are MLX's .scales and .biases, and nvfp4 of ModelOpt and compressed-tensors"
+_BEGIN = f"{_KNOWN}: begin with the model as it was before it was quantized"
+_ENDS = (
+    *(".qweight", ".qzeros", ".SCB"),
+    *(".weight.absmax", ".weight.nested_absmax", ".weight.quant_map"),
+    *(".weight_packed", ".weight_shape", ".weight_zero_point", ".weight_global_scale"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_scale_2"),
+    *(".weight_blocks", ".weight_scales"),
+    *(".weight._data", ".weight._scale", ".weight._shift", "_qdata", ".W_q", ".codebooks"),
+)
+_STATE = ".weight.quant_state."
+_OCTETS = ("U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")  # too few bits alone
 
 
 def read_quantized(
@@ -55,17 +79,17 @@ def read_quantized(
             _check(weight)
             weights.append(weight)
             taken |= {part.tensor.name for part in weight.parts}
-    stems = {weight.name.removesuffix(".weight") for weight in weights}
+    stems = {weight.name.removesuffix(WEIGHT) for weight in weights}
     ignored = {
         name
         for name in named.keys() - taken
-        for word in _ACTIVATIONS
+        for word in INPUTS
         if name.endswith(word) and name.removesuffix(word) in stems
     }
-    rest = [tensor for name, tensor in named.items() if name not in taken | ignored]
-    check_rest(rest)
-    check_method(directory, config)
-    whole = by_name([*weights, *map(plain, rest)])
+    rest = {name: tensor for name, tensor in named.items() if name not in taken | ignored}
+    _check_rest(rest)
+    _check_method(directory, config)
+    whole = by_name([*weights, *map(plain, rest.values())])
     for one, other in pairwise(whole):
         if one.name == other.name:
             raise FormatError(f"{directory} has {one.name[:200]} both quantized and as it was")
@@ -75,13 +99,12 @@ def read_quantized(
 def _packed(
     named: Mapping[str, SourceTensor], tensor: SourceTensor, config: Mapping[str, Any]
 ) -> Weight | None:
-    """Return the weight whose codes ``tensor`` holds; None if it holds none."""
-    stem = tensor.name.removesuffix(".weight")
+    stem = tensor.name.removesuffix(WEIGHT)
     if tensor.name.endswith(".weight_packed"):
         return _compressed(named, tensor, tensor.name.removesuffix("_packed"))
     if stem == tensor.name:
         return None
-    if tensor.dtype == "U32" and f"{stem}.scales" in named:
+    if tensor.dtype == CODES and f"{stem}.scales" in named:
         return _mlx(named, tensor, stem, config)
     if tensor.dtype == "U8" and f"{tensor.name}_scale" in named:
         return _modelopt(named, tensor)
@@ -93,9 +116,9 @@ def _mlx(
 ) -> Weight:
     scales, biases = named[f"{stem}.scales"], named.get(f"{stem}.biases")
     quantization = _configured(codes, scales, stem, config)
-    parts = [_part(SCALE, scales)]
+    parts = [TensorPart(SCALE, scales.dtype, scales.shape, scales)]
     if biases is not None:
-        parts.append(_part(BIAS, biases))
+        parts.append(TensorPart(BIAS, biases.dtype, biases.shape, biases))
     if quantization.type.has_bias != (biases is not None):
         raise _unfit(codes, quantization)
     return _weight(codes.name, quantization, codes, codes.shape, parts)
@@ -104,45 +127,28 @@ def _mlx(
 def _configured(
     codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Quantization:
-    """Return the quantization that config.json states for a tensor, or for all.
-
-    A module's own entry stands for itself, as MLX's ``to_quantized`` reads it: it is affine unless
-    it says otherwise, whatever the mode of the rest. Its group size may be left out: the shapes
-    tell it. Raises FormatError.
-    """
-    said = next((config[key] for key in KEYS if config.get(key) is not None), None)
-    own = said.get(stem) if isinstance(said, dict) else None
-    facts = own if isinstance(own, dict) else said
-    if (
-        not isinstance(facts, dict)
-        or "bits" not in facts
-        or not (isinstance(own, dict) or "group_size" in facts)
-    ):
+    entry = mlx_entry(config, stem)
+    is_table = any(entry is config.get(key) for key in KEYS)
+    if entry is None or "bits" not in entry or (is_table and "group_size" not in entry):
         raise FormatError(
             f"{codes.path}: {codes.name[:200]} is quantized, and the config.json beside it does "
             "not say how",
             hint='MLX writes "quantization": {"group_size": 64, "bits": 4} there',
         )
-    bits, mode = facts["bits"], facts.get("mode", "affine")
-    name = _KINDS.get((mode, bits)) if isinstance(mode, str) and type(bits) is int else None
+    name, size = mlx_type(entry)
     if name is None:
+        bits, mode = entry["bits"], entry.get("mode", "affine")
         raise FormatError(
             f"{codes.path}: {codes.name[:200]} has {bits!r:.20} bits in mode {mode!r:.20}, "
             "which is not known",
             hint=f"known are {', '.join(QUANT_TYPES)}",
         )
-    size = facts["group_size"] if "group_size" in facts else _group_size(name, codes, scales)
+    if "group_size" not in entry:
+        size = group_size(name, codes.shape, scales.shape)
     try:
-        return Quantization.parse(name, size if type(size) is int else -1)
+        return Quantization.parse(name, -1 if size is None else size)
     except FormatError as error:
         raise FormatError(f"{codes.path}: {codes.name[:200]}: {error}") from None
-
-
-def _group_size(name: str, codes: SourceTensor, scales: SourceTensor) -> int:
-    """Return the values of a row for each of its scales."""
-    values = Quantization.parse(name).shape(codes.shape)[-1] if codes.shape else 0
-    groups = scales.shape[-1] if scales.shape else 0
-    return values // groups if groups else -1
 
 
 def _modelopt(named: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
@@ -163,7 +169,7 @@ def _nvfp4(
     name: str, codes: SourceTensor, scale: SourceTensor, factor: SourceTensor, reading: WeightReader
 ) -> Weight:
     """Two codes a byte, the first in the low half, as four bytes of MLX's words have them."""
-    if scale.dtype not in ("F8_E4M3", "U8") or factor.dtype not in _FLOATS:
+    if scale.dtype not in ("F8_E4M3", "U8") or factor.dtype not in _FACTORS:
         raise _unknown(codes)
     if not codes.shape or codes.shape[-1] % 4:
         raise _unfit(codes, _NVFP4)
@@ -182,16 +188,16 @@ def _weight(
     words: tuple[int, ...],
     parts: list[TensorPart],
 ) -> Weight:
-    whole = (TensorPart("", "U32", words, codes), *parts)
+    whole = (TensorPart("", CODES, words, codes), *parts)
     shape = quantization.shape(words) if words else ()
     return Weight(name, quantization.type.name, shape, whole, quantization)
 
 
 def factors(name: str, data: bytes, dtype: str, *, inverted: bool) -> bytes:
-    """Float values as float32 factors, or the reciprocals of those that are divisors.
+    """Return float values as float32 factors, or the reciprocals of those that are divisors.
 
     Raises:
-        FormatError: one is no positive number.
+        FormatError: one is not a positive number.
     """
     width, letter = (4, "f") if dtype == "F32" else (2, "e" if dtype == "F16" else "H")
     values = struct.unpack(f"<{len(data) // width}{letter}", data)
@@ -199,19 +205,14 @@ def factors(name: str, data: bytes, dtype: str, *, inverted: bool) -> bytes:
         words = struct.pack(f"<{len(values)}I", *(value << 16 for value in values))
         values = struct.unpack(f"<{len(values)}f", words)
     if not all(0 < value < math.inf for value in values):
-        raise FormatError(f"{name[:200]} is no global scale: it must be positive and finite")
+        raise FormatError(f"{name[:200]} is not a global scale: it must be positive and finite")
     try:
         return struct.pack(f"<{len(values)}f", *(1 / v if inverted else v for v in values))
     except OverflowError:
         raise FormatError(f"{name[:200]} is too small to be a global scale") from None
 
 
-def _part(suffix: str, tensor: SourceTensor) -> TensorPart:
-    return TensorPart(suffix, tensor.dtype, tensor.shape, tensor)
-
-
 def _check(weight: Weight) -> None:
-    """Check that the shapes are those of the type and its groups. Raises FormatError."""
     quantization = weight.quantization
     assert quantization is not None  # noqa: S101
     rows = weight.shape[:-1]
@@ -239,5 +240,55 @@ def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
 def _unknown(codes: SourceTensor) -> FormatError:
     return FormatError(
         f"{codes.path}: {codes.name[:200]} is quantized in a way that is not known",
-        hint="known are MLX's .scales and .biases, and nvfp4 of ModelOpt and compressed-tensors",
+        hint=_KNOWN,
+    )
+
+
+def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config.json with a quantization that cannot be run. Raises FormatError."""
+    key = unknown_key(config)
+    if key is None:
+        return
+    said = config[key]
+    method = said.get(METHOD) if isinstance(said, Mapping) else None
+    if method in CONVERTED:
+        # rotations would have to be undone while the model runs
+        what = "were transformed before they were quantized, which is not known"
+    elif method is not None:
+        what = f"were quantized by {method!r:.60}, which is not known"
+    else:
+        what = f"were quantized in a way that is not known: {key} = {said!r:.60}"
+    raise FormatError(f"{directory / 'config.json'} says that the weights {what}", hint=_BEGIN)
+
+
+def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
+    """Refuse unused tensors that are parts of quantized ones. Raises FormatError."""
+    # the owner of ``x.scale_weight`` and of ``x.weight_scale`` is ``x``
+    factors = [name.rpartition(".") for name in rest]
+    scaled = {owner.removesuffix(WEIGHT) for owner, _, word in factors if "scale" in word.lower()}
+    for name, tensor in rest.items():
+        if _is_left(name, tensor, rest, scaled):
+            raise FormatError(
+                f"{tensor.path}: {name[:200]} is of a tensor that is quantized in a way that is "
+                "not known",
+                hint=_BEGIN,
+            )
+
+
+def _is_left(
+    name: str, tensor: SourceTensor, named: Mapping[str, SourceTensor], scaled: AbstractSet[str]
+) -> bool:
+    if name.endswith(_ENDS) or _STATE in name:
+        return True
+    if name.endswith("_blocks"):
+        return name.removesuffix("_blocks") + "_scales" in named
+    for part in (SCALE, BIAS, GLOBAL_SCALE):
+        if name.endswith(part) and name.removesuffix(part) in named:
+            return True  # no module is a tensor, too; and readers take it for what we write
+    stem = name.removesuffix(WEIGHT)
+    # no network has weights of U32: they are codes whose scales are not where MLX has them
+    return stem != name and (
+        tensor.dtype == CODES
+        or (tensor.dtype in _OCTETS and stem in scaled)
+        or (tensor.dtype in FLOATS and f"{stem}.scales" in named)
     )

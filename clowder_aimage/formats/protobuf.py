@@ -1,8 +1,7 @@
 """The wire format of protocol buffers, walked without loading what is walked over.
 
-Format: protobuf.dev, "Encoding". Only field numbers, wire types and places are read; a value is
-loaded where it is asked for. Refused, beside what is no wire format: groups, which nobody writes,
-and more fields than a file of any use has.
+Format: protobuf.dev, "Encoding". Groups, which nobody writes, are refused, and more fields than a
+file of any use has.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from clowder_aimage.errors import FormatError
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_FIELDS = 4_000_000  # of all messages in a file: seconds; large graphs have half a million
 MAX_NUMBER = (1 << 29) - 1
+_MAX_TEXT = 4096  # bytes
+_MAX_VARINT = 10  # bytes, of 64 bits
 _WINDOW = 1 << 16
-_LONGEST = 10  # bytes of a varint of 64 bits
 
 
 class WireField(NamedTuple):
-    """A field at ``place``.
+    """A field at ``place``: a varint of ``value``, or the bytes from ``start`` to ``end``.
 
-    ``value`` is what a varint is; any other has its bytes from ``start`` to ``end``. All places are
-    bytes from the file's start.
+    All places are bytes from the file's start.
     """
 
     number: int
@@ -32,6 +31,19 @@ class WireField(NamedTuple):
     place: int
     start: int
     end: int
+
+    def expect(self, wire: int) -> None:
+        """Check the wire type. Raises FormatError."""
+        if self.wire != wire:
+            raise FormatError(
+                f"at byte {self.place}, field {self.number} has the wire type {self.wire}, "
+                f"not {wire}"
+            )
+
+    def int64(self) -> int:
+        """Return the value of a varint. Raises FormatError."""
+        self.expect(VARINT)
+        return _signed(self.value)
 
 
 class WireReader:
@@ -54,9 +66,9 @@ class WireReader:
             number, wire = tag >> 3, tag & 7
             if not 1 <= number <= MAX_NUMBER:
                 raise FormatError(f"at byte {place}, no field has the number {number}")
-            field = self._field(number, wire, place, position, end)
-            yield field
-            place = field.end
+            found = self._field(number, wire, place, position, end)
+            yield found
+            place = found.end
 
     def _field(self, number: int, wire: int, place: int, position: int, end: int) -> WireField:
         if wire == VARINT:
@@ -75,30 +87,32 @@ class WireReader:
             )
         return WireField(number, wire, 0, place, position, position + length)
 
-    def varints(self, field: WireField, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or not: at most ``most`` of them.
+    def int64s(self, field: WireField, most: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or not, at most ``most``.
 
         Raises:
-            FormatError: they are no varints, or more.
+            FormatError: they are not varints, or more.
         """
         if field.wire == VARINT:
-            return [field.value]
-        expect(field, BYTES)
+            return [field.int64()]
+        field.expect(BYTES)
         numbers: list[int] = []
         position = field.start
         while position < field.end:
             if len(numbers) == most:
                 raise FormatError(f"at byte {field.place}, there are over {most} numbers")
             number, position = self._varint(position, field.end)
-            numbers.append(number)
+            numbers.append(_signed(number))
         return numbers
 
-    def text(self, field: WireField, most: int) -> str:
-        """Return a string of at most ``most`` bytes. Raises FormatError."""
-        expect(field, BYTES)
+    def text(self, field: WireField) -> str:
+        """Return a string. Raises FormatError."""
+        field.expect(BYTES)
         length = field.end - field.start
-        if length > most:
-            raise FormatError(f"at byte {field.place}, a string of {length} bytes is over {most}")
+        if length > _MAX_TEXT:
+            raise FormatError(
+                f"at byte {field.place}, a string of {length} bytes is over {_MAX_TEXT}"
+            )
         try:
             return self._at(field.start, length).decode()
         except UnicodeDecodeError:
@@ -109,7 +123,7 @@ class WireReader:
         if 0 <= index < len(self._window) and position < end and self._window[index] < 0x80:
             return self._window[index], position + 1  # most of them, by far
         value = shift = 0
-        for byte in self._at(position, min(_LONGEST, end - position)):
+        for byte in self._at(position, min(_MAX_VARINT, end - position)):
             value |= (byte & 0x7F) << shift
             position += 1
             if byte < 0x80:
@@ -120,7 +134,6 @@ class WireReader:
         raise FormatError(f"before byte {position}, a number does not end, or not within 64 bits")
 
     def _at(self, position: int, count: int) -> bytes:
-        """``count`` bytes of the file, which must be there."""
         index = position - self._base
         if index < 0 or index + count > len(self._window):
             self._file.seek(position)
@@ -131,15 +144,5 @@ class WireReader:
         return self._window[index : index + count]
 
 
-def expect(field: WireField, wire: int) -> None:
-    """Refuse a field that is written in another way than its type is."""
-    if field.wire != wire:
-        raise FormatError(
-            f"at byte {field.place}, field {field.number} has the wire type {field.wire}, "
-            f"not {wire}"
-        )
-
-
-def signed(value: int) -> int:
-    """Return the value of a varint of type int64."""
+def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value

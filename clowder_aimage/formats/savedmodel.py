@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import read_license
-from clowder_aimage.formats.format_result import (
-    FormatResult,
+from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import (
+    MODEL_AGAIN,
+    read_license,
     reading,
     source_file,
-    taken,
     walk,
 )
 from clowder_aimage.oci import mediatype
@@ -31,10 +31,9 @@ _MAX_LOOK = 1 << 20  # bytes of a text that are looked at
 # the first field of a SavedModel on the wire: saved_model_schema_version = 1, or meta_graphs
 _VERSION, _GRAPH = b"\x08\x01", b"\x12"
 _TEXT_GRAPHS = re.compile(rb"^\s*meta_graphs\s*:?\s*[{<]", re.MULTILINE)
-_AGAIN = "download the model again, in full"
 
 
-def take(path: Path) -> FormatResult:
+def take(path: Path) -> Inventory:
     """Return a whole directory: every file in it becomes a layer.
 
     Raises:
@@ -54,7 +53,7 @@ def take(path: Path) -> FormatResult:
         names = [file.name for file in files]
         _check_graph(path, names)
         _check_variables(path, names)
-    return taken(FORMAT, files, {}, read_license(path))
+    return Inventory.of_files(FORMAT, files, {}, read_license(path))
 
 
 def _check_graph(root: Path, names: Sequence[str]) -> None:
@@ -71,26 +70,26 @@ def _check_graph(root: Path, names: Sequence[str]) -> None:
         _TEXT_GRAPHS.search(start) if name == TEXT else start[:2] == _VERSION or start[:1] == _GRAPH
     )
     if not is_graph:
-        raise FormatError(f"{root / name} is not a SavedModel, or holds no graph", hint=_AGAIN)
+        raise FormatError(f"{root / name} is not a SavedModel, or holds no graph", hint=MODEL_AGAIN)
 
 
 def _check_variables(root: Path, names: Sequence[str]) -> None:
-    """Check that the index of the variables and all of their shards are there, or none of them."""
-    inside = [name.removeprefix(f"{VARIABLES}/") for name in names if _is_variable(name)]
+    prefix = f"{VARIABLES}/"
+    inside = [
+        name.removeprefix(prefix) for name in names if name.startswith(f"{prefix}{VARIABLES}.")
+    ]
     shards = [match for name in inside if (match := _SHARD.fullmatch(name))]
     if not inside:
         return
     if _INDEX not in inside or not shards:
         missing = f"{VARIABLES}/{_INDEX}" if _INDEX not in inside else "the shards"
-        raise FormatError(f"{root}: {missing} of the variables missing", hint=_AGAIN)
+        raise FormatError(f"{root}: {missing} of the variables missing", hint=MODEL_AGAIN)
     totals = {int(match[2]) for match in shards}
     if len(totals) > 1:
-        raise FormatError(f"{root / VARIABLES} holds shards of two sets of variables", hint=_AGAIN)
+        raise FormatError(
+            f"{root / VARIABLES} holds shards of two sets of variables", hint=MODEL_AGAIN
+        )
     total, there = totals.pop(), {int(match[1]) for match in shards}
     if there != set(range(total)):
         lacks = f"has {len(there)} of {total} shards, or others than their number says"
-        raise FormatError(f"{root / VARIABLES} {lacks}", hint=_AGAIN)
-
-
-def _is_variable(name: str) -> bool:
-    return name.startswith(f"{VARIABLES}/{VARIABLES}.")
+        raise FormatError(f"{root / VARIABLES} {lacks}", hint=MODEL_AGAIN)

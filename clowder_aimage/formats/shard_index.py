@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.model_tree import check_not_pointer
+from clowder_aimage.formats.model_tree import AGAIN, MODEL_AGAIN, check_not_pointer
 from clowder_aimage.tensor import Header, read_header
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -34,9 +34,9 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
             f"{directory} should have one weight file, or shards with an index; it has {found}",
             hint="download the index of the shards, or keep one of the variants"
             if files
-            else "download the model again, in full",
+            else MODEL_AGAIN,
         )
-    tensors = [tensor for path, header in headers.items() for tensor in tensors_of(path, header)]
+    tensors = [one for path, header in headers.items() for one in SourceTensor.of(path, header)]
     if not tensors:
         raise ModelError(f"{_names(files)} in {directory} holds no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
@@ -55,26 +55,7 @@ def read_file(path: Path) -> Header:
             check_not_pointer(path, file.peek(64)[:64])
             return read_header(file, path.stat().st_size)
     except FormatError as error:
-        raise FormatError(
-            f"{path} is damaged: {error}", hint="download the file again, in full"
-        ) from None
-
-
-def tensors_of(path: Path, header: Header) -> list[SourceTensor]:
-    """Return the tensors of the file at ``path``, in its header's order."""
-    modified = path.stat().st_mtime_ns
-    return [
-        SourceTensor(
-            name,
-            info.dtype,
-            info.shape,
-            path,
-            header.data_offset + info.start,
-            info.nbytes,
-            modified,
-        )
-        for name, info in header.tensors.items()
-    ]
+        raise FormatError(f"{path} is damaged: {error}", hint=AGAIN) from None
 
 
 def _check_index(index: Path, headers: dict[Path, Header]) -> None:
@@ -82,10 +63,9 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     weight_map = _weight_map(index)
     here = {path.name for path in headers}
     wanted = set(weight_map.values())
-    again = "download the model again, in full"
     if missing := sorted(wanted - here):
         raise FormatError(
-            f"{index} names shards that are missing: {', '.join(missing)}", hint=again
+            f"{index} names shards that are missing: {', '.join(missing)}", hint=MODEL_AGAIN
         )
     if extra := sorted(here - wanted):
         raise ModelError(
@@ -95,14 +75,14 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     there = {name: path.name for path, header in headers.items() for name in header.tensors}
     total = sum(len(header.tensors) for header in headers.values())
     if total != len(there):
-        raise ModelError(f"two shards of {index} have the same tensor", hint=again)
+        raise ModelError(f"two shards of {index} have the same tensor", hint=MODEL_AGAIN)
     for name in sorted(weight_map.keys() | there.keys()):
         if name not in there or weight_map.get(name) != there[name]:
             said = weight_map.get(name, "no shard")
             raise ModelError(
                 f"{index} places tensor {name[:200]} in {said}, "
                 f"it is in {there.get(name, 'no shard')}",
-                hint=again,
+                hint=MODEL_AGAIN,
             )
 
 

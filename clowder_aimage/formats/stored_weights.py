@@ -19,14 +19,8 @@ from clowder_aimage.tensor import (
     read_header,
     read_tensors,
 )
-from clowder_aimage.tensor.external_quantization import (
-    CODES,
-    Said,
-    complete,
-    group_size,
-    own_layers,
-)
-from clowder_aimage.tensor.tensor_blob import BIAS, LEGACY_KEY, SCALE
+from clowder_aimage.tensor.quantization_config import Said, complete, group_size, own_layers
+from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE
 from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
 
 _EXPERTS = ("experts", "shared_experts")
@@ -107,21 +101,12 @@ def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[st
 
 
 def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
-    modified = path.stat().st_mtime_ns
-    parts = []
-    for suffix, key in {"": tensor.key, **tensor.parts}.items():
-        info = header.tensors[key]
-        source = SourceTensor(
-            key,
-            info.dtype,
-            info.shape,
-            path,
-            header.data_offset + info.start,
-            info.nbytes,
-            modified,
-        )
-        parts.append(TensorPart(suffix, info.dtype, info.shape, source))
-    return Weight(name, tensor.dtype, tensor.shape, tuple(parts), tensor.quantization)
+    keys = {"": tensor.key, **tensor.parts}
+    parts = tuple(
+        TensorPart(suffix, found.dtype, found.shape, found)
+        for suffix, found in zip(keys, SourceTensor.of(path, header, keys.values()), strict=True)
+    )
+    return Weight(name, tensor.dtype, tensor.shape, parts, tensor.quantization)
 
 
 Stated = Callable[[str, str], Said]
@@ -152,22 +137,16 @@ def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
         if SCALE in parts:
             joined[stored.layer.name] = replace(stored, weights=(_joined(stored, parts, stated),))
             taken |= {part.layer.name for part in parts.values()}
-    for stored in layers:
-        _check(joined.get(stored.layer.name, stored))
-    return [
-        replace(stored, weights=())
-        if stored.layer.name in taken
-        else joined.get(stored.layer.name, stored)
-        for stored in layers
-    ]
+    whole = [joined.get(stored.layer.name, stored) for stored in layers]
+    for stored in whole:
+        _check(stored)
+    return [replace(one, weights=()) if one.layer.name in taken else one for one in whole]
 
 
 def _check(stored: StoredLayer) -> None:
-    """Hold a tensor next to what its layer promises: codes are known when they are joined."""
-    if stored.is_group:
-        return
+    """Compare a tensor with its layer: codes are known when they are joined."""
     layer = stored.layer
-    for weight in stored.weights:
+    for weight in stored.weights if not stored.is_group else ():
         tensor = BlobTensor(weight.name, weight.dtype, weight.shape, weight.quantization, {})
         check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
@@ -175,7 +154,6 @@ def _check(stored: StoredLayer) -> None:
 def _parts(
     stored: StoredLayer, named: Mapping[str, StoredLayer]
 ) -> Iterator[tuple[str, StoredLayer]]:
-    """Yield the layers of scales and biases for the codes in ``stored``."""
     if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
     for part, name in own_layers(stored.layer.name, named).items():
@@ -202,10 +180,7 @@ def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: State
             f"{stored.layer.name}: {CODES} {list(codes.shape)} and scales "
             f"{list(every[SCALE].shape)} are no {kind} in groups of {quantization.group_size}"
         )
-    whole = [replace(codes.parts[0], suffix="")]
-    whole += [_as_part(suffix, weight) for suffix, weight in every.items()]
-    return Weight(codes.name, quantization.type.name, shape, tuple(whole), quantization)
-
-
-def _as_part(suffix: str, weight: Weight) -> TensorPart:
-    return replace(weight.parts[0], suffix=suffix)
+    whole = tuple(
+        replace(weight.parts[0], suffix=suffix) for suffix, weight in {"": codes, **every}.items()
+    )
+    return Weight(codes.name, quantization.type.name, shape, whole, quantization)

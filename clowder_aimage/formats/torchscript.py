@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.format_result import (
+from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import (
     OTHER,
-    FormatResult,
     naming,
+    pickled,
     reading,
     source_file,
     start_of,
-    taken,
 )
 from clowder_aimage.oci import mediatype
 
@@ -34,6 +34,11 @@ MAX_DIRECTORY = 64 * 1024 * 1024  # bytes
 _END, _END64 = b"PK\x05\x06", b"PK\x06\x06"  # APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14
 _TAIL = 22 + 0xFFFF + 76  # bytes: the end of the directory, its comment, the records of 64 bits
 _FULL = 0xFFFFFFFF  # the number is in the record of 64 bits
+# what zipfile raises for a damaged archive, and for one of a version from the future
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError),
+    *(ValueError, OverflowError, RuntimeError),
+)
 _NEEDED = ("data.pkl", "constants.pkl")
 _VERSIONS = (".data/version", "version")  # the first one found counts
 _MAX_VERSION = 64  # bytes
@@ -41,7 +46,7 @@ _PICKLED = 0x80  # the opcode PROTO (Python, pickletools); its argument is the p
 _PROTOCOLS = range(2, 6)
 
 
-def take(path: Path) -> FormatResult:
+def take(path: Path) -> Inventory:
     """Return the archive as one file, with the fact that loading it runs code.
 
     Raises:
@@ -56,23 +61,16 @@ def take(path: Path) -> FormatResult:
             )
         file = source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
         if is_pickle(start_of(path)):
-            raise pickled(path)
+            raise pickled(path, CONVERT)
         with naming(path), path.open("rb") as opened:
             version = _version(*_open(opened, path))
-    return taken(FORMAT, [file], {"pickled": True, "formatVersion": version})
+    facts = {"pickled": True, "formatVersion": version}
+    return Inventory.of_files(FORMAT, [file], facts, None)
 
 
 def is_pickle(start: bytes) -> bool:
     """Return whether a file begins as a pickle of any protocol that is written today."""
     return len(start) > 1 and start[0] == _PICKLED and start[1] in _PROTOCOLS
-
-
-def pickled(path: Path) -> ModelError:
-    """Return the error for a pickled checkpoint."""
-    return ModelError(
-        f"{path} is a pickled checkpoint: loading it could run any code, so it is not packed",
-        hint=CONVERT,
-    )
 
 
 def is_archive(file: BinaryIO) -> bool:
@@ -86,10 +84,10 @@ def is_archive(file: BinaryIO) -> bool:
 
 def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
     """Open an archive whose directory is of a reasonable size: zipfile loads all of it."""
-    if _read_at(file, 0, len(MAGIC)) != MAGIC:
+    if file.read(len(MAGIC)) != MAGIC:
         raise FormatError("this is not a zip archive", hint=OTHER)
-    size = file.seek(0, 2)
-    tail = _read_at(file, max(0, size - _TAIL), _TAIL)
+    file.seek(max(0, file.seek(0, 2) - _TAIL))
+    tail = file.read(_TAIL)
     end, end64 = tail.rfind(_END), tail.rfind(_END64)
     try:
         spans = [struct.unpack_from("<I", tail, end + 12)[0]] if end >= 0 else []
@@ -98,33 +96,17 @@ def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
         if any(MAX_DIRECTORY < span != _FULL for span in spans):
             raise FormatError(f"the directory of the archive is over {MAX_DIRECTORY} bytes")
         return zipfile.ZipFile(file)
-    except (
-        zipfile.BadZipFile,
-        OSError,
-        EOFError,
-        ValueError,
-        OverflowError,
-        struct.error,
-    ) as error:
+    except _DAMAGED as error:
         raise FormatError(f"truncated, or not a zip archive: {error}") from None
-    except NotImplementedError as error:  # a version of the format from the future
-        raise FormatError(str(error)) from None
-
-
-def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
-    """Return at most ``count`` bytes from ``position`` on."""
-    file.seek(position)
-    return file.read(count)
 
 
 def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
-    """Return the archive and its members by their names in its one directory."""
     archive = _read_directory(file)
     members = archive.infolist()
     records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
     if "data.pkl" in records and not is_program:
-        raise pickled(path)
+        raise pickled(path, CONVERT)
     if not is_program:
         raise FormatError("this zip archive holds no program of TorchScript", hint=CONVERT)
     if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:
@@ -138,14 +120,13 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
 
 
 def _version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> str:
-    """Return the version of the format that the archive states."""
     name = next((name for name in _VERSIONS if name in records), None)
     if name is None:
         raise FormatError("the archive does not state its version")
     try:
         with archive.open(records[name]) as member:
             word = member.read(_MAX_VERSION + 1).strip()
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error) as error:
+    except _DAMAGED as error:
         raise FormatError(f"the archive's version cannot be read: {error}") from None
     if not word.isdigit() or len(word) > _MAX_VERSION:
         raise FormatError(f"the archive's version is not a number: {word[:20]!r}")

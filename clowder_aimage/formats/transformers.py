@@ -1,22 +1,28 @@
 """Transformers directories: config.json, and weights at the top (``save_pretrained`` writes them).
 
-Either each tensor becomes a blob, as of a pipeline's components, or files stay whole. Beside the
-weights go what the library reads: configurations, tokenizers, chat templates, and code that a
-model brings along (which no one here runs).
+Either each tensor becomes a blob, as of a pipeline's components, or files stay whole. With the
+weights go configurations, tokenizers, chat templates, and the model's own code, which is not run.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import Component, Inventory, read_license, read_object
-from clowder_aimage.formats.format_result import FormatResult, source_file, taken
-from clowder_aimage.formats.model_tree import PICKLED, SourceFile, home, list_directory
+from clowder_aimage.formats.inventory import Component, Inventory
+from clowder_aimage.formats.model_tree import (
+    PICKLED,
+    SourceFile,
+    home,
+    list_directory,
+    read_json,
+    read_license,
+    read_object,
+    source_file,
+)
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype
@@ -45,7 +51,7 @@ def take(directory: Path) -> Inventory:
     return Inventory("", "", (component,), (), read_license(directory), known)
 
 
-def take_whole(directory: Path) -> FormatResult:
+def take_whole(directory: Path) -> Inventory:
     """Return the same with files as they are. Raises as ``take`` does."""
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)  # checks the shards and their index
@@ -56,9 +62,8 @@ def take_whole(directory: Path) -> FormatResult:
     ]
     count = sum(math.prod(tensor.shape) for tensor in tensors)
     files = [*whole, *_files(directory, paths)]
-    return taken(
-        "transformers", files, {"parameters": count} | facts(config), read_license(directory)
-    )
+    known = {"parameters": count} | facts(config)
+    return Inventory.of_files("transformers", files, known, read_license(directory))
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,37 +99,24 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     if not (directory / "config.json").exists():
         raise FormatError(f"there is no config.json in {directory}: not a Transformers directory")
     top = home(directory)
-    paths = [path for path in list_directory(top, directory, ()) if path.name not in _NOT]
-    if pickled := [path for path in paths if path.suffix.lower() in PICKLED]:
-        raise ModelError(
-            f"{pickled[0]} is pickled: loading it could run any code, so it is not packed",
-            hint="convert the weights to safetensors and remove the pickled file",
-        )
+    paths = list_directory(top, directory, PICKLED, _NOT)
     if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
         raise ModelError(
             f"{weighted[0]} lies in a directory of its own, and would be left out",
             hint="models of several parts, but those of diffusers, cannot be packed; the parts can",
         )
-    config = read_object(directory, "config.json")
+    config = read_object(directory, directory / "config.json")
     if not _class(config):
         raise FormatError(f"{directory / 'config.json'} says neither architectures nor model_type")
     for path in paths:
         if path.name.endswith(_INDEX):
-            _check_json(path)
+            read_json(top, path)
     return config, paths
 
 
-def _check_json(path: Path) -> None:
-    try:
-        json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
-
-
 def _files(directory: Path, paths: list[Path]) -> list[SourceFile]:
-    """Return the files of the model beside its weights."""
     return [
         source_file(directory, path, path.name)
         for path in paths
-        if path.suffix in _FILES and path.name not in _NOT and not path.name.endswith(_INDEX)
+        if path.suffix in _FILES and not path.name.endswith(_INDEX)
     ]

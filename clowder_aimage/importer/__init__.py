@@ -4,7 +4,8 @@ What weights are stored as is a recipe; with one, a survey looks at values befor
 ``precision`` and ``quantize`` change them while they are written.
 """
 
-from clowder_aimage.formats.diffusers import Inventory, take_inventory
+from clowder_aimage.formats.diffusers import take_inventory
+from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.importer.blob_writer import PackedModel, check_config, pack, write_layers
 from clowder_aimage.importer.create_plan import CreatePlan, Provenance, make_plan
 from clowder_aimage.importer.recipe import Recipe

@@ -142,7 +142,6 @@ class BlobEncoder:
     def _quantized(
         self, piece: QuantizePiece, guard: QuantizationGuard, values: Any
     ) -> tuple[bytes, ...]:
-        """Return codes, scales and biases of a block. Raises ModelError."""
         assert self._quantizer is not None  # noqa: S101
         made = self._quantizer.quantize(values.reshape(1, -1), piece.target, piece.quantization)
         guard.count(values, made[0], made[1], made[2] if len(made) > 2 else None)
@@ -150,7 +149,6 @@ class BlobEncoder:
 
 
 def _bytes(values: Any) -> memoryview:
-    """Return a numpy array as it is in memory."""
     return memoryview(values).cast("B")
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content import ContentStore, Ingest, Lease, bytes_body
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.content.verified_reader import verify
@@ -23,9 +23,9 @@ from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.importer.blob_encoder import BlobEncoder, compressor
 from clowder_aimage.importer.create_plan import CreatePlan
+from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.span_reader import JOBS, changed
-from clowder_aimage.importer.weight_summary import WeightReport
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
@@ -104,11 +104,10 @@ class _Writer:
         for origin in planned.origins:
             with self._store.open(origin) as file:
                 verify(file, origin)
-        if planned.compression:
-            return self._compress(planned)
-        if planned.size <= self._size:
+        if planned.size <= self._size and not planned.compression:
             return self._push(planned)
-        if planned.size in self._sizes and not planned.is_quantizing:
+        likely = planned.size in self._sizes and not planned.is_quantizing
+        if likely and not planned.compression:
             layer = planned.layer(self._digest(planned))
             if self._is_there(layer):
                 return WrittenLayers(layer, True)
@@ -118,17 +117,16 @@ class _Writer:
     @property
     def _encoder(self) -> BlobEncoder:
         """Return the calling thread's."""
-        if not hasattr(self._own, "pourer"):
-            self._own.pourer = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
-        pourer: BlobEncoder = self._own.pourer
-        return pourer
+        if not hasattr(self._own, "encoder"):
+            self._own.encoder = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
+        encoder: BlobEncoder = self._own.encoder
+        return encoder
 
     def _is_there(self, layer: Layer) -> bool:
         self._lease.add(layer.descriptor.digest)
         return self._store.exists(layer.descriptor)
 
     def _push(self, planned: PlannedLayer) -> WrittenLayers:
-        """Return a blob that is in memory as a whole."""
         chunks: list[memoryview] = []
         self._encoder.encode(planned, chunks.append)
         data = chunks[0] if chunks else memoryview(b"")
@@ -144,41 +142,41 @@ class _Writer:
         return Digest(self._algorithm, hasher.hexdigest())
 
     def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayers:
-        """Return a blob that is written while it is read.
-
-        The digest of one that was read before must be the same again.
-        """
+        """Return a blob that is written while it is read; it must be ``expected``, if given."""
         ingest = self._store.ingest("create")
         try:
-            ingest.digest(self._algorithm)
-            offset = 0
-
-            def write(view: memoryview) -> None:
-                nonlocal offset
-                ingest.write_at(offset, view)
-                offset += len(view)
-
-            self._encoder.encode(planned, write)
-            layer = planned.layer(ingest.digest(self._algorithm))
+            encode = self._encode_compressed if planned.compression else self._encode
+            layer = encode(planned, ingest)
             if expected is not None and layer != expected:
                 raise changed(planned.path)
-            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
-                ingest.abort()
-                return WrittenLayers(layer, True)
+            was_there = self._is_ours(layer.descriptor.digest) or self._is_there(layer)
         except BaseException:
             ingest.abort()
             raise
+        if was_there:
+            ingest.abort()
+            return WrittenLayers(layer, True)
         try:
             ingest.commit(layer.descriptor)
         except VerificationError:
             raise changed(planned.path) from None
         return WrittenLayers(layer, False)
 
-    def _compress(self, planned: PlannedLayer) -> WrittenLayers:
-        """Return a blob that is compressed while it is written."""
+    def _encode(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
+        ingest.digest(self._algorithm)
+        offset = 0
+
+        def write(view: memoryview) -> None:
+            nonlocal offset
+            ingest.write_at(offset, view)
+            offset += len(view)
+
+        self._encoder.encode(planned, write)
+        return planned.layer(ingest.digest(self._algorithm))
+
+    def _encode_compressed(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
         packer = compressor(planned.compression, planned.size)
         plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
-        ingest = self._store.ingest("create")
         size = 0
 
         def write(data: bytes) -> None:
@@ -192,22 +190,13 @@ class _Writer:
             plain.update(view)
             write(packer.compress(view))
 
-        try:
-            self._encoder.encode(planned, add)
-            write(packer.flush())
-            content = Digest(self._algorithm, plain.hexdigest())
-            layer = replace(
-                planned.layer(Digest(self._algorithm, packed.hexdigest()), size),
-                content=Descriptor(planned.media_type, content, planned.size),
-            )
-            if self._is_ours(layer.descriptor.digest) or self._is_there(layer):
-                ingest.abort()
-                return WrittenLayers(layer, True)
-        except BaseException:
-            ingest.abort()
-            raise
-        ingest.commit(layer.descriptor)
-        return WrittenLayers(layer, False)
+        self._encoder.encode(planned, add)
+        write(packer.flush())
+        content = Digest(self._algorithm, plain.hexdigest())
+        return replace(
+            planned.layer(Digest(self._algorithm, packed.hexdigest()), size),
+            content=Descriptor(planned.media_type, content, planned.size),
+        )
 
     def _is_ours(self, digest: Digest) -> bool:
         """Return whether another thread has the same blob under way; from now on, this one has."""
@@ -218,7 +207,6 @@ class _Writer:
 
 
 def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
-    """Return the sizes, in bytes, of the blobs that a layout holds already."""
     sizes: set[int] = set()
     for root in store.roots:
         try:

@@ -10,21 +10,31 @@ from typing import Any
 from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.diffusers import Component, Inventory
-from clowder_aimage.importer.decision import WeightDecision, check_quantized, decide
-from clowder_aimage.importer.planned_layer import PlannedLayer, file_layer, tensor_layers
-from clowder_aimage.importer.recipe import Recipe
-from clowder_aimage.importer.weight_summary import (
+from clowder_aimage.formats.inventory import Component, Inventory
+from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
+from clowder_aimage.importer.decision import (
+    WeightDecision,
     WeightReport,
+    check_quantized,
+    decide,
     describe_component,
     report,
     totals,
     whole_model,
 )
+from clowder_aimage.importer.planned_layer import (
+    PlannedLayer,
+    file_layer,
+    group_layer,
+    tensor_layer,
+    tensor_layers,
+)
+from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
+_TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # anew, of weights that change
 AS_STORED = Recipe()
 
 
@@ -74,7 +84,7 @@ def make_plan(
             take.
         UsageError: the recipe does not fit the model.
     """
-    decided = decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
+    decided = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
     layers = [
         file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
         for file in inventory.files
@@ -88,14 +98,13 @@ def make_plan(
     plan = CreatePlan(
         tuple(layers), encode(config), algorithm, report(decided, config, ignored), subject
     )
-    check(plan, dialect)
+    _check(plan, dialect)
     return plan
 
 
-def decide_all(
+def _decide_all(
     components: Mapping[str, Sequence[Any]], recipe: Recipe, exact: frozenset[tuple[str, str]]
 ) -> dict[str, list[WeightDecision]]:
-    """Decide the type of the weights of each component. Raises UsageError."""
     recipe.check_components(name for name, weights in components.items() if weights)
     decided = {name: decide(name, weights, recipe, exact) for name, weights in components.items()}
     for name, decisions in decided.items():
@@ -104,23 +113,19 @@ def decide_all(
     return decided
 
 
-def check(plan: CreatePlan, dialect: Dialect) -> None:
+def _check(plan: CreatePlan, dialect: Dialect) -> None:
     """Check that the layers fit into a manifest. Raises ModelError."""
-    _check_names(plan.layers)
-    _check_manifest(plan, dialect)
-
-
-def _check_names(layers: Sequence[PlannedLayer]) -> None:
-    for layer in layers:
+    for layer in plan.layers:
         try:
             check_name(layer.name)
         except FormatError as error:
             raise ModelError(f"{layer.path}: {error}") from None
-    for layer, following in pairwise(layers):
+    for layer, following in pairwise(plan.layers):
         if layer.name == following.name:
             raise ModelError(
                 f"{layer.path} and {following.path} both have something called {layer.name[:200]}"
             )
+    _check_manifest(plan, dialect)
 
 
 def _check_manifest(plan: CreatePlan, dialect: Dialect) -> None:
@@ -143,10 +148,6 @@ def _config(
     layers: Sequence[PlannedLayer],
     provenance: Provenance,
 ) -> dict[str, Any]:
-    """Return the AImage config (schemas/aimage-config.schema.json).
-
-    What it is, not who packed it.
-    """
     weighed = totals(decision for decisions in decided.values() for decision in decisions)
     config: dict[str, Any] = {
         "schemaVersion": 1,
@@ -157,9 +158,12 @@ def _config(
         **whole_model(decided),
         "size": sum(layer.size for layer in layers),
         "components": {
-            c.name: describe_component(
-                {"library": c.library, "class": c.class_name}, c.name, decided[c.name], layers
-            )
+            c.name: {
+                **describe_component(
+                    {"library": c.library, "class": c.class_name}, decided[c.name]
+                ),
+                "size": _size(c.name, layers),
+            }
             for c in inventory.components
             if c.name
         },
@@ -175,10 +179,99 @@ def _config(
     return config | {key: value for key, value in optional.items() if value}
 
 
+def _size(component: str, layers: Sequence[PlannedLayer]) -> int:
+    return sum(layer.size for layer in layers if layer.name.startswith(f"{component}/"))
+
+
 def _default_size(components: Sequence[Component]) -> int | None:
-    """Return the side of the square pictures that the VAE was trained on, in pixels."""
     for component in components:
         size = component.config.get("sample_size")
         if component.name == "vae" and isinstance(size, int) and size > 0 and size % 16 == 0:
             return size
     return None
+
+
+def plan_conversion(
+    aimage: AImage,
+    layers: Sequence[StoredLayer],
+    dialect: Dialect,
+    recipe: Recipe,
+    exact: frozenset[tuple[str, str]],
+) -> CreatePlan:
+    """Decide everything, as ``make_plan``, from ``layers`` of ``aimage``.
+
+    A layer in which nothing changes stays as it is.
+
+    Raises:
+        ModelError: the manifest would be larger than registries take.
+        UsageError: the recipe does not fit the model.
+        FormatError: tensors of a group would get names that others have.
+    """
+    components = weights_of(layers)
+    decided = _decide_all(components, recipe, exact)
+    by_weight = {
+        (name, decision.weight.name): decision
+        for name, decisions in decided.items()
+        for decision in decisions
+    }
+    planned = [_plan(stored, by_weight) for stored in layers]
+    config = _converted_config(aimage.properties, decided, planned)
+    summary = report(decided, config)
+    plan = CreatePlan(tuple(planned), encode(config), aimage.algorithm, summary, aimage.subject)
+    _check(plan, dialect)
+    return plan
+
+
+def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]) -> PlannedLayer:
+    layer, component = stored.layer, stored.layer.component
+    decisions = [decided[component, weight.name] for weight in stored.weights]
+    if not any(decision.changes for decision in decisions):
+        kept = layer.descriptor
+        return PlannedLayer(
+            layer.name, kept.media_type, b"", (), layer.dtype, layer.shape, kept=layer
+        )
+    try:
+        if stored.is_group:
+            prefix = layer.name.removeprefix(f"{component}/")
+            return group_layer(component, prefix, decisions, layer.descriptor)
+        return tensor_layer(component, decisions[0], layer.descriptor)
+    except FormatError as error:  # a tensor has the name of another's scales
+        raise name_layer(layer, error) from None
+
+
+def _converted_config(
+    old: Mapping[str, Any],
+    decided: Mapping[str, Sequence[WeightDecision]],
+    layers: Sequence[PlannedLayer],
+) -> dict[str, Any]:
+    components = old.get("components")
+    described = dict(components) if isinstance(components, dict) else {}
+    for name, decisions in decided.items():
+        if not name:
+            continue
+        entry = described.get(name)
+        known = dict(entry) if isinstance(entry, dict) else {}
+        if any(decision.changes for decision in decisions) or not known:
+            rest = {key: value for key, value in known.items() if key not in _TOLD}
+            new = describe_component(rest, decisions) | {"size": _size(name, layers)}
+            if "quantization" in known and not any(d.quantization for d in decisions):
+                new["quantization"] = known["quantization"]  # it knows why some were kept
+            described[name] = new
+    told = {
+        **totals(decision for decisions in decided.values() for decision in decisions),
+        **whole_model(decided),
+        "size": sum(layer.size for layer in layers),
+        "components": described,
+    }
+    return _in_order(old, told)
+
+
+def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Return ``old`` with what is ``told``, where ``create`` has it: before what it tells next."""
+    keys = list(old)
+    place = len(keys)
+    for key in reversed(told):
+        if key not in old:
+            keys.insert(place, key)
+        place = keys.index(key)
+    return {key: told.get(key, old.get(key)) for key in keys}

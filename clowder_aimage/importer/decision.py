@@ -1,10 +1,11 @@
-"""Decisions on each weight: its type, its quantization, and reasons against it."""
+"""Decisions on each weight: its type, its quantization, reasons against it; and their totals."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
@@ -12,6 +13,7 @@ from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
+MIXED = "mixed"  # what a component is quantized to where its tensors differ
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 
 
@@ -63,9 +65,9 @@ def decide(
     wanted = recipe.of(component)
     made = []
     for weight in weights:
-        dtype = _dtype(component, weight, recipe, exact)
         reason = reason_to_keep(weight, wanted) if wanted else None
         chosen = None if reason or weight.quantization else wanted
+        dtype = _dtype(component, weight, recipe, exact)
         made.append(WeightDecision(weight, dtype, chosen, reason))
     return made
 
@@ -87,7 +89,7 @@ def entries(decision: WeightDecision) -> list[Entry]:
         return [
             (
                 weight.name + part.suffix,
-                decision.dtype if _is_plain(weight) else part.dtype,
+                decision.dtype if weight.quantization is None else part.dtype,
                 part.shape,
             )
             for part in weight.parts
@@ -100,10 +102,6 @@ def entries(decision: WeightDecision) -> list[Entry]:
         (weight.name, "U32", quantization.codes_shape(weight.shape)),
         *((weight.name + suffix, dtype, scales) for suffix in suffixes),
     ]
-
-
-def _is_plain(weight: Weight) -> bool:
-    return weight.quantization is None
 
 
 def values_of(decision: WeightDecision) -> str:
@@ -131,12 +129,11 @@ def check_quantized(
     raise UsageError(
         f"no tensor of the {component} can be quantized to {wanted.type.name} in groups of "
         f"{wanted.group_size}",
-        hint=_way_out(decisions, wanted),
+        hint=_hint(decisions, wanted),
     )
 
 
-def _way_out(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
-    """Return a hint for a model of which nothing can be quantized."""
+def _hint(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
     kept = Counter[str]()
     for decision in decisions:
         kept[decision.reason or ""] += decision.weight.elements
@@ -144,3 +141,81 @@ def _way_out(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
     if reason.startswith(UNFIT) and wanted.type.has_bias:
         return "a group must fit the rows: try another group size"
     return f"most of its values are kept for this reason: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """Totals of a plan: ``tensors``, with ``parameters`` values in all.
+
+    ``quantized`` has the config's facts by component, ``cast`` counts the tensors that are not
+    quantized by their dtypes (from, to). ``saved`` are bytes, compared with the source; ``ignored``
+    counts scales of activations, which are left out.
+    """
+
+    tensors: int = 0
+    parameters: int = 0
+    quantized: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cast: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    saved: int = 0
+    ignored: int = 0
+
+
+def report(
+    decided: Mapping[str, Sequence[WeightDecision]], config: Mapping[str, Any], ignored: int = 0
+) -> WeightReport:
+    """Return the report of decisions, by component, and of the config that they lead to."""
+    decisions = [decision for members in decided.values() for decision in members]
+    said = {
+        name: config["components"][name].get("quantization") if name else quantization(members)
+        for name, members in decided.items()
+    }
+    return WeightReport(
+        len(decisions),
+        sum(decision.weight.elements for decision in decisions),
+        {name: facts for name, facts in said.items() if isinstance(facts, dict)},
+        Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast and not d.result),
+        sum(d.weight.nbytes - d.nbytes for d in decisions if d.changes),
+        ignored,
+    )
+
+
+def describe_component(
+    known: Mapping[str, Any], decisions: Sequence[WeightDecision]
+) -> dict[str, Any]:
+    """Return a component's entry in the config, beginning with what is ``known`` of it."""
+    if not decisions:
+        return dict(known)
+    facts = quantization(decisions)
+    described = {**known, "tensors": len(decisions), **totals(decisions)}
+    return described | ({"quantization": facts} if facts else {})
+
+
+def whole_model(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
+    """Return the quantization of a model that is a single part, if it has one."""
+    facts = quantization(decided.get("", ()))
+    return {"quantization": facts["type"]} if facts else {}
+
+
+def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
+    """Return the number of parameters, and the dtype that most bytes have."""
+    parameters, count = 0, Counter[str]()
+    for decision in decisions:
+        parameters += decision.weight.elements
+        count[decision.stored] += decision.nbytes
+    dtype = max(sorted(count), key=lambda name: count[name], default=None)
+    return {"parameters": parameters} | ({"dtype": dtype} if dtype else {})
+
+
+def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
+    """Return the quantization of a component and the reasons of the rest, or None."""
+    found = [decision.result for decision in decisions if decision.result]
+    if not found:
+        return None
+    kinds = set(found)
+    if len(kinds) == 1:
+        kind = kinds.pop()
+        facts: dict[str, Any] = {"type": kind.type.name, "group_size": kind.group_size}
+    else:
+        facts = {"type": MIXED}
+    kept = Counter(d.reason or "as in the source" for d in decisions if not d.result)
+    return facts | {"tensors": len(found), "kept": dict(sorted(kept.items()))}

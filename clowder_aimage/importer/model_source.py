@@ -11,16 +11,19 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import lora, transformers
-from clowder_aimage.formats.diffusers import Inventory, read_license, take_inventory
-from clowder_aimage.formats.format_result import FormatResult, source_file
+from clowder_aimage.formats.detection import detect
+from clowder_aimage.formats.diffusers import take_inventory
+from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.model_tree import (
     ADAPTERS,
     CARD,
-    SourceFile,
     check_inside,
     home,
     is_bare,
+    read_license,
+    reading,
     sole,
+    source_file,
 )
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer.blob_encoder import check_compression
@@ -90,16 +93,14 @@ def take(path: Path, form: ModelForm) -> Inventory:
         ModelError, FormatError: as the format's ``take``; nothing that we pack is there.
         UsageError: it may be of two formats, or what is wished for is not for its format.
     """
-    try:
+    with reading(path):
         return _take(snapshot(path), form)
-    except OSError as error:
-        raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from error
 
 
 def _take(path: Path, form: ModelForm) -> Inventory:
     if form.compression:
         check_compression(form.compression)
-    kind = form.format or _detect(path)
+    kind = form.format or detect(path)
     whole = kind in WHOLE or (kind == TRANSFORMERS and form.whole_files)
     if form.whole_files and not whole:
         raise UsageError(
@@ -116,23 +117,17 @@ def _take(path: Path, form: ModelForm) -> Inventory:
     return _with_extras(_with_adapters(inventory, adapters), form.extras)
 
 
-def _detect(path: Path) -> str:
-    from clowder_aimage.formats.detection import detect
-
-    return detect(path)
-
-
 def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
     if kind == DIFFUSERS:
         return take_inventory(path)
     if kind == TRANSFORMERS and not whole:
         return transformers.take(path)
     if kind == TRANSFORMERS:
-        return _of(transformers.take_whole(path))
+        return transformers.take_whole(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
+    inventory: Inventory = module.take(_alone(path, kind) if path.is_dir() else path)
     if not path.is_dir():
-        return _of(module.take(path))
-    inventory = _of(module.take(_alone(path, kind)))
+        return inventory
     # a card that says the licence alone is what an export writes; it is no file of the model
     files = tuple(file for file in inventory.files if file.name != CARD or not is_bare(file.path))
     return replace(inventory, files=files, license=inventory.license or read_license(path))
@@ -146,13 +141,7 @@ def _alone(directory: Path, kind: str) -> Path:
     return found if kind != "lora" or is_safetensors(found) else directory
 
 
-def _of(taken: FormatResult) -> Inventory:
-    facts = {"format": taken.format} | dict(taken.facts)
-    return Inventory("", "", (), taken.files, taken.license, facts)
-
-
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
-    """Return the model with the adapters beside it, which its format may have included."""
     described: dict[str, Any] = {}
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
@@ -219,7 +208,7 @@ def _no_adapter(path: Path, why: str) -> ModelError:
 
 
 def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory:
-    files: list[SourceFile] = list(inventory.files)
+    files = list(inventory.files)
     for extra in extras:
         if not extra.path.is_file():
             raise UsageError(f"there is no file {extra.path}")

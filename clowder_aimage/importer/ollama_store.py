@@ -53,7 +53,25 @@ def adopt(
         StoreError, NoSpaceError: it cannot be kept; what was taken in full stays.
     """
     try:
-        return _adopt(store, reference, directory, name, on_plan, on_done)
+        path = find_manifest(directory, name)
+        if path.stat().st_size > MAX_MANIFEST_SIZE:
+            raise FormatError(f"{path} is too large for a manifest")
+        manifest = Manifest.parse(path.read_bytes())
+        blobs = {blob.digest: blob for blob in manifest.children}
+        size = sum(blob.size for blob in blobs.values())
+        on_plan(size)
+        linked = copied = there = 0
+        with store.lease(manifest.digest, *blobs) as _:
+            for blob in blobs.values():
+                if store.exists(blob):
+                    there += 1
+                elif adopt_file(store, _blob(directory, blob, name), blob):
+                    linked += 1
+                else:
+                    copied += 1
+                on_done(blob.size)
+            store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+        return AdoptedModel(manifest.descriptor, linked, copied, there, size)
     except OSError as error:
         raise StoreError(
             f"cannot read {error.filename or directory}: {error.strerror or error}",
@@ -61,6 +79,7 @@ def adopt(
         ) from None
 
 
+<<<<<<< HEAD
 def _adopt(
     store: ImageLayout,
     reference: Reference,
@@ -90,6 +109,8 @@ def _adopt(
     return AdoptedModel(manifest.descriptor, linked, copied, there, size)
 
 
+=======
+>>>>>>> 49b399f (Fewer modules in formats and importer: one inventory, one reader of JSON, one place for quantization in configurations)
 def find_manifest(directory: Path, name: str) -> Path:
     """Return the file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``.
 
@@ -98,7 +119,7 @@ def find_manifest(directory: Path, name: str) -> Path:
     manifests = directory / "manifests"
     if not manifests.is_dir():
         raise NotFoundError(
-            f"{directory} is no store of ollama: it has no manifests",
+            f"{directory} is not a store of ollama: it has no manifests",
             hint="it is the directory models in ~/.ollama, or what OLLAMA_MODELS says",
         )
     *place, last = name.split("/")
@@ -116,7 +137,6 @@ def find_manifest(directory: Path, name: str) -> Path:
 
 
 def _names(manifests: Path) -> list[str]:
-    """Return the models of a store, as ollama shows them."""
     names = []
     for path in manifests.glob("*/*/*/*"):
         *place, model, tag = path.relative_to(manifests).parts

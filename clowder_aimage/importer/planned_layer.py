@@ -43,16 +43,12 @@ class CastPiece:
 
 @dataclass(frozen=True, slots=True)
 class QuantizePiece:
-    """A matrix of ``source`` values, cast to ``target``, then quantized.
-
-    Its codes, its scales and its biases, if it has any, one after the other.
-    """
+    """A matrix of ``source`` values, cast to ``target``, then quantized: codes, scales, biases."""
 
     span: FileSpan
     name: str
     source: str
     target: str
-    shape: tuple[int, ...]
     quantization: Quantization
     nbytes: int
 
@@ -106,10 +102,7 @@ class PlannedLayer:
         return any(isinstance(piece, QuantizePiece) for piece in self.pieces)
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
-        """Return the layer, now that the digest of its blob is known.
-
-        And its size, where it is that of compressed bytes.
-        """
+        """Return the layer with this digest, and this size where it is of compressed bytes."""
         if self.kept is not None:
             return self.kept
         media_type = (
@@ -126,20 +119,12 @@ class PlannedLayer:
 def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
     weight = decision.weight
     name = layer_name(component, weight.name)
+    span, source, size = weight.tensor.span, weight.dtype, decision.nbytes
     if decision.quantization is not None:
-        return [
-            QuantizePiece(
-                weight.tensor.span,
-                name,
-                weight.dtype,
-                values_of(decision),
-                weight.shape,
-                decision.quantization,
-                decision.nbytes,
-            )
-        ]
+        target = values_of(decision)
+        return [QuantizePiece(span, name, source, target, decision.quantization, size)]
     if decision.is_cast:
-        return [CastPiece(weight.tensor.span, name, weight.dtype, decision.dtype, decision.nbytes)]
+        return [CastPiece(span, name, source, decision.dtype, size)]
     return [
         CopyPiece(part.tensor.span)
         if part.reading is WeightReader.AS_IS
@@ -181,7 +166,7 @@ def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[P
 
 
 def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor) -> PlannedLayer:
-    """Return a tensor, or the parts of a quantized one."""
+    """Return the layer of a tensor, or of the parts of a quantized one."""
     quantization = decision.result
     return PlannedLayer(
         layer_name(component, decision.weight.name),
@@ -197,7 +182,7 @@ def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor)
 def group_layer(
     component: str, prefix: str, members: Iterable[WeightDecision], *origins: Descriptor
 ) -> PlannedLayer:
-    """Several tensors in one blob, sorted by name, under the name that they share."""
+    """Return the layer of several tensors, sorted by name, under the name that they share."""
     members = sorted(members, key=lambda decision: decision.weight.name)
     return PlannedLayer(
         layer_name(component, prefix),
@@ -211,7 +196,7 @@ def group_layer(
 
 
 def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
-    """Type and group size for the blob where there is one kind, else for each tensor."""
+    # for the blob where there is one kind, else for each tensor
     found = {decision.weight.name: decision.result for decision in members if decision.result}
     kinds = set(found.values())
     if len(kinds) == 1:

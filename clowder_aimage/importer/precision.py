@@ -53,7 +53,6 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
 
 
 def _lost(wide: Values, narrow: Values, target: str) -> int:
-    """Return how many finite values became infinite."""
     is_infinite = (narrow & 0x7FFF) == _INFINITY if target == "BF16" else np.isinf(narrow)
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
@@ -66,7 +65,6 @@ def widened(values: Values, dtype: str) -> Values:
 
 
 def _rounded(values: Values) -> Values:
-    """BF16 bits of float32 or float64 values, rounded once."""
     bits = (_to_odd(values) if values.dtype == np.float64 else values).view(np.uint32)
     upper = bits >> 16
     rounded = (bits + (0x7FFF + (upper & 1))) >> 16
@@ -104,9 +102,9 @@ def survey(
     recipe: Recipe,
     *,
     jobs: int,
-    on_read: Callable[[int], None] = lambda _: None,
+    on_read: Callable[[int], None],
 ) -> frozenset[tuple[str, str]]:
-    """Look at the values that a recipe depends on, before anything is decided.
+    """Look at the values of ``to_survey``, before anything is decided.
 
     Returns:
         for AUTO, which (component, tensor) in F32 hold BF16 values alone.
@@ -125,11 +123,7 @@ def survey(
             exact.add((component, weight.name))
         on_read(weight.nbytes)
 
-    in_parallel(
-        [partial(look, component, weight) for component, weight in to_survey(weights, recipe)],
-        jobs,
-        stopped.set,
-    )
+    in_parallel([partial(look, *pair) for pair in weights], jobs, stopped.set)
     return frozenset(exact)
 
 

@@ -37,9 +37,10 @@ def survey_weights(
     from clowder_aimage.importer import precision
 
     recipe.check_components(name for name, weights in components.items() if weights)
-    if asked := precision.to_survey(pairs, recipe):
+    asked = precision.to_survey(pairs, recipe)
+    if asked:
         on_survey(sum(weight.nbytes for _, weight in asked))
-    return precision.survey(pairs, recipe, jobs=jobs or JOBS, on_read=on_surveyed)
+    return precision.survey(asked, recipe, jobs=jobs or JOBS, on_read=on_surveyed)
 
 
 def _check_factors(weight: Weight) -> None:

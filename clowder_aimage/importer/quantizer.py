@@ -77,7 +77,6 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
 
 
 def _words(quantization: Quantization) -> dict[str, Any]:
-    """Return the quantization in MLX's words."""
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 

@@ -84,7 +84,6 @@ class Recipe:
 
 
 def _split(text: str) -> dict[str, str]:
-    """Components to the names of types. Raises UsageError."""
     wanted: dict[str, str] = {}
     for item in text.split(","):
         component, equals, kind = item.partition("=")

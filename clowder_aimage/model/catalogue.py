@@ -24,9 +24,13 @@ from clowder_aimage.tensor import (
     find_tensor,
     read_tensors,
 )
-from clowder_aimage.tensor.external_quantization import CODES, Said, complete, own_layers
-from clowder_aimage.tensor.quantization_config import QuantizationConfig
-from clowder_aimage.tensor.tensor_blob import LEGACY_KEY
+from clowder_aimage.tensor.quantization_config import (
+    QuantizationConfig,
+    Said,
+    complete,
+    own_layers,
+)
+from clowder_aimage.tensor.tensor_blob import CODES, LEGACY_KEY
 
 _EXPERTS = ("experts", "shared_experts")
 _FLOATS = ("F64", "F32", "F16", "BF16")  # values for sure, whatever stands beside them

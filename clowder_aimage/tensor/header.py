@@ -207,7 +207,6 @@ def _is_span(span: object) -> bool:
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int) -> None:
-    """Check that the spans cover the data from start to end, once."""
     offset = 0
     for name, info in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end)):
         if info.start != offset:

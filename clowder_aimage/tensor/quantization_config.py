@@ -1,53 +1,69 @@
-"""Quantization as the configurations of a model state it.
+"""Quantization that blobs leave out: types in configurations, scales in other layers.
 
-Blobs tell how they are quantized themselves. Where a model came with a file a tensor and no such
-metadata, its configuration tells: MLX writes ``quantization`` into a component's config.json,
-ollama's first generation ``quantization`` and ``group_size`` into model_index.json. What packs a
-model and what runs it ask here, so that neither takes what the other refuses.
+Blobs tell how they are quantized themselves. Models that came a file a tensor do not: the type is
+in a configuration, and the shapes tell the group size. MLX writes ``quantization`` into a
+component's config.json, ollama's first generation ``quantization`` and ``group_size`` into
+model_index.json. The latter has codes, scales and biases in layers of their own (``x.weight``,
+``x.weight_scale``, ``x.weight_qbias``), MLX's checkpoints too, packed as they are (``x.scales``,
+``x.biases``). Format: ollama, x/imagegen/manifest; MLX-LM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from clowder_aimage.tensor.quantization import CONVERTED, QUANT_TYPES
+from clowder_aimage.tensor.header import Header, TensorInfo
+from clowder_aimage.tensor.quantization import (
+    CONVERTED,
+    GROUP_SIZE,
+    QUANT_TYPE,
+    QUANT_TYPES,
+    Quantization,
+)
+from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, MLX_PARTS, SCALE, WEIGHT
 
 KEYS = ("quantization", "quantization_config")
 METHOD = "quant_method"
 TRANSFORMED = "transform_config"
-_MLX = (None, "mlx")  # as quant_method, of a table in MLX's words
+Said = tuple[str | None, int | None]  # the name of a quantization and its group size
+_OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The configurations, to be asked about one tensor after another."""
+    """The configurations of a component, to be asked about one tensor after another."""
 
     config: Mapping[str, Any]  # of the component
     index: Mapping[str, Any]  # model_index.json
 
-    def of(self, name: str) -> tuple[str | None, int | None]:
-        """Return name and group size of the quantization of tensor ``name``, where stated.
-
-        A module that MLX's table names has its own entry there, which takes nothing from the table:
-        without a mode it is affine, without a group size the shapes tell it.
-        """
-        for key in KEYS:
-            value = self.config.get(key)
-            if not isinstance(value, dict):
-                continue
-            entry = value.get(name.removesuffix(".weight"))
-            if isinstance(entry, dict):
-                return mlx_type(entry)
-            if "bits" in value:
-                return mlx_type(value)
+    def of(self, name: str) -> Said:
+        """Return name and group size of the quantization of tensor ``name``, where stated."""
+        entry = mlx_entry(self.config, name.removesuffix(WEIGHT))
+        if entry is not None:
+            return mlx_type(entry)
         kind, size = self.index.get("quantization"), self.index.get("group_size")
         return (kind if isinstance(kind, str) else None, size if type(size) is int else None)
 
 
-def mlx_type(entry: Mapping[str, Any]) -> tuple[str | None, int | None]:
-    """Our name and the group size for MLX's words: mode, bits, group_size."""
+def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """Return what MLX's table in a component's config.json states for a module.
+
+    That is its own entry, which takes nothing from the table (without a mode it is affine, without
+    a group size the shapes tell it), or else the table.
+    """
+    for key in KEYS:
+        table = config.get(key)
+        if isinstance(table, dict):
+            own = table.get(module)
+            if isinstance(own, dict) or "bits" in table:
+                return own if isinstance(own, dict) else table
+    return None
+
+
+def mlx_type(entry: Mapping[str, Any]) -> Said:
+    """Return our name and the group size for MLX's words: mode, bits, group_size."""
     mode, bits, size = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for kind in QUANT_TYPES.values():
         if (kind.mode, kind.bits) == (mode, bits) and type(bits) is int:
@@ -78,11 +94,70 @@ def _is_known(value: Mapping[str, Any]) -> bool:
         if "group_size" not in value:
             return False
         entries.append(dict(value))
-    return method in _MLX and bool(entries) and all(map(_is_mlx, entries))
+    return method in (None, "mlx") and bool(entries) and all(map(_is_mlx, entries))
 
 
 def _is_mlx(entry: Mapping[str, Any]) -> bool:
-    """Return whether there is such a type, in groups of such a size where one is said."""
     name, size = mlx_type(entry)
-    said = "group_size" in entry
-    return name is not None and (not said or size in QUANT_TYPES[name].group_sizes)
+    return name is not None and ("group_size" not in entry or size in QUANT_TYPES[name].group_sizes)
+
+
+def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
+    """Return the layers of the scales and biases of the codes in the layer ``name``.
+
+    The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty where there are no scales.
+    """
+    if name.endswith(WEIGHT):
+        for stem, words in ((name, _OWN_LAYERS), (name.removesuffix(WEIGHT), MLX_PARTS)):
+            if stem + words[SCALE] in layers:
+                parts = {part: stem + word for part, word in words.items()}
+                return {part: own for part, own in parts.items() if own in layers}
+    return {}
+
+
+def complete(header: Header, stated: Callable[[str], Said]) -> Header:
+    """Return the header with what it leaves out about codes.
+
+    The type as ``stated`` gives it for a key, the group size as the shapes do. int4 comes in groups
+    of 32 and of 64.
+
+    Raises:
+        FormatError: an unknown type.
+    """
+    metadata = dict(header.metadata)
+    for key, codes in header.tensors.items():
+        scales = _scales(key, header.tensors) if codes.dtype == CODES else None
+        if scales is None:
+            continue
+        kind, size = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE)), None
+        if kind is None:
+            kind, size = stated(key)
+            if kind is None:
+                continue
+            metadata[f"{key}.{QUANT_TYPE}"] = kind
+        if size is None and GROUP_SIZE not in metadata:
+            size = group_size(kind, codes.shape, scales.shape)
+        if size is not None:
+            metadata.setdefault(f"{key}.{GROUP_SIZE}", str(size))
+    return replace(header, metadata=metadata)
+
+
+def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
+    """Return the values of a row for each of its scales, where that is a size of ``kind``.
+
+    Raises:
+        FormatError: an unknown type.
+    """
+    quantization = Quantization.parse(kind)
+    values = quantization.shape(codes)[-1] if codes else 0
+    groups = scales[-1] if scales else 0
+    if groups and values % groups == 0 and values // groups in quantization.type.group_sizes:
+        return values // groups
+    return None
+
+
+def _scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    scales = tensors.get(key + SCALE)
+    if scales is None and key.endswith(WEIGHT):
+        scales = tensors.get(key.removesuffix(WEIGHT) + MLX_PARTS[SCALE])
+    return scales

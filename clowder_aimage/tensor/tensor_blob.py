@@ -22,10 +22,10 @@ from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE, Quantizat
 
 SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
 LEGACY_KEY = "data"  # the only name in blobs of ollama's first generation
-_CODES = "U32"
-_INPUTS = (".input_scale", ".input_global_scale")
-_WEIGHT = ".weight"
-_MLX = {SCALE: ".scales", BIAS: ".biases"}
+CODES = "U32"  # the dtype of codes
+WEIGHT = ".weight"
+MLX_PARTS = {SCALE: ".scales", BIAS: ".biases"}  # behind the name without WEIGHT
+INPUTS = (".input_scale", ".input_global_scale")  # of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
     found: dict[str, dict[str, str]] = {}  # the key of codes to the keys of their parts
     taken: set[str] = set()
     for key, info in tensors.items():
-        if info.dtype == _CODES and (parts := _parts(key, tensors)):
+        if info.dtype == CODES and (parts := _parts(key, tensors)):
             found[key] = parts
             taken.update(parts.values())
-            taken.update(key + word for word in _INPUTS)
+            taken.update(key + word for word in INPUTS)
     if both := sorted(taken & found.keys()):
         raise FormatError(f"{both[0][:200]} has scales, and is part of other codes")
     if header.metadata:
@@ -131,7 +131,7 @@ def check_layer(
         return  # nearly always
     true = [(tensor.dtype, tensor.shape)]
     if tensor.quantization is not None:
-        true.append((_CODES, tensor.quantization.codes_shape(tensor.shape)))
+        true.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
     if not any(dtype in (None, own) and shape in (None, dims) for own, dims in true):
         promised = [dtype or "", str(list(shape)) if shape is not None else ""]
         raise FormatError(
@@ -141,11 +141,10 @@ def check_layer(
 
 
 def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Return the keys of what belongs to the codes at ``key``; nothing if they are no codes."""
     parts = {part: key + part for part in (SCALE, BIAS, GLOBAL_SCALE) if key + part in tensors}
-    if key.endswith(_WEIGHT):
-        stem = key.removesuffix(_WEIGHT)
-        mlx = {part: stem + word for part, word in _MLX.items() if stem + word in tensors}
+    if key.endswith(WEIGHT):
+        stem = key.removesuffix(WEIGHT)
+        mlx = {part: stem + word for part, word in MLX_PARTS.items() if stem + word in tensors}
         if mlx and (parts or stem + GLOBAL_SCALE in tensors):
             raise FormatError(f"{key[:200]} has scales of two kinds")
         parts = parts or mlx
@@ -157,7 +156,6 @@ def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 def _check_claims(
     header: Header, found: Mapping[str, Mapping[str, str]], taken: AbstractSet[str]
 ) -> None:
-    """Check that the metadata call codes quantized, and nothing else."""
     tensors, metadata = header.tensors, header.metadata
     for claim in metadata:
         key, _, word = claim.rpartition(".")
@@ -168,10 +166,10 @@ def _check_claims(
     for key, info in tensors.items():
         if key in found or key in taken:
             continue
-        if info.dtype == _CODES:
+        if info.dtype == CODES:
             raise FormatError(f"{key[:200]} is said to be quantized, and has no scales")
         if key + SCALE in tensors:
-            raise FormatError(f"{key[:200]} has scales, and is {info.dtype}, not {_CODES}")
+            raise FormatError(f"{key[:200]} has scales, and is {info.dtype}, not {CODES}")
     if not found:
         raise FormatError(f"{QUANT_TYPE} is {metadata[QUANT_TYPE]!r:.40}, and nothing is quantized")
 
@@ -200,10 +198,7 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
 def _quantization(
     key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
 ) -> Quantization:
-    """Return the quantization that the metadata state for ``key``, or else for the blob.
-
-    A group size that they leave out is read from the shapes, for the defaults of two makers differ.
-    """
+    # a missing group size is read from the shapes, for the defaults of two makers differ
     name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
     if name is None:
         raise FormatError(f"{key[:200]} has scales, and {QUANT_TYPE} does not say of what kind")
@@ -233,8 +228,6 @@ def _check_global(
     """Check a global scale: one factor for all, for each matrix of a stack, or for each row.
 
     Ones may follow. Only nvfp4 has it.
-
-    Only nvfp4 has it.
     """
     factors = info.shape
     while factors and factors[-1] == 1 and factors != shape[: len(factors)]:
@@ -250,7 +243,6 @@ def _check_global(
 
 
 def _crowded(tensors: Mapping[str, BlobTensor], key: str, name: str, component: str) -> FormatError:
-    """Return the error for other tensors in the blob of the one found at ``key``."""
     others = _some(tensors.keys() - {key})
     return FormatError(f"{_whole(component, name)}: the blob holds {others} as well")
 
@@ -261,7 +253,6 @@ def _whole(component: str, name: str) -> str:
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:
-    """Return the first names, and how many more."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(name[:120] for name in names[:limit]) or "nothing") + more

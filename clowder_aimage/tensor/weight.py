@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor import Header, Quantization
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
 
@@ -40,6 +40,18 @@ class SourceTensor:
     offset: int
     nbytes: int
     modified: int
+
+    @classmethod
+    def of(
+        cls, path: Path, header: Header, names: Iterable[str] | None = None
+    ) -> list[SourceTensor]:
+        """Return tensors of the file at ``path``: those called ``names``, else all, in order."""
+        modified = path.stat().st_mtime_ns
+        found = [(name, header.tensors[name]) for name in names or header.tensors]
+        return [
+            cls(name, i.dtype, i.shape, path, header.data_offset + i.start, i.nbytes, modified)
+            for name, i in found
+        ]
 
     @property
     def span(self) -> FileSpan:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.format_result import FormatResult
+from clowder_aimage.formats.inventory import Inventory
 
 MEMORY = 16 * 1024 * 1024  # bytes that reading a small file may take
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
@@ -59,7 +59,7 @@ def damage(rng: random.Random, raw: bytearray) -> None:
 
 
 def survives(
-    take: Callable[[Path], FormatResult], path: Path, raws: Iterator[bytes]
+    take: Callable[[Path], Inventory], path: Path, raws: Iterator[bytes]
 ) -> tuple[int, int]:
     """How many files were taken, and how many were refused."""
     took = refused = 0
@@ -74,7 +74,7 @@ def survives(
     return took, refused
 
 
-def memory_of(take: Callable[[Path], FormatResult], path: Path) -> int:
+def memory_of(take: Callable[[Path], Inventory], path: Path) -> int:
     """The most bytes that Python's objects took while a file was refused."""
     tracemalloc.start()
     try:

@@ -46,15 +46,14 @@ def refused(path: Path, *said: str, kind: type[ContentError] = FormatError) -> A
 def test_a_model_says_what_it_is(path):
     path.write_bytes(pb.plain_model())
     taken = take(path)
-    assert taken.format == "onnx"
-    assert taken.facts == {"formatVersion": "ir 9, opset 18"}
+    assert taken.facts == {"format": "onnx", "formatVersion": "ir 9, opset 18"}
     (file,) = taken.files
     assert (file.name, file.media_type) == ("model.onnx", AIMAGE_ONNX)
 
 
 def test_a_model_without_operators_of_onnx_has_no_opset(path):
     path.write_bytes(pb.number(1, 3) + pb.message(7, pb.graph()))
-    assert take(path).facts == {"formatVersion": "ir 3"}
+    assert take(path).facts == {"format": "onnx", "formatVersion": "ir 3"}
 
 
 def test_external_data_go_with_the_model(path):
@@ -162,7 +161,7 @@ def test_a_directory_of_models_with_what_belongs_to_them(tmp_path):
         "onnx/tokenizer.json": AIMAGE_FILE,
         "vocab.txt": AIMAGE_FILE,
     }
-    assert taken.facts == {"formatVersion": "ir 9, opset 18"}
+    assert taken.facts == {"format": "onnx", "formatVersion": "ir 9, opset 18"}
     assert taken.license == "mit"
 
 
@@ -199,7 +198,7 @@ def test_paths_that_are_not_beside_the_model_are_refused(path, location):
     (path.parent.parent / "up.bin").write_bytes(bytes(100))
     tensor = pb.initializer("w", (2, 3), external=pb.external(location))
     path.write_bytes(pb.model(pb.graph(tensor)))
-    error = refused(path, "'w'", "no path beside the model")
+    error = refused(path, "'w'", "not a path beside the model")
     assert error.hint
 
 
@@ -423,7 +422,7 @@ def test_the_onnx_package_writes_what_we_read(tmp_path):
         onnx.checker.check_model(path)
         taken = take(path)
         assert [file.name for file in taken.files] == names
-        assert taken.facts == {"formatVersion": "ir 10, opset 21"}
+        assert taken.facts == {"format": "onnx", "formatVersion": "ir 10, opset 21"}
 
 
 def test_data_types_are_as_large_as_the_onnx_package_says():
@@ -463,7 +462,7 @@ def test_every_place_that_the_onnx_package_knows_a_tensor_in_is_visited():
         if one.message_type and one.message_type.name in leads
     }
     ours = {
-        (outer.value, number, inner.value)
+        (outer, number, inner)
         for outer, fields in _INNER.items()
         for number, inner in fields.items()
     }

@@ -46,8 +46,7 @@ def refused(root: Path, *said: str, kind: type[ContentError] = FormatError) -> C
 
 def test_every_file_becomes_a_layer(model):
     taken = take(model)
-    assert taken.format == "savedmodel"
-    assert taken.facts == {}
+    assert taken.facts == {"format": "savedmodel"}
     assert [file.name for file in taken.files] == [
         "assets.extra/requests",
         "assets/vocab.bin",
@@ -73,7 +72,7 @@ def test_a_model_without_variables(tmp_path):
     (tmp_path / "saved_model.pb").write_bytes(pb.saved_model(has_saver=False, version=""))
     taken = take(tmp_path)
     assert [file.name for file in taken.files] == ["saved_model.pb"]
-    assert taken.facts == {}
+    assert taken.facts == {"format": "savedmodel"}
 
 
 def test_missing_variables_are_told(model):
@@ -109,7 +108,7 @@ def test_links_that_lead_out(model, tmp_path):
 
 
 def test_a_directory_of_everything_is_not_packed(model, monkeypatch):
-    monkeypatch.setattr("clowder_aimage.formats.format_result.MAX_FILES", 5)
+    monkeypatch.setattr("clowder_aimage.formats.model_tree.MAX_FILES", 5)
     error = refused(model, "over 5 files", kind=ModelError)
     assert error.hint
 

@@ -340,7 +340,7 @@ def test_a_model_that_ollama_does_not_have(ollama, tmp_path, name):
 
 
 def test_a_directory_that_is_no_store_of_ollama(tmp_path):
-    with pytest.raises(NotFoundError, match="no store of ollama"):
+    with pytest.raises(NotFoundError, match="not a store of ollama"):
         adopt(ImageLayout(tmp_path / "store"), NAME, tmp_path, "small")
 
 

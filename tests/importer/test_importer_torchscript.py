@@ -65,8 +65,7 @@ def refused(
 def test_an_archive_says_that_it_runs_code(path, comment):
     path.write_bytes(archive(MEMBERS, comment=comment))
     taken = take(path)
-    assert taken.format == "torchscript"
-    assert taken.facts == {"pickled": True, "formatVersion": "3"}
+    assert taken.facts == {"format": "torchscript", "pickled": True, "formatVersion": "3"}
     (file,) = taken.files
     assert (file.name, file.media_type) == ("model.pt", AIMAGE_TORCHSCRIPT)
 
@@ -114,7 +113,7 @@ def test_a_pickle_is_said_to_be_one(path, protocol):
 
 def test_a_checkpoint_is_said_to_be_pickled(path):
     members = without("m/code/__torch__.py", "m/constants.pkl")
-    refused(path, archive(members), "pickled checkpoint", kind=ModelError)
+    refused(path, archive(members), "is pickled", kind=ModelError)
 
 
 def test_other_archives_are_refused(path):
@@ -210,4 +209,4 @@ def test_what_torch_jit_saves_is_taken(path):
 @pytest.mark.parametrize("how", ["checkpoint", "legacy"])
 def test_what_torch_saves_is_refused(path, how):
     saved(path, how)
-    refused(path, path.read_bytes(), "pickled checkpoint", kind=ModelError)
+    refused(path, path.read_bytes(), "is pickled", kind=ModelError)

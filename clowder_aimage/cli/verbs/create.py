@@ -25,7 +25,7 @@ from clowder_aimage.oci import Reference, mediatype
 
 if TYPE_CHECKING:
     from clowder_aimage.importer import PackedModel, Recipe
-    from clowder_aimage.importer.weight_summary import WeightReport
+    from clowder_aimage.importer.decision import WeightReport
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
 
