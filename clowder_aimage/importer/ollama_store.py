@@ -65,7 +65,7 @@ def adopt(
             for blob in blobs.values():
                 if store.exists(blob):
                     there += 1
-                elif adopt_file(store, _blob(directory, blob, name), blob):
+                elif store.adopt(_blob(directory, blob, name), blob):
                     linked += 1
                 else:
                     copied += 1
@@ -79,38 +79,6 @@ def adopt(
         ) from None
 
 
-<<<<<<< HEAD
-def _adopt(
-    store: ImageLayout,
-    reference: Reference,
-    directory: Path,
-    name: str,
-    on_plan: Callable[[int], None],
-    on_done: Callable[[int], None],
-) -> AdoptedModel:
-    path = find_manifest(directory, name)
-    if path.stat().st_size > MAX_MANIFEST_SIZE:
-        raise FormatError(f"{path} is too large for a manifest")
-    manifest = Manifest.parse(path.read_bytes())
-    blobs = {blob.digest: blob for blob in manifest.children}
-    on_plan(sum(blob.size for blob in blobs.values()))
-    linked = copied = there = 0
-    with store.lease(manifest.digest, *blobs) as _:
-        for blob in blobs.values():
-            if store.exists(blob):
-                there += 1
-            elif store.adopt(_blob(directory, blob, name), blob):
-                linked += 1
-            else:
-                copied += 1
-            on_done(blob.size)
-        store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
-    size = sum(blob.size for blob in blobs.values())
-    return AdoptedModel(manifest.descriptor, linked, copied, there, size)
-
-
-=======
->>>>>>> 49b399f (Fewer modules in formats and importer: one inventory, one reader of JSON, one place for quantization in configurations)
 def find_manifest(directory: Path, name: str) -> Path:
     """Return the file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``.
 
