@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from clowder_aimage.content import ContentStore, Ingest, Lease, bytes_body
+from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.parallel import in_parallel
+from clowder_aimage.content.store import Ingest
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
