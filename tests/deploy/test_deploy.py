@@ -70,10 +70,8 @@ def tool(program: str) -> str:
     beside = Path(sys.executable).with_name(program)
     found = str(beside) if beside.is_file() else shutil.which(program)
     if found is None:
-        missing = f"{program} is not installed"
-        pytest.fail(missing) if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip(
-            missing
-        )
+        refuse = pytest.fail if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip
+        refuse(f"{program} is not installed")
     return found
 
 
@@ -132,7 +130,7 @@ def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.engine.settings import Settings
 
-    grace = Settings().grace
+    grace = Settings().grace  # type: ignore[call-arg]  # all fields have defaults
     limits = {
         "compose": seconds(compose()["services"]["worker"]["stop_grace_period"]),
         "systemd": seconds(unit(WORKER)["TimeoutStopSec"]),
@@ -253,7 +251,7 @@ def test_the_compose_file_keeps_to_its_schema() -> None:
 def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None:
     wrong = tmp_path / "docker-compose.yml"
     wrong.write_text(COMPOSE.read_text().replace("read_only:", "readonly:"))
-    command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", wrong]
+    command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(wrong)]
     assert subprocess.run(command, capture_output=True).returncode == 1
 
 
@@ -278,7 +276,8 @@ def test_a_container_may_do_little(service: str) -> None:
     if "build" in found:
         assert found["user"] == USER
     for volume in found["volumes"]:
-        source, _, access = volume.partition(":")[0], *volume.partition(":")[2].partition(":")[::2]
+        source, _, rest = volume.partition(":")
+        access = rest.partition(":")[2]
         if source.startswith("."):
             assert (ROOT / source).exists(), source
             assert access == "ro", volume
@@ -335,7 +334,7 @@ def test_systemd_understands_every_line(installed: Path) -> None:
 def test_systemd_would_say_that_it_does_not_understand(installed: Path) -> None:
     unknown = installed / "aimage.service"
     unknown.write_text(unknown.read_text().replace("KillMode=", "KilMode="))
-    command = [tool("systemd-analyze"), "--man=no", "verify", unknown]
+    command = [tool("systemd-analyze"), "--man=no", "verify", str(unknown)]
     assert "KilMode" in subprocess.run(command, capture_output=True, text=True).stderr
 
 

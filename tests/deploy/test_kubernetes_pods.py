@@ -63,33 +63,33 @@ def test_there_are_pods_to_look_at() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("securityContext", "runAsNonRoot"), False),
-        (("securityContext", "runAsUser"), 0),
-        (("securityContext", "runAsGroup"), 0),
-        (("securityContext", "seccompProfile"), {"type": "Unconfined"}),
-        (("hostNetwork",), True),
-        (("automountServiceAccountToken",), True),
-        (("enableServiceLinks",), True),
-        (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False),
-        (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True),
-        (("containers", 0, "securityContext", "privileged"), True),
-        (("containers", 0, "securityContext", "capabilities"), {"drop": ["NET_RAW"]}),
-        (("containers", 0, "securityContext", "capabilities", "add"), ["SYS_ADMIN"]),
-        (("containers", 0, "securityContext", "runAsUser"), 0),
-        (("containers", 0, "resources", "limits"), {}),
-    ],
-)
-def test_the_judge_of_pods_can_refuse(path: tuple[Any, ...], value: object) -> None:
-    daemon = copy.deepcopy(of_kind("DaemonSet")[0])
-    (pod,) = pods([daemon])
-    where: Any = pod.spec
-    for key in path[:-1]:
-        where = where[key]
-    where[path[-1]] = value
-    assert complaints(pod) != []
+WRONG: list[tuple[tuple[Any, ...], object]] = [
+    (("securityContext", "runAsNonRoot"), False),
+    (("securityContext", "runAsUser"), 0),
+    (("securityContext", "runAsGroup"), 0),
+    (("securityContext", "seccompProfile"), {"type": "Unconfined"}),
+    (("hostNetwork",), True),
+    (("automountServiceAccountToken",), True),
+    (("enableServiceLinks",), True),
+    (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False),
+    (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True),
+    (("containers", 0, "securityContext", "privileged"), True),
+    (("containers", 0, "securityContext", "capabilities"), {"drop": ["NET_RAW"]}),
+    (("containers", 0, "securityContext", "capabilities", "add"), ["SYS_ADMIN"]),
+    (("containers", 0, "securityContext", "runAsUser"), 0),
+    (("containers", 0, "resources", "limits"), {}),
+]
+
+
+def test_the_judge_of_pods_can_refuse() -> None:
+    for path, value in WRONG:
+        daemon = copy.deepcopy(of_kind("DaemonSet")[0])
+        (pod,) = pods([daemon])
+        where: Any = pod.spec
+        for key in path[:-1]:
+            where = where[key]
+        where[path[-1]] = value
+        assert complaints(pod) != [], path
 
 
 def test_the_judge_looks_at_containers_that_run_first() -> None:

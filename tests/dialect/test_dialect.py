@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clowder_aimage.dialect import DEFAULT, DIALECTS, LADDER, READABLE, AImage, Layer, detect
@@ -118,7 +118,7 @@ def test_the_pins_are_of_all_dialects():
     assert all(name == dialect.name for name, dialect in READABLE.items())
 
 
-def test_the_ladder_has_what_is_the_same_artifact_in_another_dress():
+def test_the_ladder_has_the_dialects_that_may_replace_each_other():
     assert LADDER == ("custom", "clowder", "ollama", "container")
     assert set(READABLE) == {*DIALECTS, "docker", "kitops"}
     assert list(READABLE)[-1] == "container"  # looks like many others: asked last
@@ -201,7 +201,7 @@ aimages = st.builds(
 
 
 @given(aimages, st.sampled_from(sorted(DIALECTS)))
-def test_reading_what_was_written_gives_the_same_aimage(aimage, name):
+def test_write_then_read_gives_the_same_aimage(aimage, name):
     manifest, config = DIALECTS[name].write(aimage)
     assert detect(manifest) is DIALECTS[name]
     assert DIALECTS[name].read(manifest, config) == aimage
@@ -209,6 +209,7 @@ def test_reading_what_was_written_gives_the_same_aimage(aimage, name):
     assert (again.raw, again_config) == (manifest.raw, config)
 
 
+@settings(max_examples=40)
 @given(aimages, st.permutations(sorted(DIALECTS)))
 def test_any_way_through_the_dialects_ends_at_the_digest_of_create(aimage, way):
     created, created_config = DIALECTS["clowder"].write(aimage)
@@ -220,7 +221,7 @@ def test_any_way_through_the_dialects_ends_at_the_digest_of_create(aimage, way):
     assert (manifest.digest, config) == (created.digest, created_config)
 
 
-def test_what_the_oci_annotations_say():
+def test_oci_annotations_repeat_the_config():
     def annotations(**fields: object) -> object:
         config = json.dumps({"schemaVersion": 1, "components": {}, **fields}).encode()
         manifest, _ = DIALECTS["clowder"].write(AImage(config, (TENSOR,)))
@@ -236,39 +237,31 @@ def test_what_the_oci_annotations_say():
 
 
 CLIMBING = [
-    "",
-    "..",
-    "../x",
-    "a/../x",
-    "a/..",
-    ".",
-    "./x",
-    "/x",
-    "//x",
-    "a//x",
-    "a/",
-    "..\\x",
-    "a\\..\\x",
-    "C:\\x",
-    "a\nb",
-    "a\0",
-    "\x1b[2J",
-    "a\x7f",
-    "\ud800",
-    "x" * 1025,
+    *("", "..", "../x", "a/../x", "a/..", ".", "./x", "/x", "a//x", "a/", "a\\..\\x", "C:\\x"),
+    *("a\nb", "a\0", "\x1b[2J", "a\x7f", "\ud800", "x" * 1025),
 ]
 
 
-@pytest.mark.parametrize("name", CLIMBING, ids=ascii)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_names_that_climb_are_refused(dialect, name):
-    with pytest.raises(FormatError, match="not a layer name"):
+def refuses(name: str) -> bool:
+    try:
         check_name(name)
+    except FormatError:
+        return True
+    return False
+
+
+def test_check_name_refuses_paths_that_climb():
+    assert [name for name in CLIMBING if not refuses(name)] == []
+    unusual = ["a", "a b/ü 重.json", "a..b", "...", "x" * 1024, "-", "a:b"]
+    assert [name for name in unusual if refuses(name)] == []
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_read_refuses_a_name_that_climbs(dialect):
     manifest, config = DIALECTS[dialect].write(AIMAGE)
-    raw = manifest.raw.decode().replace('"vae/w"', json.dumps(name))
-    config = config.decode().replace('"vae/w"', json.dumps(name)).encode()
+    raw, config = (data.replace(b'"vae/w"', b'"../x"') for data in (manifest.raw, config))
     with pytest.raises(FormatError, match="not a layer name"):
-        DIALECTS[dialect].read(Manifest.parse(raw.encode()), config)
+        DIALECTS[dialect].read(Manifest.parse(raw), config)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -279,17 +272,12 @@ def test_a_name_twice_is_refused(dialect):
         DIALECTS[dialect].read(manifest, config)
 
 
-@pytest.mark.parametrize("name", ["a", "a b/ü 重.json", "a..b", "...", "x" * 1024, "-", "a:b"])
-def test_names_that_are_only_unusual(name):
-    assert check_name(name) == name
-
-
 @pytest.mark.parametrize(
     "value",
-    ["", "1", "[1", "[1.5]", "[-1]", "[true]", '["1"]', "null", '"[1]"', "{}", "[" * 9999, 1, [-1]],
+    ["[1", "[1.5]", "[true]", "null", "[" * 9999, [-1]],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_shape(value):
+def test_parse_shape_refuses(value):
     with pytest.raises(FormatError, match="not a shape"):
         parse_shape(value)
 
@@ -313,9 +301,7 @@ def test_ollama_fields_of_odd_types_are_refused(field):
         DIALECTS["ollama"].read(Manifest.build(document), config)
 
 
-@pytest.mark.parametrize(
-    "config", [b"", b"null", b"[]", b"{}", b'"x"', b"\xff", b'{"vnd.clowder.aimage.config":1}']
-)
+@pytest.mark.parametrize("config", [b"", b"[]", b"{}", b'{"vnd.clowder.aimage.config":1}'])
 def test_a_genuine_ollama_config_carries_nothing(config):
     manifest, _ = DIALECTS["ollama"].write(AIMAGE)
     aimage = DIALECTS["ollama"].read(manifest, config)
@@ -329,7 +315,7 @@ def test_a_carried_config_that_is_not_text_is_refused():
         DIALECTS["ollama"].read(manifest, b'{"vnd.clowder.aimage.config":"\\ud800"}')
 
 
-@pytest.mark.parametrize("config", [b"\xff\xfe{}", b"[]", b"{", b"", b"[" * 100_000])
+@pytest.mark.parametrize("config", [b"\xff\xfe{}", b"[]", b"[" * 100_000])
 def test_a_broken_aimage_config_is_our_error(config):
     aimage = AImage(config, (TENSOR,))
     with pytest.raises(FormatError, match="AImage config"):
@@ -391,17 +377,12 @@ def test_a_container_without_the_table_is_read_by_its_annotations():
     "change",
     [
         {"rootfs": None},
-        {"rootfs": {}},
         {"rootfs": {"diff_ids": None}},
-        {"rootfs": {"diff_ids": []}},
         {"rootfs": {"diff_ids": [f"sha256:{B}"]}},
         {"rootfs": {"diff_ids": [f"sha256:{A}", f"sha256:{B}"]}},
         {"rootfs": {"diff_ids": [f"sha256:{B}", "sha256:../../x"]}},
-        {"rootfs": {"diff_ids": [1, 2]}},
         {"vnd.clowder.aimage.layers": {}},
-        {"vnd.clowder.aimage.layers": []},
         {"vnd.clowder.aimage.layers": [1, 2]},
-        {"vnd.clowder.aimage.layers": "x"},
     ],
     ids=str,
 )
@@ -411,14 +392,14 @@ def test_a_container_config_that_contradicts_its_layers_is_refused(change):
         DIALECTS["container"].read(manifest, json.dumps(json.loads(config) | change).encode())
 
 
-@pytest.mark.parametrize("config", [b"", b"[]", b"{", b"1", b'"x"', b"\xff", b"[" * 100_000])
-def test_a_container_config_that_is_none_is_refused(config):
+@pytest.mark.parametrize("config", [b"", b"[]", b"[" * 100_000])
+def test_a_container_config_without_an_object_is_refused(config):
     manifest, _ = DIALECTS["container"].write(AIMAGE)
     with pytest.raises(FormatError, match=r"no rootfs\.diff_ids"):
         DIALECTS["container"].read(manifest, config)
 
 
-def test_a_plain_container_image_is_no_aimage():
+def test_a_plain_container_image_is_not_an_aimage():
     manifest = Manifest.build(
         {
             "schemaVersion": 2,

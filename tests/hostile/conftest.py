@@ -30,7 +30,9 @@ def world(
     monkeypatch.setenv("AIMAGE_STORE", str(store))
     monkeypatch.chdir(home)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power cut is awaited here
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    defaults = retry.retrying.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "sleep", lambda _: None)
     return World(home, store, outside, capture=capfd)
 
 

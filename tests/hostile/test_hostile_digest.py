@@ -175,8 +175,7 @@ def container(**change: Any) -> bytes:
     return json.dumps(config | change).encode()
 
 
-@ALL
-@pytest.mark.parametrize("where", ["diff_ids", "layers"])
+@pytest.mark.parametrize(("bad", "where"), [(BAD, "diff_ids"), (None, "layers")])
 def test_in_an_image_config(world, bad, where):
     """Of a container image, as which an AImage may travel."""
     row = {**described(LAYER, mediatype.AIMAGE_FILE), "name": "a"}
@@ -225,10 +224,10 @@ def test_among_referrers(world, bad):
             assert {seen.path for seen in registry.seen} <= {*allowed, tag}
 
 
-DECLARED = [BAD, TEXTS["other"], TEXTS["very_long"]]
+DECLARED = [BAD, TEXTS["other"]]
 
 
-@pytest.mark.parametrize("bad", DECLARED, ids=["climbs", "other", "long"])
+@pytest.mark.parametrize("bad", DECLARED, ids=["climbs", "other"])
 def test_in_the_header_of_a_manifest(world, bad):
     """It is compared, where it is a digest of a kind that we know, and otherwise means nothing."""
     raw = json.dumps(manifest()).encode()
@@ -244,7 +243,7 @@ def test_in_the_header_of_a_manifest(world, bad):
         assert all(seen.path.count("/") == 4 and ".." not in seen.path for seen in registry.seen)
 
 
-LOCATIONS = ["../../../outside/secret", "file:///etc/passwd", "http://[::1", "a" * 9000]
+LOCATIONS = ["../../../outside/secret", "file:///etc/passwd", "http://[::1"]
 
 
 @pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
@@ -262,8 +261,9 @@ def test_where_an_upload_goes(world, where):
         world.aimage("push", f"{registry.host}/x:v1", "--jobs", "1", code=(1, 3, 4, 5))
 
 
-@pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
-@pytest.mark.parametrize("of", ["manifests", "blobs"])
+@pytest.mark.parametrize(
+    ("of", "where"), [*(("manifests", where) for where in LOCATIONS), ("blobs", LOCATIONS[0])]
+)
 def test_where_a_redirect_leads(world, where, of):
     raw = json.dumps(manifest()).encode()
 
@@ -284,7 +284,7 @@ def test_in_a_name_on_the_command_line(world):
         assert registry.seen == []
 
 
-def test_pushed_to_a_registry_of_ours(world, running_registry):
+def test_pushed_to_the_registry(world, running_registry):
     """A manifest, by HTTP: refused as the specification says, and nothing is kept of it."""
     ask = running_registry(world.store)
     for field, raw in documents(BAD).items():
@@ -364,8 +364,8 @@ def test_a_name_of_a_layer_that_climbs(world, dialect, name="../x"):
     world.aimage("verify")
 
 
-@pytest.mark.parametrize("title", ["../../outside/x", "/etc/passwd"])
-def test_a_title_names_no_file(world, title):
+@pytest.mark.parametrize("title", ["../../outside/x"])
+def test_a_title_is_not_used_as_a_file_name(world, title):
     annotations = {"org.opencontainers.image.title": title}
     raw = json.dumps(manifest(layers=[{**described(LAYER), "annotations": annotations}])).encode()
     with ScriptedRegistry(serving(raw, CONFIG, LAYER)).running() as registry:

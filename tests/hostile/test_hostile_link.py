@@ -68,14 +68,14 @@ def make_link(world: World, part: str, target: str) -> Path:
     return path
 
 
-TARGETS = ["same", "absent", "directory", "loop", "endless"]
+TARGETS = ["same", "loop", "endless"]
 
 
 @pytest.mark.parametrize(
     ("part", "target"),
     [*(("layer", target) for target in TARGETS), ("config", "same"), ("manifest", "same")],
 )
-def test_what_a_link_leads_to_is_no_content(world, part, target):
+def test_a_linked_file_is_not_content(world, part, target):
     """A push would carry a file of the user's to a registry, and a verification would promise what
     another may change at any time. So the content is not there, and verify says so."""
     with ScriptedRegistry(
@@ -103,12 +103,13 @@ def test_what_a_link_leads_to_is_no_content(world, part, target):
 @pytest.mark.parametrize(
     ("part", "target", "verb"),
     [
-        *(("layer", "same", "pull"), ("layer", "absent", "run"), ("layer", "loop", "verify")),
-        *(("config", "directory", "pull"), ("config", "absent", "run")),
-        *(("manifest", "endless", "pull"), ("manifest", "same", "verify")),
+        ("layer", "absent", "run"),
+        ("layer", "loop", "verify"),
+        ("config", "directory", "pull"),
+        ("manifest", "endless", "pull"),
     ],
 )
-def test_what_is_fetched_takes_the_place_of_a_link(world, part, target, verb):
+def test_a_fetched_blob_replaces_a_link(world, part, target, verb):
     with ScriptedRegistry(serving(MANIFEST, CONFIG, LAYER)).running() as registry:
         name = name_of(registry)
         stored(world, name)
@@ -123,8 +124,8 @@ def test_what_is_fetched_takes_the_place_of_a_link(world, part, target, verb):
     world.aimage("verify")
 
 
-@pytest.mark.parametrize("target", ["same", "loop"])
-def test_a_registry_of_ours_serves_no_link(world, target, running_registry):
+@pytest.mark.parametrize("target", ["same"])
+def test_the_registry_does_not_serve_links(world, target, running_registry):
     stored(world, "x:v1")
     path = make_link(world, "layer", target)
     ask = running_registry(world.store)
@@ -139,7 +140,7 @@ def test_a_registry_of_ours_serves_no_link(world, target, running_registry):
     assert not path.is_symlink()
 
 
-def test_another_store_has_what_a_link_hides(world):
+def test_a_second_store_is_asked_for_a_linked_blob(world):
     """A link in the first store does not keep the second from being asked."""
     stored(world, "x:v1")
     other = world.home / "other"
@@ -185,7 +186,7 @@ def test_a_directory_in_the_place_of_a_blob(world, part):
 # -- what an operator may choose
 
 
-@pytest.mark.parametrize("where", ["blobs", "blobs/sha256", "."])
+@pytest.mark.parametrize("where", ["blobs/sha256", "."])
 def test_blobs_may_lie_on_another_disk(world, where):
     disk = world.home.parent / "disk"
     with ScriptedRegistry(serving(MANIFEST, CONFIG, LAYER)).running() as registry:
@@ -202,9 +203,8 @@ def test_blobs_may_lie_on_another_disk(world, where):
     assert not [path for path in disk.rglob("*") if len(path.name) == 64 and path.is_file()]
 
 
-@pytest.mark.parametrize("name", ["index.json", "oci-layout"])
-@pytest.mark.parametrize("dangling", [False, True])
-def test_a_link_in_the_place_of_a_file_of_ours_is_not_written_through(world, name, dangling):
+@pytest.mark.parametrize(("name", "dangling"), [("index.json", False), ("oci-layout", True)])
+def test_a_linked_layout_file_is_not_written_through(world, name, dangling):
     stored(world, "x:v1")
     shelf = world.home.parent / "shelf"
     shelf.mkdir()
@@ -256,8 +256,8 @@ def everything(world: World, codes: tuple[int, ...] = (0,)) -> None:
             world.aimage(*arguments, code=(*codes, 3))
 
 
-@pytest.mark.parametrize("kind", PRIVATE)
-def test_a_directory_of_ours_that_leads_elsewhere(world, kind):
+@pytest.mark.parametrize("kind", ["names", "ingest", "lease"])
+def test_a_linked_directory_in_the_private_one_is_left_alone(world, kind):
     """A collection removes what it finds there: it must be ours."""
     stored(world, "x:v1")
     for name in ("letter.txt", "letter", "letter.txt.0123456789abcdef", "old.journal"):
@@ -269,7 +269,7 @@ def test_a_directory_of_ours_that_leads_elsewhere(world, kind):
     everything(world, (0, 1, 5))
 
 
-def test_a_corner_of_ours_that_leads_elsewhere(world):
+def test_a_linked_private_directory_is_refused(world):
     stored(world, "x:v1")
     for kind in ("", *PRIVATE):
         (world.outside / kind).mkdir(exist_ok=True)
@@ -282,16 +282,24 @@ def test_a_corner_of_ours_that_leads_elsewhere(world):
 
 
 @pytest.mark.parametrize("name", ["lock", "gc.lock"])
-def test_a_lock_that_leads_elsewhere(world, name):
+def test_a_linked_lock_is_left_alone(world, name):
     stored(world, "x:v1")
     (world.store / ".aimage").mkdir()
     (world.store / ".aimage" / name).symlink_to(world.outside / "secret")
     everything(world, (0, 1, 5))
 
 
-@pytest.mark.parametrize("kind", ["used", "listing", "ingest", "ingest.journal", "lease"])
-@pytest.mark.parametrize("dangling", [False, True])
-def test_a_file_of_ours_that_leads_elsewhere(world, kind, dangling):
+@pytest.mark.parametrize(
+    ("kind", "dangling"),
+    [
+        ("used", False),
+        ("listing", True),
+        ("ingest", True),
+        ("ingest.journal", False),
+        ("lease", False),
+    ],
+)
+def test_a_linked_private_file_is_left_alone(world, kind, dangling):
     stored(world, "x:v1")
     victim = world.outside / ("absent" if dangling else "victim")
     if not dangling:
@@ -307,7 +315,7 @@ def test_a_file_of_ours_that_leads_elsewhere(world, kind, dangling):
 
 
 @pytest.mark.parametrize("kind", ["names", "pins"])
-def test_a_record_that_leads_elsewhere(world, kind):
+def test_a_linked_record_is_replaced(world, kind):
     stored(world, "x:v1")
     world.aimage("tag", "x:v1", "y")
     world.aimage("pin", "y")
@@ -325,9 +333,7 @@ def test_a_record_that_leads_elsewhere(world, kind):
     [
         ("index.json", "ls", 5),
         (".aimage/names/" + "0" * 40, "ls", 0),
-        (".aimage/listing/" + digest_of(MANIFEST)[7:], "ls", 0),
         ("blobs/sha256/" + digest_of(LAYER)[7:], "verify", 5),
-        ("blobs/sha256/" + digest_of(MANIFEST)[7:], "verify", 5),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -339,7 +345,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(world, aimage, place, v
     os.mkfifo(path)
     process = aimage().start(verb)
     try:
-        _, errors = process.communicate(timeout=5)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
@@ -362,8 +368,7 @@ def test_a_hard_link_in_the_place_of_an_unfinished_download(world):
     assert (victim.stat().st_mode, victim.read_bytes()) == before
 
 
-def test_the_name_is_resolved(world):
-    """What the tests above stand on: without links, all of it works."""
+def test_all_verbs_work_without_links(world):
     stored(world, "x:v1")
     everything(world)
     assert (

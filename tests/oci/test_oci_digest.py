@@ -16,12 +16,22 @@ from clowder_aimage.oci.digest import new_hasher
 from tests.hostile.hostile_corpus import HEX, TEXTS, VALUES
 
 
-@pytest.mark.parametrize("text", [*VALUES.values(), HEX.encode()], ids=[*VALUES, "bytes"])
-def test_parse_refuses(text):
-    with pytest.raises(FormatError):
-        Digest.parse(text)
-    with pytest.raises(FormatError):
-        Descriptor.from_json({"mediaType": "a/b", "digest": text, "size": 1})
+def accepts(text: object) -> bool:
+    for parse in (
+        Digest.parse,
+        lambda text: Descriptor.from_json({"mediaType": "a/b", "digest": text, "size": 1}),
+    ):
+        try:
+            parse(text)
+        except FormatError:
+            continue
+        return True
+    return False
+
+
+def test_parse_refuses():
+    corpus = {**VALUES, "bytes": HEX.encode()}
+    assert [name for name, text in corpus.items() if accepts(text)] == []
 
 
 @pytest.mark.parametrize("field", ["config", "layer", "subject", "manifest"])

@@ -20,7 +20,7 @@ Picture = NDArray[np.uint8]
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
     rng = random.Random(3)
-    return [compose(rng, *SIZES[n % len(SIZES)], held_out=n % 3 == 0) for n in range(450)]
+    return [compose(rng, *SIZES[n % len(SIZES)], held_out=n % 3 == 0) for n in range(150)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def judged(scenes: list[Scene], seen: list[Seen]) -> dict[str, float]:
     pairs = zip(scenes, seen, strict=True)
     found = figures((scene, score(scene, one)) for scene, one in pairs)
     assert tuple(found) == FIGURES
-    assert all((figure["of"] or 0) >= 20 for figure in found.values())
+    assert all((figure["of"] or 0) >= 5 for figure in found.values())
     return {name: figure["share"] or 0.0 for name, figure in found.items()}
 
 
@@ -58,9 +58,9 @@ def test_blurred_and_noisy_pictures_are_right(scenes: list[Scene], off: float) -
     assert min(found.values()) >= 0.97, found
 
 
-def test_specks_are_no_items(scenes: list[Scene]) -> None:
+def test_specks_are_not_items(scenes: list[Scene]) -> None:
     rng = random.Random(5)
-    for scene in scenes[:60]:
+    for scene in scenes[:30]:
         picture = render(scene).copy()
         for _ in range(6):
             x, y = rng.randrange(2, scene.width - 4), rng.randrange(2, scene.height - 4)
@@ -81,7 +81,7 @@ def test_places_and_radii_are_measured(scenes: list[Scene], seen: list[Seen]) ->
 
 
 def caught(verdicts: list[bool | None]) -> float:
-    assert len(verdicts) >= 50
+    assert len(verdicts) >= 15
     return verdicts.count(False) / len(verdicts)
 
 
@@ -201,7 +201,7 @@ def test_an_empty_picture() -> None:
         assert not (verdict.count or verdict.position or verdict.size)
 
 
-def test_noise_is_no_shape() -> None:
+def test_noise_is_not_a_shape() -> None:
     noise = np.random.default_rng(8).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     scene = scene_of(Item("red", "circle", 32, 32, 15))
     assert not score(scene, look(noise)).both
@@ -214,10 +214,10 @@ def test_shapes_of_two_colours_that_touch_are_two() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("x", "y"), [(11, 32), (53, 32), (32, 11), (32, 53)])
-def test_a_shape_that_the_border_cuts(shape: str, x: float, y: float) -> None:
-    seen = look(render(scene_of(Item("green", shape, x, y, 14))))
-    assert [(item.colour, item.shape) for item in seen.items] == [("green", shape)]
+def test_a_shape_that_the_border_cuts(shape: str) -> None:
+    for x, y in ((11, 32), (53, 32), (32, 11), (32, 53)):
+        seen = look(render(scene_of(Item("green", shape, x, y, 14))))
+        assert [(item.colour, item.shape) for item in seen.items] == [("green", shape)]
 
 
 def test_a_grey_shape_has_none_of_the_colours() -> None:

@@ -90,7 +90,8 @@ def test_loads_in_each_precision(load: Load, precision: str) -> None:
     parameters = dict(tree_flatten(load(precision).transformer.parameters()))
     norms = {name: value for name, value in parameters.items() if "norm" in name}
     assert len(norms) >= 20
-    assert all(mx.abs(value.astype(mx.float32)).min().item() > 0 for value in norms.values())
+    for norm in norms.values():
+        assert np.abs(np.array(norm.astype(mx.float32))).min() > 0
     assert all(mx.isfinite(value).all().item() for value in parameters.values())
 
 
@@ -98,8 +99,8 @@ def test_loads_in_each_precision(load: Load, precision: str) -> None:
 def test_embeddings(load: Load, precision: str) -> None:
     pipeline = load(precision)
     red, blue = (pipeline.encode(f"a {colour} circle") for colour in ("red", "blue"))
-    assert mx.abs(red).max().item() > 0.1
-    assert mx.abs(red - blue).max().item() > 0.1
+    for values in (red, red - blue):
+        assert np.abs(np.array(values.astype(mx.float32))).max() > 0.1
 
 
 @pytest.mark.integration
@@ -111,7 +112,9 @@ def test_weights_stored_as_float16(load: Load, exact: list[quality.Pixels], tmp_
         if path.is_dir():
             target.mkdir(parents=True)
         elif path.suffix == ".safetensors":
-            weights = {name: value.astype(mx.float16) for name, value in mx.load(str(path)).items()}
+            loaded = mx.load(str(path))
+            assert isinstance(loaded, dict)
+            weights = {name: value.astype(mx.float16) for name, value in loaded.items()}
             mx.save_safetensors(str(target), weights)
         else:
             target.write_bytes(path.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 
 import pytest
 
@@ -45,64 +46,46 @@ def test_every_vector_is_used():
 
 
 @pytest.mark.parametrize("name", MANIFESTS + INDEXES)
-def test_the_bytes_are_kept_and_decide_the_digest(name):
-    document = parse_document(raw(name))
+def test_a_document_keeps_its_bytes_and_fields(name, tmp_path):
+    document, written = parse_document(raw(name)), value(name)
     assert document.raw == raw(name)
     assert str(document.digest) == f"sha256:{hashlib.sha256(raw(name)).hexdigest()}"
     assert document.descriptor.size == len(raw(name))
     assert document.descriptor.media_type == document.media_type
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_no_field_of_a_descriptor_is_lost(name):
-    manifest = Manifest.parse(raw(name))
-    written = value(name)
-    assert manifest.config.to_json() == written["config"]
-    assert [layer.to_json() for layer in manifest.layers] == written["layers"]
-    assert dict(manifest.annotations) == (written.get("annotations") or {})
-    assert manifest.artifact_type == written.get("artifactType", "")
-    subject = manifest.subject.to_json() if manifest.subject else None
+    if isinstance(document, Index):
+        assert [entry.to_json() for entry in document.manifests] == written["manifests"]
+        return
+    assert document.config.to_json() == written["config"]
+    assert [layer.to_json() for layer in document.layers] == written["layers"]
+    assert dict(document.annotations) == (written.get("annotations") or {})
+    assert document.artifact_type == written.get("artifactType", "")
+    subject = document.subject.to_json() if document.subject else None
     assert subject == written.get("subject")
-
-
-@pytest.mark.parametrize("name", INDEXES)
-def test_no_field_of_an_index_entry_is_lost(name):
-    index = parse_document(raw(name))
-    assert isinstance(index, Index)
-    assert [entry.to_json() for entry in index.manifests] == value(name)["manifests"]
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_store_gives_back_the_bytes_it_was_given(name, tmp_path):
-    manifest = Manifest.parse(raw(name))
     for store in (MemoryStore(), ImageLayout(tmp_path)):
         reference = Reference.parse(f"vectors/{name}")
-        store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+        store.push(document.descriptor, bytes_body(document.raw), reference)
         with store.open(store.resolve(reference)) as file:
             assert file.read() == raw(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "dialect"),
-    [
-        ("ollama-first", "ollama"),
-        ("ollama-second", "ollama"),
-        ("storage-manifest-standard", "container"),
-        ("storage-manifest-custom", "custom"),
-        ("docker-manifest", "container"),
-        ("ollama-gguf", "ollama"),
-        ("modelpack", "modelpack"),
-        ("docker-model", "docker"),
-        ("kitops", "kitops"),
-        ("ep-layer", "clowder"),
-    ],
-)
-def test_the_dialect_is_told_from_the_manifest(name, dialect):
-    assert detect(Manifest.parse(raw(name))).name == dialect
+def test_detect():
+    dialects = {
+        "ollama-first": "ollama",
+        "ollama-second": "ollama",
+        "storage-manifest-standard": "container",
+        "storage-manifest-custom": "custom",
+        "docker-manifest": "container",
+        "ollama-gguf": "ollama",
+        "modelpack": "modelpack",
+        "docker-model": "docker",
+        "kitops": "kitops",
+        "ep-layer": "clowder",
+    }
+    assert {name: detect(Manifest.parse(raw(name))).name for name in dialects} == dialects
 
 
 @pytest.mark.parametrize("name", ["oci-artifact", "oci-unknown-fields"])
-def test_another_artifact_is_no_aimage(name):
+def test_detect_refuses_another_artifact(name):
     with pytest.raises(FormatError, match="is not an AImage"):
         detect(Manifest.parse(raw(name)))
 
@@ -116,7 +99,7 @@ def test_a_container_images_layers_are_not_guessed():
         detect(manifest).read(manifest, config)
 
 
-def test_the_storage_documents_layers_are_called_by_what_they_are():
+def test_layers_without_names_are_named_by_media_type():
     manifest = Manifest.parse(raw("storage-manifest-custom"))
     aimage = detect(manifest).read(manifest, b'{"schemaVersion":1,"components":{}}')
     assert [layer.name for layer in aimage.layers] == ["gguf.0", "gguf.1", "lora.2", "lora.3"]
@@ -256,12 +239,12 @@ def test_layers_of_unknown_kinds_are_carried():
 
 
 @pytest.mark.parametrize("name", WITH_CONFIGS)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_the_neighbours_wrote_is_written_in_any_dialect(name, dialect):
+def test_another_vendors_model_is_written_in_any_dialect(name):
     aimage = read(name)
-    manifest, config = DIALECTS[dialect].write(aimage)
-    assert detect(manifest).name == dialect
-    assert detect(manifest).read(manifest, config) == aimage
+    for dialect in DIALECTS:
+        manifest, config = DIALECTS[dialect].write(aimage)
+        assert detect(manifest).name == dialect
+        assert detect(manifest).read(manifest, config) == aimage
 
 
 def test_ollamas_first_generation_is_read():
@@ -310,14 +293,25 @@ def test_the_storage_documents_index_is_read_and_kept(name, tmp_path):
     assert kept[1].to_json() == entry
 
 
-@pytest.mark.parametrize("vector", HEADERS, ids=lambda vector: vector["name"].replace(" ", "-"))
-def test_safetensors_headers(vector):
-    text = vector["header"].encode()
-    if "evil" in vector:
-        with pytest.raises(FormatError, match=vector["evil"]):
-            parse_header(text, vector["data"])
-        return
-    header = parse_header(text, vector["data"])
-    assert sum(info.nbytes for info in header.tensors.values()) == vector["data"]
-    file = len(text).to_bytes(8, "little") + text
-    assert read_header(io.BytesIO(file), len(file) + vector["data"]) == header
+def test_safetensors_headers_are_read():
+    good = [vector for vector in HEADERS if "evil" not in vector]
+    assert len(good) > 9
+    for vector in good:
+        text = vector["header"].encode()
+        header = parse_header(text, vector["data"])
+        assert sum(info.nbytes for info in header.tensors.values()) == vector["data"]
+        file = len(text).to_bytes(8, "little") + text
+        assert read_header(io.BytesIO(file), len(file) + vector["data"]) == header
+
+
+def test_safetensors_headers_are_refused():
+    found = {}
+    evil = {vector["name"]: vector for vector in HEADERS if "evil" in vector}
+    for name, vector in evil.items():
+        try:
+            found[name] = str(parse_header(vector["header"].encode(), vector["data"]))
+        except FormatError as error:
+            found[name] = error.message
+    assert {
+        name: text for name, text in found.items() if not re.search(evil[name]["evil"], text)
+    } == {}
