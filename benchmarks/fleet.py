@@ -1,25 +1,26 @@
-"""A fleet of nodes that all want a model as its tag is pushed: with neighbours and without.
+"""Measure a fleet of nodes that all pull a model when its tag is pushed, with and without peers.
 
     python benchmarks/fleet.py [--ways alone,near,told,killed] [--rounds 3] [--nodes 8] [--mib 128]
         [--registry MIB_PER_S] [--node MIB_PER_S] [--json] [--simulate] [--directory DIR]
 
-Each node is an ``aimage node`` of its own, with a store of its own; docker-registry has the blobs
-of the model. ``wire.py`` gives the registry and each node a wire up and a wire down, of a rate that
-all of its connections share. The clock starts when the registry has answered the push of the tag;
-the nodes ask for it once a second. It ends when each node says that the model is present; then all
+Each node is an ``aimage node`` process with a store of its own; docker-registry has the blobs of
+the model. ``wire.py`` gives the registry and each node an uplink and a downlink, whose rate all of
+its connections share. The time starts with the registry's answer to the push of the tag, which the
+nodes ask for once a second, and ends when each node reports that the model is present. Then all
 blobs in all stores are hashed.
 
-alone   without neighbours
+alone   no peers are configured
 near    each node knows all others
-told    the same, but the tag is there, and the nodes begin to want it one after the other, the last
-        when the first has had the time to fetch half the model: files change at different moments
-killed  the same, and two nodes are killed (SIGKILL) when 40 % has come; they begin again when the
-        others are done
+told    as near, but the tag exists, and the desired state of the nodes changes one after the other,
+        that of the last when the first has had the time to fetch half of the model
+killed  as near, and two nodes are killed (SIGKILL) at 40 %; they start again when the others are
+        complete
 
-"registry" is all that the registry sent, heads of answers too, by the size of the model; "most
-sent" what the busiest node sent to others. CPU seconds are of all nodes together, the peak is that
-of the largest. With ``--simulate``, simulate.py is calibrated on what was measured, and says what
-more nodes take. Needs docker-registry, and twice the stores' size in ``--directory``.
+"registry" is the bytes that the registry sent, headers included, divided by the size of the model;
+"most sent" is the same for the node that sent most. CPU seconds are the sum of all nodes, the peak
+of memory is that of the largest. With ``--simulate``, simulate.py is calibrated with the
+measurements and predicts larger fleets. Needs docker-registry, and twice the stores' size in
+``--directory``.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ from nodes import MIB, REGISTRY, Model, Node, free_ports, sizes
 from transfer import registry
 
 PATIENCE = 600.0  # seconds
-LOOK = 0.2  # seconds between two looks: they cost the nodes time
-MIDDLE = 0.4  # of all that is to come
+LOOK = 0.2  # seconds between two requests for a status, which cost the nodes time
+MIDDLE = 0.4  # of all bytes
 WAYS = ("alone", "near", "told", "killed")
 
 
 @dataclass
 class Cost:
-    """What one run took: seconds until the first node had it, until all that lived, and until
-    those had it too that were killed; what was sent by model size; CPU and memory of the nodes."""
+    """The result of one run.
+
+    Seconds until the first node had the model, until all running nodes had it, and until the killed
+    ones had it; bytes sent divided by the size of the model; CPU and memory of the nodes."""
 
     first: float
     all: float
@@ -67,7 +70,7 @@ class Cost:
 
 @dataclass
 class Setup:
-    """What the command line says."""
+    """The options of the command line."""
 
     directory: Path
     nodes: int
@@ -88,7 +91,7 @@ class Fleet:
         self.sources: dict[str, float] = {}
 
     def run(self, tag: str, way: str, apart: float) -> Cost:
-        """``apart``: seconds between two nodes that are told one after the other."""
+        """Run one fleet; ``apart``: seconds between the changes of two desired states."""
         before = self._ways.sent()
         if way == "told":
             begun = time.monotonic()
@@ -129,7 +132,7 @@ class Fleet:
         return sum(count for pair, count in sent.items() if pair[0] == name) / self._model.size
 
     def _kill(self) -> list[Node]:
-        """Kill two nodes in the middle."""
+        """Kill two nodes during the pull."""
 
         def come(found: dict[str, Any]) -> int:
             return self._model.size if found["state"] == "present" else int(found["completed"])
@@ -142,7 +145,7 @@ class Fleet:
         return killed
 
     def _wait(self, nodes: list[Node]) -> list[float]:
-        """When each of them had the model."""
+        """Return the time at which each of them had the model."""
         came: dict[str, float] = {}
 
         def look() -> bool:
@@ -155,7 +158,7 @@ class Fleet:
         return list(came.values())
 
     def _look_after(self) -> None:
-        """How it came, and that it is right; then the nodes end."""
+        """Check the stores, stop the nodes, and return the cost."""
         found = [node.model()["sources"] for node in self.nodes]
         for source in found[0]:
             count = sum(one[source] for one in found)
@@ -176,7 +179,7 @@ def _until(holds: Any, what: str) -> None:
 
 @contextlib.contextmanager
 def fleet(setup: Setup, model: Model, host: str, *, is_near: bool) -> Iterator[Fleet]:
-    """Nodes that run, and know each other."""
+    """Run nodes that know each other."""
     home = setup.directory / "fleet"
     shutil.rmtree(home, ignore_errors=True)
     rates = {REGISTRY: (setup.registry, 0.0)}
@@ -210,7 +213,7 @@ def _live(node: Node) -> int:
 
 
 def measure(setup: Setup, ways: list[str], rounds: int) -> dict[str, list[Cost]]:
-    """The costs of each way; the rounds of all ways are interleaved."""
+    """Return the costs of each way; the rounds of all ways are interleaved."""
     costs: dict[str, list[Cost]] = {way: [] for way in ways}
     shutil.rmtree(setup.directory / "registry", ignore_errors=True)
     with registry(setup.directory / "registry") as host:
@@ -227,7 +230,7 @@ def measure(setup: Setup, ways: list[str], rounds: int) -> dict[str, list[Cost]]
 
 
 def median(costs: list[Cost]) -> Cost:
-    """Of each figure."""
+    """Return the median of each figure."""
     rows = [asdict(cost) for cost in costs]
     found = {
         key: statistics.median(row[key] for row in rows) for key in rows[0] if key != "sources"
@@ -239,7 +242,7 @@ def median(costs: list[Cost]) -> Cost:
 
 
 def simulated(setup: Setup, costs: dict[str, list[Cost]]) -> str:
-    """What more nodes take, by a simulation that is calibrated on what was measured."""
+    """Return a table of larger fleets, by a simulation calibrated with the measurements."""
     blobs = tuple(sorted(sizes(setup.mib), reverse=True))
     rules = simulate.Rules(setup.nodes, blobs, setup.registry, setup.node)
     share = 1.0
@@ -263,7 +266,7 @@ def simulated(setup: Setup, costs: dict[str, list[Cost]]) -> str:
 
 
 def table(costs: dict[str, list[Cost]]) -> str:
-    """Medians, for people."""
+    """Return the medians as a Markdown table."""
     lines = [
         "| way | first s | all s | killed s | registry | most sent | of a node's bytes: "
         "registry, neighbours, kept | CPU s | peak MiB |",
@@ -292,7 +295,7 @@ def main() -> None:
     parser.add_argument("--registry", type=float, default=12, help="MiB/s that it sends")
     parser.add_argument("--node", type=float, default=24, help="MiB/s of a node, each way")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--simulate", action="store_true", help="what more nodes take")
+    parser.add_argument("--simulate", action="store_true", help="predict larger fleets")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:

@@ -1,10 +1,10 @@
-"""What a node costs that has nothing to do: its models are here, and nothing changes.
+"""Measure an idle node: all of its models are present, and nothing changes.
 
     python benchmarks/idle.py [--counts 1,100,500] [--rounds 5] [--seconds 10]
 
-For each number of models (of 1,200 layers each, as in store.py), from a node that has just begun:
-the seconds until it is ready, what it uses of a core once it is (medians of the rounds), its
-resident memory and its open files. Nobody asks a registry: the policy is Never.
+For each number of models (of 1,200 layers each, as in store.py): the seconds from the start of the
+node until it is ready, its use of a core from then on (median of the rounds), its resident memory
+and its open files. The pull policy is Never, so no registry is asked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 from store import AIMAGE, make_store, name_of
 
-SETTLE = 25.0  # seconds until what has just changed has been looked at for the last time
+SETTLE = 25.0  # seconds until files that have just changed are not read again
 
 
 class Node:
-    """``aimage node`` on a store of so many models, all of them wanted."""
+    """``aimage node`` on a store of ``count`` models, all of them in its desired state."""
 
     def __init__(self, home: Path, count: int) -> None:
         make_store(home / "store", count, ours=True)
@@ -54,12 +54,12 @@ class Node:
             return False
 
     def cpu(self) -> float:
-        """The seconds that it has used."""
+        """Return the CPU seconds used so far."""
         words = (self._proc / "stat").read_text().rpartition(")")[2].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident(self) -> float:
-        """MiB."""
+        """Return the resident memory in MiB."""
         pages = int((self._proc / "statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1024**2
 

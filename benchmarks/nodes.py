@@ -1,4 +1,4 @@
-"""What fleet.py has run: a model in a registry, and nodes that keep it."""
+"""The parts of fleet.py: a model in a registry, and nodes that keep it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import wire
 
 MIB = 1024 * 1024
 ROOT = Path(__file__).resolve().parents[1]
-HOST, NAME = "registry.fleet", "bench/fleet"  # reached by a proxy alone: the wire of the node
+HOST, NAME = "registry.fleet", "bench/fleet"  # reached only through the proxy
 REGISTRY = "registry"
 OCI = "application/vnd.oci.image.manifest.v1+json"
 LARGE = (0.35, 0.20, 0.12, 0.08)  # of the model, in a blob each
@@ -28,7 +28,7 @@ SMALL = (16 * 1024, MIB)  # bytes of each of the others
 
 
 def sizes(mib: float) -> list[int]:
-    """The bytes of each blob: a few large ones, and a quarter in many small ones."""
+    """Return the size of each blob: a few large ones, and a quarter of the bytes in small ones."""
     found = [int(share * mib * MIB) for share in LARGE]
     rng, left = random.Random(7), int(mib * MIB) - sum(found)
     low, high = SMALL
@@ -39,7 +39,7 @@ def sizes(mib: float) -> list[int]:
 
 
 class Model:
-    """Random blobs, and their manifest, in a registry."""
+    """A model of random blobs in a registry."""
 
     def __init__(self, host: str, mib: float) -> None:
         self._base = f"http://{host}/v2/{NAME}"
@@ -73,7 +73,7 @@ class Model:
 
 
 class Node:
-    """``aimage node`` in a process of its own, on the wires of ``name``."""
+    """``aimage node`` as a process, on the links of ``name``."""
 
     def __init__(self, name: str, home: Path, port: int, ways: wire.Wires, others: list[str]):
         self.name, self.home, self.store = name, home, home / "store"
@@ -91,7 +91,7 @@ class Node:
         self._proxy = f"http://127.0.0.1:{ways.ports[name, REGISTRY]}"
 
     def want(self, tag: str) -> None:
-        """Say what is to be here."""
+        """Write the desired state."""
         want = {"ref": f"{HOST}/{NAME}:{tag}", "pullPolicy": "Always", "refresh": "1s"}
         (self.home / "desired" / "model.json").write_text(json.dumps([want]))
 
@@ -105,7 +105,7 @@ class Node:
             )
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Have it end, and take what it used into account."""
+        """Stop the process, and record its CPU time and memory."""
         if self._process is None or self._process.returncode is not None:
             return
         self._process.send_signal(number)
@@ -115,7 +115,7 @@ class Node:
         self.peak = max(self.peak, used.ru_maxrss / 1024)
 
     def status(self) -> dict[str, Any]:
-        """What it says; nothing where it does not answer."""
+        """Return its status; an empty object if it does not answer."""
         try:
             url = f"http://127.0.0.1:{self._port}/v1/node"
             with urllib.request.urlopen(url, timeout=5) as answer:
@@ -132,7 +132,7 @@ class Node:
         return found[0] if found else {"state": "unknown", "completed": 0, "total": 0}
 
     def is_right(self, model: Model) -> bool:
-        """Whether its store has every blob, and each is what its name says."""
+        """Return whether its store has every blob, with the right digest."""
         for digest in model.digests:
             path = self.store / "blobs" / "sha256" / digest.removeprefix("sha256:")
             with path.open("rb") as file:
@@ -142,7 +142,7 @@ class Node:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, and that no connection is given by chance."""
+    """Return free ports below the range from which the kernel assigns ports."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(*PORTS)

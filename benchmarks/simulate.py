@@ -1,18 +1,19 @@
-"""What a fleet of any size takes: the rules of the nodes, without the bytes.
+"""Simulate a fleet of any size: the rules of the nodes, without the bytes.
 
     python benchmarks/simulate.py [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
         [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--order same|own] [--json]
 
-Events in simulated time, from seeds: the same figures on every machine. Each node has a wire up and
-a wire down, the registry one up; pieces queue for them as in wire.py. Simulated are: the owners of
-ranges of 16 MiB (by the nodes' own function), one flight a node and range, four flights for others
-at a time, what other nodes are asked before the registry, upload slots and turns, busy nodes that
-redirect to holders, pauses between requests, eight connections a node of which three are at large
-blobs, largest first, and the small ones from the smallest. Not simulated are: deaths, CPU (a
-request costs ``--overhead`` seconds), and disks. Constants are those of clowder_aimage/node.
+A discrete-event simulation with fixed seeds: the figures are the same on every machine. Each node
+has an uplink and a downlink, the registry an uplink; pieces queue for them as in wire.py. Simulated
+are: the owners of ranges of 16 MiB (by the nodes' own function), one flight for each node and
+range, four flights at a time for peers, the nodes that are asked before the registry, upload slots
+and the wait for them, redirects of busy nodes to holders, pauses between requests, and eight
+connections a node, of which three fetch large blobs, the largest first, and the others small ones,
+the smallest first. Not simulated are: failures, CPU (a request costs ``--overhead`` seconds), and
+disks. The constants are those of clowder_aimage/node.
 
-``fleet.py --simulate`` calibrates it: the rate that the registry really gets across from the run
-without neighbours, the overhead from that with them.
+``fleet.py --simulate`` calibrates it: the rate of the registry from the run without peers, the
+overhead from that with peers.
 """
 
 from __future__ import annotations
@@ -28,28 +29,27 @@ from itertools import pairwise
 
 from events import MIB, Clock, Event, Process, Transfer, Wire
 
+from clowder_aimage.node.peers import SharingLimits
 from clowder_aimage.node.range_cache import AT_ONCE
-from clowder_aimage.node.range_owner import MAX_HOPS, OTHERS, OwnerTimeouts
 from clowder_aimage.node.range_routes import (
     COMING_TIMEOUT,
     MAX_HOLDERS,
     MAX_NAMED,
     MAX_REQUESTS,
     TURN_TIMEOUT,
-    UPLOADS,
 )
-from clowder_aimage.node.rendezvous import RANGE, ranked
+from clowder_aimage.node.range_source import MAX_HOPS, OTHERS, RANGE, ranked
 from clowder_aimage.oci import Digest
 
 CONNECTIONS, WIDTH = 8, 3  # as in content/
-TIMEOUTS = OwnerTimeouts()
-SEEDS = 5  # runs of a small fleet: much of what it takes is chance
+LIMITS = SharingLimits()
+SEEDS = 5  # runs of a small fleet, whose times vary
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is simulated. Rates in bytes a second."""
+    """The parameters of a run. Rates are in bytes a second."""
 
     nodes: int
     sizes: tuple[int, ...]
@@ -57,15 +57,15 @@ class Rules:
     node: float
     overhead: float = 0.01  # seconds a request
     begin: float = 1.25  # seconds within which the nodes see the tag
-    settle: float = 0.4  # seconds from the last byte until it is said that the model is here
-    uploads: int = UPLOADS
+    settle: float = 0.4  # seconds from the last byte until the model is reported as present
+    uploads: int = LIMITS.uploads
     order: str = "same"
     seed: int = 1
 
 
 @dataclass
 class Found:
-    """Seconds until the first and the last node had it; bytes sent by model size."""
+    """Seconds until the first and the last node had the model; bytes sent by model size."""
 
     nodes: int
     first: float
@@ -76,7 +76,7 @@ class Found:
 
 
 class Blob:
-    """A large blob of a node that is being fetched: the ranges that nobody has begun."""
+    """A large blob that a node fetches: the ranges that no connection has begun."""
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
         self.parts = deque(parts)
@@ -84,13 +84,13 @@ class Blob:
 
 @dataclass
 class Busy:
-    """The answer of a node that has enough to do, with those that have the range."""
+    """The answer of a busy node, with the nodes that have the range."""
 
     holders: list[int] = field(default_factory=list)
 
 
 class Node:
-    """One node: what it has, what it sends, and whom it remembers."""
+    """One node: the ranges that it has, its uploads, and the holders that it remembers."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.fleet, self.number = fleet, number
@@ -130,7 +130,7 @@ class Node:
         fleet.ends.append(fleet.clock.now)
 
     def connection(self) -> Process:
-        """As content/fetch.py: large blobs first, small ones from the smallest beside them."""
+        """Fetch as content/fetch.py does: large blobs first, the smallest ones beside them."""
         while True:
             if self.large and self.at_large < WIDTH:
                 blob = self.large.popleft()
@@ -153,7 +153,7 @@ class Node:
         self.at_large -= 1
 
     def join(self) -> Blob | None:
-        """The second half of what another connection still has before it."""
+        """Take the second half of the ranges left to another connection."""
         most = max(self.active, key=lambda blob: len(blob.parts))
         if not most.parts:
             return None
@@ -173,18 +173,18 @@ class Node:
 
     def ask_owner(self, owner: Node, part: tuple[int, int]) -> Process:
         pause, began = 0.05, self.fleet.clock.now
-        while self.fleet.clock.now - began < TIMEOUTS.coming:
+        while self.fleet.clock.now - began < LIMITS.coming:
             answer = yield from self.ask(owner, part)
             if answer is True:
                 return True
             if answer.holders and (yield from self.ask_holders(answer.holders, part)):
                 return True
             yield self.fleet.rng.uniform(0.5, 1.0) * pause
-            pause = min(2 * pause, TIMEOUTS.pause)
+            pause = min(2 * pause, LIMITS.pause)
         return False
 
     def ask_holders(self, named: list[int], part: tuple[int, int]) -> Process:
-        """Ask those to which an owner redirects, and those to which they do."""
+        """Ask the nodes to which an owner redirects, and those to which they redirect."""
         queue, seen = self.fleet.rng.sample(named, len(named)), {self.number}
         hops = MAX_HOPS
         while queue and hops:
@@ -207,7 +207,7 @@ class Node:
         answer = yield from other.answer(self, part, is_stored)
         return answer
 
-    # -- requests of others
+    # -- requests of peers
 
     def answer(self, asker: Node, part: tuple[int, int], is_stored: bool) -> Process:
         rules, holders = self.fleet.rules, self.named(asker, part)
@@ -343,13 +343,12 @@ class Fleet:
 
 
 def simulate(rules: Rules) -> Found:
-    """One run."""
+    """Return the result of one run."""
     return Fleet(rules).run()
 
 
 def calibrate(rules: Rules, seconds: float) -> Rules:
-    """The overhead with which the last node has the model after so many ``seconds``; none where it
-    takes longer without any."""
+    """Return the rules with the overhead for which the last node ends after ``seconds``."""
     low, high = 0.0, 0.5
     for _ in range(8):
         middle = (low + high) / 2
@@ -361,14 +360,14 @@ def calibrate(rules: Rules, seconds: float) -> Rules:
 
 
 def mean(rules: Rules, seeds: int) -> Found:
-    """Of runs with several seeds."""
+    """Return the mean of runs with several seeds."""
     rows = [asdict(simulate(replace(rules, seed=seed))) for seed in range(1, seeds + 1)]
     means = {key: sum(row[key] for row in rows) / seeds for key in rows[0]}
     return Found(**means | {"nodes": rules.nodes})
 
 
 def compared(found: Found, measured: dict[str, float]) -> str:
-    """What was simulated beside what was measured."""
+    """Return the simulated figures beside the measured ones."""
     lines = ["| | measured | simulated | off by |", "|---|---|---|---|"]
     for name, value in measured.items():
         ours = getattr(found, name)
@@ -379,7 +378,7 @@ def compared(found: Found, measured: dict[str, float]) -> str:
 
 
 def fit(found: list[Found]) -> tuple[float, float, float]:
-    """Seconds as a + b * log2(nodes), and the largest error of it, by what was found."""
+    """Return a and b of seconds = a + b * log2(nodes), and the largest relative error."""
     xs, ys = [math.log2(one.nodes) for one in found], [one.all for one in found]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mx) ** 2 for x in xs) or 1.0
@@ -389,7 +388,7 @@ def fit(found: list[Found]) -> tuple[float, float, float]:
 
 
 def table(found: list[Found]) -> str:
-    """For people: the series, what each doubling adds, and what that means."""
+    """Return the series as a Markdown table: with the seconds that each doubling adds."""
     lines = ["| nodes | first s | all s | more | registry | most sent | requests of a node |"]
     lines.append("|---|---|---|---|---|---|---|")
     before: Found | None = None
@@ -407,8 +406,9 @@ def table(found: list[Found]) -> str:
 
 
 def is_logarithmic(found: list[Found]) -> bool:
-    """Whether doublings in the second half of the series add no more than those in the first,
-    with a tenth of the whole for chance."""
+    """Return whether doublings in the second half of the series add no more than in the first.
+
+    A tenth of the whole is allowed for chance."""
     steps = [b.all - a.all for a, b in pairwise(found)]
     if len(steps) < 2:
         return True
@@ -418,7 +418,7 @@ def is_logarithmic(found: list[Found]) -> bool:
 
 
 def series(rules: Rules, counts: Sequence[int] = COUNTS) -> list[Found]:
-    """Fleets of these sizes; small ones several times."""
+    """Simulate fleets of these sizes; small ones several times."""
     return [mean(replace(rules, nodes=count), max(1, min(SEEDS, 512 // count))) for count in counts]
 
 

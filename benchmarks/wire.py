@@ -1,12 +1,12 @@
-"""The wires of a fleet on loopback: every machine has one up and one down, of a rate of its own.
+"""Simulated links on loopback: each machine of a fleet has an uplink and a downlink of given rates.
 
-A TCP proxy, a process of its own so that its CPU is nobody's; ``wires()`` starts it. It listens at
-a port for each pair of machines that talk, so it knows whose wires a connection runs over: what a
-machine sends takes its wire up and the other's wire down, and all connections of a machine share
-its two wires piece by piece, in the order in which the pieces came. Nothing else is imitated: no
-round trip, no loss. It needs no rights that others have not.
+A TCP proxy in a process of its own, so that its CPU time is not counted for a node; ``wires()``
+starts it. It listens on one port for each pair of machines, so it knows the links of a connection:
+bytes that a machine sends take its uplink and the downlink of the other. All connections of a
+machine share its two links piece by piece, in the order of arrival. Latency and loss are not
+simulated. It needs no special privileges.
 
-It says as JSON on stdout where it listens, and for each line on stdin how many bytes went through.
+It prints its ports to stdout as JSON, and, for each line on stdin, the bytes transferred so far.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 MIB = 1024 * 1024
 PIECE = 64 * 1024
-LATE = 0.02  # seconds that a wake-up may be late without a loss
-KERNEL_BUFFER = 128 * 1024  # what has left a machine and is in no wire yet
+LATE = 0.02  # seconds by which a wake-up may be late without lowering the rate
+KERNEL_BUFFER = 128 * 1024  # bytes that were sent and are not on a link yet
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Pair:
 
 @dataclass
 class Wires:
-    """Wires that run: ``ports`` are where to connect to for each pair."""
+    """A running proxy; ``ports`` has the port to connect to for each pair."""
 
     ports: dict[tuple[str, str], int]
     process: subprocess.Popen[str]
 
     def sent(self) -> dict[tuple[str, str], int]:
-        """The bytes so far, by sender and receiver."""
+        """Return the bytes so far, by sender and receiver."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -57,7 +57,7 @@ class Wires:
 
 @contextlib.contextmanager
 def wires(rates: dict[str, tuple[float, float]], pairs: Sequence[Pair]) -> Iterator[Wires]:
-    """Wires between machines; ``rates`` are those up and down, in bytes a second (0: no limit)."""
+    """Run the proxy; ``rates`` are up and down, in bytes a second (0: unlimited)."""
     given = {"rates": rates, "pairs": [[one.client, one.server, one.port] for one in pairs]}
     with subprocess.Popen(
         [sys.executable, __file__, json.dumps(given)],
@@ -77,11 +77,11 @@ def wires(rates: dict[str, tuple[float, float]], pairs: Sequence[Pair]) -> Itera
 
 
 class Wire:
-    """One direction of a machine's connection to the others."""
+    """One direction of a machine's link."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate or math.inf
-        self._free = 0.0  # when all that was put on it will have passed
+        self._free = 0.0  # time at which everything queued will have passed
 
     async def carry(self, count: int) -> None:
         """Come back when so many bytes have passed, after those that were there before."""
@@ -92,7 +92,7 @@ class Wire:
 
 
 class Carrier:
-    """All connections of one pair."""
+    """The connections of one pair."""
 
     def __init__(self, pair: Pair, client: tuple[Wire, Wire], server: tuple[Wire, Wire]) -> None:
         self.pair = pair
@@ -136,14 +136,14 @@ class Carrier:
 
 
 def _narrow(kernel: socket.socket) -> None:
-    """Have the kernel hold little: what waits for a wire is to wait where it comes from."""
+    """Set small socket buffers, so that bytes wait at their sender and not in the kernel."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         kernel.setsockopt(socket.SOL_SOCKET, option, KERNEL_BUFFER)
 
 
 def _listening() -> socket.socket:
     found = socket.socket()
-    _narrow(found)  # before a connection is there: its window follows
+    _narrow(found)  # before listening: the TCP window depends on it
     found.bind(("127.0.0.1", 0))
     return found
 

@@ -27,7 +27,7 @@ BUDGETS = {
     "importer": 2_280,
     "layout": 2_750,
     "model": 3_600,
-    "node": 4_270,
+    "node": 3_930,
     "oci": 650,
     "registry": 3_120,
     "tensor": 1_150,

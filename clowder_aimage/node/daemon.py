@@ -9,20 +9,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
-from clowder_aimage.errors import StoreError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
 from clowder_aimage.node.node import Node
 from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.peer_sharing import PeerSharing
-from clowder_aimage.node.read_only_registry import ReadOnlyRegistry
 
 EVERY = 5.0  # seconds between two measurements
 _log = logging.getLogger("aimage.node")
@@ -53,17 +50,16 @@ class Daemon(Role):
         self._sharing = PeerSharing(  # also without peers of its own: others may know this node
             service.store,
             service.connection,
-            addresses=settings.neighbours,
+            node=self.node.id,
+            addresses=lambda: settings.neighbours,
             token=next((token for token, scope in tokens.items() if scope == NODE), None),
             has_repository=self.node.takes_part,
-            node=self.node.id,
             ca_file=ca_file,
             on_bytes=lambda source, count: service.metrics.pull_bytes.labels(source).inc(count),
             on_traffic=lambda direction, count: metrics.exchanged.labels(direction).inc(count),
             on_state=self._announce,
         )
-        self._reading = ReadOnlyRegistry(service.store, self.node.id, self._sharing.ranges)
-        self.node.spare(self._sharing.clear)
+        self.node.spare(self._sharing.cache.clear)
         if settings.neighbours:
             service.transfers.near = self._sharing.near
 
@@ -72,7 +68,7 @@ class Daemon(Role):
         return [
             Route("GET", "/v1/node", self.status, INFER),
             Route("POST", "/v1/node/retry", self.retry, ADMIN),
-            *self._reading.routes(),
+            *self._sharing.registry.routes(),
         ]
 
     async def status(self, _: web.Request) -> web.Response:
@@ -86,8 +82,8 @@ class Daemon(Role):
             "reasons": reasons,
             "warnings": node.warnings(),
             "desired": node.desired(),
-            "disk": await asyncio.to_thread(self._disk),
-            "neighbours": self._sharing.states(),
+            "disk": await asyncio.to_thread(node.disk),
+            "neighbours": self._sharing.peers.states(),
             "models": node.models(),
         }
         return web.json_response(body)
@@ -106,27 +102,17 @@ class Daemon(Role):
         readiness, missing = self._service.readiness, self.node.missing()
         return self.node.against() + await asyncio.to_thread(readiness.against, (), missing)
 
-    def _disk(self) -> dict[str, Any]:
-        """Return the usage of the disk, without figures where it cannot be measured."""
-        try:
-            return self.node.disk()
-        except (StoreError, OSError):
-            marks = self.node.options.marks
-            unknown = dict.fromkeys(("total", "free", "used"))
-            return unknown | {"high": marks.high, "low": marks.low}
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Reconcile meanwhile."""
         self._service.news.attach()
-        await asyncio.to_thread(self._sharing.start)
+        self._sharing.peers.start()
         await self.node.begin()
         try:
             async with beside(self.node.run(), self._measure()):
                 yield
         finally:
             await asyncio.to_thread(self._sharing.close)
-            self._reading.close()
 
     def reload(self) -> bool:
         """Read the desired state again."""
@@ -155,8 +141,8 @@ class Daemon(Role):
 
     async def _look(self) -> None:
         metrics = self.node.metrics
-        states = Counter(one["state"] for one in self._sharing.states())
+        states = Counter(one["state"] for one in self._sharing.peers.states())
         for state in ("live", "silent"):
             metrics.neighbours.labels(state).set(states[state])
         metrics.ready.set(not await self._against() and not self._service.engine.is_draining)
-        self._reading.turn()
+        self._sharing.registry.turn()

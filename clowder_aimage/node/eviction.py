@@ -14,8 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Collection as Names
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +29,9 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.node.node_metric import NodeMetrics
-from clowder_aimage.node.pinner import is_own_pin
+from clowder_aimage.node.pinner import is_own_pin, unpin
 from clowder_aimage.node.spec_store import SpecStore
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Reference
 
 EVERY = 10.0  # seconds between two measurements of the disk
 OFTEN = 1.0  # seconds between two searches for names to prune
@@ -131,34 +130,6 @@ def relieve(
     return done
 
 
-@dataclass(frozen=True, slots=True)
-class EvictionFacts:
-    """Facts that decide which names are pruned.
-
-    ``here``: the names in the store and what they mean; ``ever``: names that the files of this
-    node, and of no other, ever listed; ``wanted``: those listed now; ``pinned``: by anyone but the
-    node; ``held``: digests that running processes lease.
-    """
-
-    here: Mapping[str, Digest]
-    ever: Names[str]
-    wanted: Names[str]
-    pinned: Names[str]
-    held: Names[Digest]
-
-
-def unwanted(facts: EvictionFacts) -> list[str]:
-    """Return the names to prune."""
-    return [
-        name
-        for name, digest in sorted(facts.here.items())
-        if name in facts.ever
-        and name not in facts.wanted
-        and name not in facts.pinned
-        and digest not in facts.held
-    ]
-
-
 class Evictor:
     """Removes names, and collects unreferenced blobs."""
 
@@ -184,17 +155,15 @@ class Evictor:
         self._measure()
         excess = self._marks.excess(self._store.root)
         done = self._relieve(excess, keep(), "high") if excess else None
-        self._report(self._marks.excess(self._store.root) if excess else 0)
-        return done
-
-    def _report(self, excess: int) -> None:
-        """Report bytes above the watermark that could not be evicted."""
+        if excess:
+            excess = self._marks.excess(self._store.root)
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
             facts = {"bytes": excess}
             _log.warning("the disk is too full, and nothing may be evicted", extra=facts)
             self._service.news.tell_from_thread("full", bytes=excess)
         self._is_full = excess > 0
+        return done
 
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> Collection | None:
         """Evict until ``needed`` bytes are free; no name goes if that is impossible.
@@ -241,13 +210,13 @@ class Evictor:
 
     # -- names
 
-    async def prune(self, wanted: Names[str], records: SpecStore) -> list[str]:
+    async def prune(self, wanted: Set[str], records: SpecStore) -> list[str]:
         """Remove the names that the files listed once and list no longer; return them.
 
         Raises:
             StoreError: the records cannot be read.
         """
-        now, seen = time.monotonic(), (records.stamp(), frozenset(wanted))
+        now, seen = time.monotonic(), (records.stamp(), wanted)
         if now - self._pruned_at < (EVERY if seen == self._seen else OFTEN):
             return []
         self._pruned_at, self._seen = now, seen
@@ -255,7 +224,7 @@ class Evictor:
         for name, known in gone.items():
             reference = Reference.parse(name)
             try:
-                await asyncio.to_thread(self._unpin, reference, records.owner)
+                await asyncio.to_thread(unpin, self._store, name, records.owner)
                 await model_list.forget(self._service, reference)
             except NotFoundError:
                 pass  # another process removed it
@@ -266,31 +235,24 @@ class Evictor:
             await self._service.news.tell("evict", model=name, reason="not wanted")
         return list(gone)
 
-    def _unpin(self, reference: Reference, owner: str) -> None:
-        """Remove the node's own pin."""
-        name, pins = index_name(reference), self._store.pins
-        found = pins.get(name)
-        if found is not None and is_own_pin(found, owner):
-            pins.remove(name)
+    def _unwanted(self, wanted: Set[str], records: SpecStore) -> dict[str, str]:
+        """Return the names to prune, and how the files listed them.
 
-    def _unwanted(self, wanted: Names[str], records: SpecStore) -> dict[str, str]:
-        """Return the names to prune, and how the files listed them."""
+        Those are names that the files of this node, and of no other, ever listed and list no
+        longer, that nobody but the node pinned, and whose digest no running process leases.
+        """
         known, others = indexed(records.ours()), indexed(records.others())
-        if not set(known) - set(wanted) or records.is_damaged():
+        former = set(known) - set(wanted)
+        if not former or records.is_damaged():
             return {}
         here = {name: descriptor.digest for name, descriptor in self._store.tags()}
-        pins = self._store.pins.items()
-        still_named = {here[name] for name in wanted if name in here}
-        facts = EvictionFacts(
-            here=here,
-            ever=set(known) - set(others),
-            wanted=wanted,
-            pinned={name for name, pin in pins if not is_own_pin(pin, records.owner)},
-            held=leased(self._store.root, remove=False) - still_named,
-        )
-        for name in set(known) - (set(here) - set(others)) - set(wanted):
+        for name in former - (set(here) - set(others)):
             records.forget(known[name])  # removed already, or another node's alone from now on
-        return {name: known[name] for name in unwanted(facts)}
+        held = leased(self._store.root, remove=False) - {here[name] for name in wanted & set(here)}
+        pins = self._store.pins.items()
+        kept = set(others) | {name for name, pin in pins if not is_own_pin(pin, records.owner)}
+        gone = sorted(former & set(here) - kept)
+        return {name: known[name] for name in gone if here[name] not in held}
 
 
 def indexed(names: Mapping[str, str]) -> dict[str, str]:

@@ -15,13 +15,13 @@ from clowder_aimage.engine.limits import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.spec_document import Path
+from clowder_aimage.node.spec_document import HINT, Path, position
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 REFRESH = 300.0  # seconds
-HINT = "schemas/desired.schema.json defines the entries"
 POLICIES = {"Never": NEVER, "IfNotPresent": IF_MISSING, "Always": ALWAYS}
+POLICY_NAMES = {word: name for name, word in POLICIES.items()}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
 _MIN_REFRESH = 1.0  # seconds
 _MAX_REFRESH = 100 * 365 * 86400.0
@@ -76,11 +76,10 @@ class ModelSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a file that specifies the same."""
-        words = {word: name for name, word in POLICIES.items()}
         return {
             "ref": self.name,
             **({"digest": str(self.digest)} if self.digest else {}),
-            "pullPolicy": words[self.policy],
+            "pullPolicy": POLICY_NAMES[self.policy],
             "priority": self.priority,
             "pin": self.pin,
             "components": list(self.components),
@@ -127,7 +126,7 @@ def entries(
                 f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
                 hint=error.hint or HINT,
             ) from None
-        yield spec, partial(_place, origin, line, number)
+        yield spec, partial(lambda number: position(origin, line((number,))), number)
 
 
 def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
@@ -147,15 +146,6 @@ def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
                 hint="remove one of them, or make them equal",
             )
     return tuple(spec for spec, _ in specs.values())
-
-
-def position(file: str, line: int) -> str:
-    """Return a file and a line for messages; the file alone for line 0."""
-    return f"{file}, line {line}" if line else file
-
-
-def _place(origin: str, line: Callable[[Path], int], number: int) -> str:
-    return position(origin, line((number,)))
 
 
 def _subject(path: Path) -> str:

@@ -13,17 +13,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.api.service import Service
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, StoreError, UsageError
 from clowder_aimage.layout.gc import Collection
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.eviction import Evictor, Watermarks, indexed
-from clowder_aimage.node.model_event import Signal, Specified
 from clowder_aimage.node.model_spec import ModelSpec
-from clowder_aimage.node.model_status import ModelStatus
+from clowder_aimage.node.model_state import Event, ModelStatus
+from clowder_aimage.node.model_transition import crashed, retried, specified, store_changed
 from clowder_aimage.node.node_metric import NodeMetrics
 from clowder_aimage.node.pinner import credentials
 from clowder_aimage.node.reconciler import Reconciler
@@ -132,16 +133,13 @@ class Node:
         return [model.to_json(now) for model in self._ordered()]
 
     def disk(self) -> dict[str, Any]:
-        """Return the usage of the disk. Reads the file system."""
-        marks = self.options.marks
-        found = marks.measure(self._service.store.root)
-        return {
-            "total": found.total,
-            "free": found.free,
-            "used": round(found.part, 4),
-            "high": marks.high,
-            "low": marks.low,
-        }
+        """Return the usage of the disk, without figures where it cannot be measured. Blocks."""
+        marks, figures = self.options.marks, dict[str, Any].fromkeys(("total", "free", "used"))
+        with contextlib.suppress(StoreError, OSError):
+            found = marks.measure(self._service.store.root)
+            used = round(found.part, 4)
+            figures = {"total": found.total, "free": found.free, "used": used}
+        return figures | {"high": marks.high, "low": marks.low}
 
     def desired(self) -> dict[str, Any]:
         """Return where the desired state comes from, and whether it is valid."""
@@ -163,12 +161,12 @@ class Node:
     def retry(self, name: str | None = None) -> bool:
         """Try failed and waiting models again now; return whether there is one of that name."""
         found = [one for one in self._models.values() if name is None or is_of(name, one.spec)]
-        self._signal(found, Signal.RETRIED)
+        self._signal(found, retried)
         return bool(found)
 
     def look_again(self) -> None:
         """Read the store for each model: something may have been removed."""
-        self._signal(list(self._models.values()), Signal.STORE_CHANGED)
+        self._signal(list(self._models.values()), store_changed)
 
     def wake(self, *, reload: bool = False) -> None:
         """Begin the next turn at once; with ``reload`` the desired state is read again."""
@@ -176,16 +174,16 @@ class Node:
             self._watcher = SpecWatcher(self.options.desired)
         self._woken.set()
 
-    def _signal(self, models: list[ModelStatus], signal: Signal) -> None:
+    def _signal(self, models: list[ModelStatus], event: Event) -> None:
         for model in models:
-            model.apply(signal, self._clock())
+            model.version += 1
+            model.apply(event, self._clock())
         self.wake()
 
     # -- the loop
 
     async def begin(self) -> None:
         """Read the desired state for the first time: the node is not ready before."""
-        self._service.news.attach()
         self._followed_at = self._clock()
         await self._read()
 
@@ -264,7 +262,7 @@ class Node:
             model = self._models.setdefault(name, ModelStatus(spec))
             if model.spec != spec:
                 self._cancel(name)
-            model.apply(Specified(spec), self._clock())
+            model.apply(partial(specified, spec=spec), self._clock())
 
     def _cancel(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
@@ -280,7 +278,7 @@ class Node:
                 del self._tasks[name]
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.error("cannot reconcile a model", extra={"model": name}, exc_info=error)
-                model.apply(Signal.CRASHED, self._clock())
+                model.apply(crashed, self._clock())
 
         task.add_done_callback(ended)
 
@@ -290,10 +288,8 @@ class Node:
         if now == self._credentials:
             return
         self._credentials = now
-        for model in self._models.values():
-            failure = model.state.failure
-            if failure is not None and failure.code == "unauthorized":
-                model.apply(Signal.RETRIED, self._clock())
+        failures = ((model, model.state.failure) for model in self._models.values())
+        self._signal([one for one, why in failures if why and why.code == "unauthorized"], retried)
 
     def _ordered(self) -> list[ModelStatus]:
         return sorted(self._models.values(), key=lambda one: (-one.spec.priority, one.spec.name))

@@ -1,33 +1,37 @@
-"""The exchange of ranges with other nodes, as the rest of the node sees it."""
+"""The exchange of ranges with other nodes: a registry behind them, and what runs for them.
+
+What one node has is not asked of the registry again. A blob is read range by range, each from the
+node that owns it, from one to which that redirects, from the next owner, and at last from the
+registry. Who takes the blob in verifies it; one that is wrong is read from the registry alone.
+Manifests and tags are the registry's alone.
+"""
 
 from __future__ import annotations
 
-import secrets
+import io
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from clowder_aimage.content.store import Source
+from clowder_aimage.content.store import Source, WrappedSource
+from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.node.peer_source import PeerSource
-from clowder_aimage.node.peers import ConfiguredPeer, PeerIntervals, Peers
-from clowder_aimage.node.range_cache import LIMIT, SPARED, RangeCache
-from clowder_aimage.node.range_owner import OwnerTimeouts, RangeOwners
-from clowder_aimage.node.range_routes import UPLOADS, RangeRoutes
-from clowder_aimage.node.range_upstream import OnBytes, RangeUpstream
-from clowder_aimage.oci import Reference
+from clowder_aimage.node.peers import Peers, SharingLimits, parse_peer
+from clowder_aimage.node.range_cache import RangeCache, RangeFile, RangeFlight
+from clowder_aimage.node.range_routes import RangeRoutes, ReadOnlyRegistry
+from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes, RangeOwners, RangeUpstream
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.registry.peer import PeerClient, PeerTimeouts
+from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerTimeouts
 
-
-def _nothing(*_: object) -> None:
-    pass
+_MAX_FAILURES = 3  # of peers, after which the registry is asked for a range
 
 
 class PeerSharing:
-    """Ranges of blobs from and for the nodes at ``addresses``.
+    """Ranges of blobs from and for the nodes at ``addresses()``; ``node`` is the id of this one.
 
     ``has_repository(reference)``, called in threads, is True if this node fetches from a
     repository itself: then it does so for others. ``token`` is shared by the nodes. Called from
@@ -46,80 +50,210 @@ class PeerSharing:
         layout: ImageLayout,
         options: ClientOptions,
         *,
-        addresses: Sequence[str] | Callable[[], Sequence[str]],
+        node: str,
+        addresses: Callable[[], Sequence[str]],
         token: str | None,
         has_repository: Callable[[Reference], bool],
-        node: str | None = None,
+        on_bytes: OnBytes,
+        on_traffic: OnBytes,
+        on_state: Callable[[str, str, str | None], object],
         ca_file: Path | None = None,
-        on_bytes: OnBytes = _nothing,
-        on_traffic: OnBytes = _nothing,
-        on_state: Callable[[str, str, str | None], object] = _nothing,
-        limit: int = LIMIT,
-        spared: int = SPARED,
-        uploads: int = UPLOADS,
-        intervals: PeerIntervals | None = None,
+        limits: SharingLimits | None = None,
         timeouts: PeerTimeouts | None = None,
-        owner_timeouts: OwnerTimeouts | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        listed = addresses if callable(addresses) else tuple(addresses)
-        configured = listed if callable(listed) else lambda: listed
-        for text in configured():
-            ConfiguredPeer.parse(text)
-        self.node = node or secrets.token_hex(16)
+        for text in addresses():
+            parse_peer(text)
+        limits = limits or SharingLimits()
+        self.node = node
         self._closed = threading.Event()
-        self._client = PeerClient(self.node, token, ca_file=ca_file, timeouts=timeouts)
-        self._upstream = RangeUpstream(options, on_bytes, clock=clock)
-        self._peers = Peers(
-            configured, self._client, self.node,
-            intervals=intervals, on_state=on_state, clock=clock,
-        )  # fmt: skip
-        owners = RangeOwners(
-            self.node, self._peers, self._client, self._closed,
-            timeouts=owner_timeouts, clock=clock,
-        )  # fmt: skip
-        self._cache = RangeCache(
-            layout, self._upstream, owners, on_traffic, limit=limit, spared=spared
-        )
-        self.ranges = RangeRoutes(
-            self._cache, has_repository, self._peers, on_traffic, uploads=uploads
-        )
-
-    def start(self) -> None:
-        """Start to ping the other nodes."""
-        self._peers.start()
+        self._client = PeerClient(node, token, ca_file=ca_file, timeouts=timeouts)
+        self._upstream = RangeUpstream(options, on_bytes)
+        self.peers = Peers(addresses, self._client, node, on_state, limits=limits)
+        owners = RangeOwners(node, self.peers, self._client, self._closed)
+        self.cache = RangeCache(layout, self._upstream, owners, on_traffic, limits)
+        self.ranges = RangeRoutes(self.cache, has_repository, self.peers, on_traffic)
+        self.registry = ReadOnlyRegistry(layout, node, self.ranges)
 
     def close(self) -> None:
         """Stop: pulls that wait for another node fail, and what was kept for others goes."""
         self._closed.set()
         self._client.close()
-        self._peers.close()
+        self.peers.close()
         self._upstream.close()
-        self._cache.close()
+        self.cache.close()
+        self.registry.close()
 
     def near(
-        self, reference: Reference, on_bytes: OnBytes = _nothing
+        self, reference: Reference, on_bytes: OnBytes = lambda *_: None
     ) -> Callable[[Source], Source]:
         """Return the wrapper of a pull's source that puts the other nodes before its registry.
 
         ``on_bytes`` is called with the bytes that came for that pull from a "neighbour", and with
         those that had been fetched for one before ("cache").
         """
+        return lambda source: PeerSource(self.cache, source, reference, on_bytes)
 
-        def wrap(source: Source) -> Source:
-            return PeerSource(self._cache, source, reference, on_bytes)
 
-        return wrap
+class PeerSource(WrappedSource):
+    """The repository of ``reference`` at the registry ``source``, behind the other nodes.
 
-    def states(self) -> list[dict[str, Any]]:
-        """Return ``url``, ``id``, ``state`` and ``reason`` of each other node."""
-        return self._peers.states()
+    ``on_bytes`` is called with the bytes that came from a "neighbour", and with those that had
+    been fetched for one before ("cache"); ``source`` counts its own.
+    """
+
+    def __init__(
+        self, cache: RangeCache, source: Source, reference: Reference, on_bytes: OnBytes
+    ) -> None:
+        super().__init__(source)
+        self.cache, self.owners, self.upstream = cache, cache.owners, cache.upstream
+        self.source, self.reference, self._on_bytes = source, reference, on_bytes
+        self._lock = threading.Lock()
+        self._of_peers: set[Digest] = set()  # blobs of which a part came from a peer
+        self._wrong: set[Digest] = set()  # and was wrong
 
     @property
-    def kept(self) -> int:
-        """The bytes on disk that are kept for other nodes."""
-        return self._cache.kept
+    def alignment(self) -> int:
+        return RANGE
 
-    def clear(self) -> None:
-        """Remove what is kept for other nodes: the disk is needed for something better."""
-        self._cache.clear()
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        if not self._is_shared(content):
+            return self.source.open(content, offset, length)
+        self.owners.peers.wait()
+        self.upstream.note_size(content)
+        end = content.size if length is None else min(content.size, offset + length)
+        return cast(BinaryIO, _RangeReader(self, content, offset, end))
+
+    def _is_shared(self, content: Descriptor) -> bool:
+        return (
+            content.media_type not in mediatype.DOCUMENTS
+            and content.size > 0
+            and content.digest not in self._wrong
+            and self.owners.peers.is_configured
+            and self.upstream.has_ranges(self.reference.registry or "")
+        )
+
+    def distrust(self, content: Descriptor, /) -> bool:
+        """Read a blob from the registry alone: what came for it is wrong.
+
+        Returns:
+            True if it is worth another try.
+        """
+        self.cache.forget(content.digest)
+        self.upstream.distrust(self.reference, content)
+        with self._lock:
+            was_shared = content.digest in self._of_peers
+            self._of_peers.discard(content.digest)
+            self._wrong.add(content.digest)
+        own = super().distrust(content)
+        return was_shared or own
+
+    def count(self, content: Descriptor, source: str, count: int) -> None:
+        """Note bytes that came from a "neighbour", or from the "cache" for them."""
+        with self._lock:
+            self._of_peers.add(content.digest)
+        self._on_bytes(source, count)
+        if source == "neighbour":
+            self.cache.on_received("received", count)
+
+
+class _RangeReader(io.RawIOBase):
+    """Bytes [at, end) of a blob, one range after the other."""
+
+    def __init__(self, source: PeerSource, content: Descriptor, at: int, end: int) -> None:
+        self._source, self._content = source, content
+        self._at, self._end = at, end
+        self._part: BlobRange | None = None
+        self._began = self._failures = 0
+        self._stream: Any = None
+        self._name = ""
+        self._came = 0
+        self._flight: RangeFlight | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._part is not None and self._at >= min(self._part.end, self._end):
+            self._finish()
+        view = memoryview(buffer)[: self._end - self._at]
+        if not view:
+            return 0
+        if self._part is None:
+            self._part, self._began = BlobRange.at(self._content, self._at), self._at
+            self._failures = 0
+        while True:
+            try:
+                if self._stream is None:
+                    self._stream, self._name = self._opened(self._part)
+                count = readinto(self._stream, view[: self._part.end - self._at])
+                if count or self._name == "registry":
+                    break
+            except PeerError:
+                self._failures += 1
+            self._close_stream()
+        self._at, self._came = self._at + count, self._came + count
+        if self._flight is not None:
+            self._flight.moved = time.monotonic()
+        return count
+
+    def _opened(self, part: BlobRange) -> tuple[Any, str]:
+        """Open what is left of a range at the first place that has it, and name the place."""
+        source, cache = self._source, self._source.cache
+        span = BlobSpan(source.reference, part.digest, self._at, min(part.end, self._end))
+        while True:
+            if (kept := cache.kept_file(part)) is not None:
+                return _FileReader(kept, self._at - part.start), "cache"
+            may_ask = self._failures < _MAX_FAILURES and self._flight is None
+            may_ask = may_ask and not cache.is_coming(part)
+            if may_ask and (stream := source.owners.open(span)) is not None:
+                return stream, "neighbour"
+            if self._flight is None:
+                flight, is_new = cache.board(part)
+                if not is_new:
+                    cache.join(flight)
+                    continue
+                self._flight = flight
+                if (stream := source.owners.open_stored(span)) is not None:
+                    return stream, "neighbour"
+            self._flight.is_of_registry = True
+            reader = source.source.open(self._content, self._at, span.end - self._at)
+            if not source.source.supports_ranges(self._content) and not part.is_whole:
+                source.upstream.ignores_ranges(source.reference.registry or "")
+            return reader, "registry"
+
+    def _finish(self) -> None:
+        """End a range. What was read of it is written by now."""
+        part, flight = self._part, self._flight
+        self._close_stream()
+        if part is not None and self._began == part.start and self._at >= part.end:
+            self._source.cache.wrote(part)
+        if flight is not None:
+            self._source.cache.land(flight)
+        self._part = self._flight = None
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        if self._came and self._name != "registry":
+            self._source.count(self._content, self._name, self._came)
+        self._stream, self._came = None, 0
+
+    def close(self) -> None:
+        if not self.closed:
+            self._finish()
+        super().close()
+
+
+class _FileReader:
+    """Reads a kept range. The file is shared: its position is not used."""
+
+    def __init__(self, kept: RangeFile, at: int) -> None:
+        self._kept, self._at = kept, at
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = os.preadv(self._kept.fileno(), [buffer], self._at)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._kept.close()

@@ -20,12 +20,12 @@ from typing import Any
 
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
-from clowder_aimage.registry.peer import PeerAddress, PeerClient, PeerError, addresses_of
+from clowder_aimage.registry.peer import PeerClient, PeerError, addresses_of
 
 LIVE, SILENT = "live", "silent"
 LATE = 6  # failures that a late answer counts for: a minute
+_ADDRESS = re.compile(r"(?:(https?)://|(dns):)?\[?([A-Za-z0-9._:%-]{1,253})\]?:([0-9]{1,5})/?")
 _MAX_ADDRESSES = 4096  # of one name
-_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 _THREADS = 8
 _RATE = 10.0  # pings a second: with a thousand peers each is pinged less often
 _TICK = 0.5  # seconds between two looks at which pings are due
@@ -35,76 +35,65 @@ _log = logging.getLogger("aimage.node")
 
 
 @dataclass(frozen=True, slots=True)
-class ConfiguredPeer:
-    """An address as it is configured; with ``is_name`` it stands for all addresses of its host."""
-
-    address: PeerAddress
-    is_name: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> ConfiguredPeer:
-        """Parse an address. Raises UsageError."""
-        is_name, is_secure, rest = False, False, text.strip()
-        if rest.startswith("dns:"):
-            is_name, rest = True, rest.removeprefix("dns:")
-        elif rest.startswith(("http://", "https://")):
-            is_secure = rest.startswith("https://")
-            rest = rest.partition("://")[2].removesuffix("/")
-        try:
-            endpoint = Endpoint.parse_listen(rest)
-        except UsageError:
-            endpoint = None
-        if endpoint is None or not endpoint.port or not _HOST.fullmatch(endpoint.host):
-            raise UsageError(
-                f"{text!r} is not the address of a neighbour",
-                hint="write HOST:PORT, https://HOST:PORT, or dns:NAME:PORT for all addresses of a "
-                "name",
-            )
-        return cls(PeerAddress(endpoint.host, endpoint.port, is_secure), is_name)
-
-    def addresses(self) -> list[PeerAddress]:
-        """Return the addresses to ping, without link-local ones.
-
-        No node reaches another one by a link-local address, but the credentials of a cloud's
-        machine are at one (169.254.169.254).
-
-        Raises:
-            OSError, UnicodeError: the name cannot be looked up.
-        """
-        if not self.is_name:
-            return [self.address]
-        port = self.address.port
-        found = addresses_of(self.address.host, port)[:_MAX_ADDRESSES]
-        return [PeerAddress(host, port) for host in found if _is_routable(host)]
-
-
-def _is_routable(host: str) -> bool:
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    address = getattr(found, "ipv4_mapped", None) or found
-    return not (address.is_link_local or address.is_multicast or address.is_unspecified)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIntervals:
-    """Intervals in seconds.
+class SharingLimits:
+    """The limits of the exchange of ranges, in seconds and bytes.
 
     ``ping``: between two pings of a node; ``lookup``: between two look-ups of a name; ``longest``:
-    for which a node that fails is left out at most.
+    for which a node that fails is left out at most. ``coming``: for an owner that receives a range,
+    or redirects; ``busy``: for one that sends to others; ``pause``: the longest pause between two
+    requests. ``kept``: bytes of temporary files; ``spared``: bytes that are left free on the disk:
+    a pull needs them more. ``uploads``: ranges that are sent at once: each is sent soon, and others
+    can redirect to it.
     """
 
     ping: float = 3.0
     lookup: float = 30.0
     longest: float = 600.0
+    coming: float = 120.0
+    busy: float = 20.0
+    pause: float = 1.0
+    kept: int = 2 * 1024**3
+    spared: int = 1024**3
+    uploads: int = 3
+
+
+def parse_peer(text: str) -> Endpoint:
+    """Parse a configured address; its scheme is http, https, or dns. Raises UsageError."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or not 0 < int(found[4]) < 65536:
+        raise UsageError(
+            f"{text!r} is not the address of a neighbour",
+            hint="write HOST:PORT, https://HOST:PORT, or dns:NAME:PORT for all addresses of a name",
+        )
+    return Endpoint(found[1] or found[2] or "http", found[3], int(found[4]))
+
+
+def urls_of(peer: Endpoint) -> list[str]:
+    """Return the URLs to ping for a configured address, of a name without link-local ones.
+
+    No node reaches another one by a link-local address, but the credentials of a cloud's machine
+    are at one (169.254.169.254).
+
+    Raises:
+        OSError, UnicodeError: the name cannot be looked up.
+    """
+    if peer.scheme != "dns":
+        return [str(peer)]
+    found = addresses_of(peer.host, peer.port)[:_MAX_ADDRESSES]
+    return [str(Endpoint("http", host, peer.port)) for host in found if _is_routable(host)]
+
+
+def _is_routable(host: str) -> bool:
+    found = ipaddress.ip_address(host)
+    address = getattr(found, "ipv4_mapped", None) or found
+    return not (address.is_link_local or address.is_multicast or address.is_unspecified)
 
 
 @dataclass(eq=False)
 class Peer:
     """The state of one node. All fields are guarded by the lock of ``Peers``."""
 
-    address: PeerAddress
+    url: str
     id: str | None = None
     is_alive: bool = False
     reason: str | None = "not asked yet"
@@ -112,6 +101,12 @@ class Peer:
     failures: int = 0  # since the last range that came
     retry_at: float = 0.0  # until then it is left out
     reported: str = SILENT
+
+    def state(self, now: float) -> tuple[str, str | None]:
+        """Return LIVE or SILENT, and the reason for which it is not asked."""
+        if not self.is_alive:
+            return SILENT, self.reason
+        return LIVE, self.reason if self.retry_at > now else None
 
 
 class Peers:
@@ -126,17 +121,16 @@ class Peers:
         addresses: Callable[[], Sequence[str]],
         client: PeerClient,
         node: str,
+        on_state: Callable[[str, str, str | None], object],
         *,
-        intervals: PeerIntervals | None = None,
-        on_state: Callable[[str, str, str | None], object] = lambda *_: None,
+        limits: SharingLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._addresses, self._client, self._node = addresses, client, node
-        self._intervals = intervals or PeerIntervals()
-        self._on_state, self._clock = on_state, clock
+        self.limits, self._on_state, self._clock = limits, on_state, clock
         self._lock = threading.Lock()
-        self._known: dict[PeerAddress, Peer] = {}
-        self._looked_up: dict[ConfiguredPeer, list[PeerAddress]] = {}
+        self._known: dict[str, Peer] = {}
+        self._looked_up: dict[Endpoint, list[str]] = {}
         self._next_lookup = 0.0
         self._wake, self._began, self._closed = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="aimage-peers", daemon=True)
@@ -150,7 +144,7 @@ class Peers:
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(self._intervals.ping)
+            self._thread.join(self.limits.ping)
 
     @property
     def is_configured(self) -> bool:
@@ -180,18 +174,13 @@ class Peers:
         """Return ``url``, ``id``, ``state`` and ``reason`` of all other nodes."""
         now = self._clock()
         with self._lock:
-            known = [
-                {"url": str(one.address), "id": one.id, "state": state, "reason": reason}
-                for one in sorted(self._known.values(), key=lambda one: one.address)
-                if one.id != self._node
-                for state, reason in [_state(one, now)]
+            known = [self._known[url] for url in sorted(self._known)]
+            states = [
+                _to_json(one.url, one.id, *one.state(now)) for one in known if one.id != self._node
             ]
-            lost = [each.address for each, found in self._looked_up.items() if not found]
+            lost = [each for each, found in self._looked_up.items() if not found]
         reason = "the name cannot be looked up"
-        return known + [
-            {"url": f"dns:{each.host}:{each.port}", "id": None, "state": SILENT, "reason": reason}
-            for each in lost
-        ]
+        return states + [_to_json(f"dns:{each.authority}", None, SILENT, reason) for each in lost]
 
     def succeeded(self, one: Peer) -> None:
         """Note that a range came from a node."""
@@ -204,7 +193,7 @@ class Peers:
             if one.retry_at > self._clock():
                 return  # the same failure on another connection
             one.failures += cost
-            pause = min(self._intervals.longest, 2.0 ** min(one.failures, 20))
+            pause = min(self.limits.longest, 2.0 ** min(one.failures, 20))
             one.retry_at = self._clock() + pause
             one.reason, one.due = reason, 0.0
         self._wake.set()
@@ -220,32 +209,29 @@ class Peers:
                 except Exception as error:  # the thread must not end
                     _log.error("cannot ping the neighbours", extra={"reason": str(error)})
                 self._began.set()
-                self._wake.wait(min(_TICK, self._intervals.ping))
+                self._wake.wait(min(_TICK, self.limits.ping))
                 self._wake.clear()
 
     def _look_up(self) -> None:
         """Update the addresses; of a name that cannot be looked up the last ones count."""
-        configured = list(map(ConfiguredPeer.parse, self._addresses()))
+        configured = list(map(parse_peer, self._addresses()))
         is_due = self._clock() >= self._next_lookup
         if is_due:
-            self._next_lookup = self._clock() + self._intervals.lookup
+            self._next_lookup = self._clock() + self.limits.lookup
         for each in configured:
             if is_due or each not in self._looked_up:
                 try:
-                    self._looked_up[each] = each.addresses()
+                    self._looked_up[each] = urls_of(each)
                 except (OSError, UnicodeError):
                     self._looked_up.setdefault(each, [])
-        found = {address for each in configured for address in self._looked_up[each]}
+        found = {url for each in configured for url in self._looked_up[each]}
         with self._lock:
-            for address in found - self._known.keys():
-                self._known[address] = Peer(address)
-            for address in self._known.keys() - found:
-                del self._known[address]
+            self._known = {url: self._known.get(url) or Peer(url) for url in found}
 
     def _due(self) -> list[Peer]:
         now = self._clock()
         with self._lock:
-            every = max(self._intervals.ping, len(self._known) / _RATE)
+            every = max(self.limits.ping, len(self._known) / _RATE)
             due = [one for one in self._known.values() if one.due <= now]
             for one in due:
                 one.due = now + every * random.uniform(0.8, 1.2)  # noqa: S311 - no two in step
@@ -255,27 +241,21 @@ class Peers:
         if self._closed.is_set():
             return
         try:
-            node = self._client.ping(one.address)
+            node, reason = self._client.ping(one.url), ""
         except PeerError as error:
-            with self._lock:
-                one.is_alive, one.reason = False, error.message
-        else:
-            with self._lock:
-                if one.id != node:
-                    one.failures, one.retry_at = 0, 0.0
-                one.is_alive, one.id = True, node
-        self._report(one)
-
-    def _report(self, one: Peer) -> None:
+            node, reason = "", error.message
         with self._lock:
-            state, reason = _state(one, self._clock())
+            one.is_alive = bool(node)
+            if not node:
+                one.reason = reason
+            elif one.id != node:
+                one.id, one.failures, one.retry_at = node, 0, 0.0
+            state, why = one.state(self._clock())
             is_news = state != one.reported and one.id != self._node
             one.reported = state
         if is_news:
-            self._on_state(str(one.address), state, reason)
+            self._on_state(one.url, state, why)
 
 
-def _state(one: Peer, now: float) -> tuple[str, str | None]:
-    if not one.is_alive:
-        return SILENT, one.reason
-    return LIVE, one.reason if one.retry_at > now else None
+def _to_json(url: str, node: str | None, state: str, reason: str | None) -> dict[str, Any]:
+    return {"url": url, "id": node, "state": state, "reason": reason}

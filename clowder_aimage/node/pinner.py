@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,14 +18,13 @@ from clowder_aimage.layout.completeness import Completeness, check_blobs, check_
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.node.model_spec import ModelSpec
-from clowder_aimage.node.model_status import ModelStatus
+from clowder_aimage.node.model_state import ModelStatus
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import resolve_changed
 from clowder_aimage.registry import ClientOptions
 
 MAX_EACH, MAX_ALL = 8, 32  # questions at a time: to one registry, and to all of them
-PIN = {"by": BY_NODE}  # the value of a pin that a node has set
 _log = logging.getLogger("aimage.node")
 
 
@@ -81,7 +80,7 @@ class Pinner:
         writes: tuple[Callable[[], object], ...] = (
             lambda: self.remember(spec, name),
             lambda: model.hold(self._store, manifest.digest) if manifest else None,
-            lambda: self._pin(spec, name),
+            lambda: self._pin(spec, index_name(name)),
         )
         failed = None
         for write in writes:
@@ -110,14 +109,20 @@ class Pinner:
         """Record a model as listed, and its name in the store. Raises StoreError, NoSpaceError."""
         self._records.remember(spec.name, str(name) if name != spec.reference else "")
 
-    def _pin(self, spec: ModelSpec, name: Reference) -> None:
+    def _pin(self, spec: ModelSpec, name: str) -> None:
         """Set the specified pin, or remove this node's own; another node's stays."""
-        key, pins = index_name(name), self._store.pins
-        known, owner = pins.get(key), self._records.owner
-        if spec.pin and known is None:
-            pins.put(key, PIN | {"owner": owner}, durable=True)
-        elif known is not None and not spec.pin and is_own_pin(known, owner):
-            pins.remove(key)
+        if not spec.pin:
+            unpin(self._store, name, self._records.owner)
+        elif self._store.pins.get(name) is None:
+            pin = {"by": BY_NODE, "owner": self._records.owner}
+            self._store.pins.put(name, pin, durable=True)
+
+
+def unpin(store: ImageLayout, name: str, owner: str) -> None:
+    """Remove the pin that the node of ``owner`` set. Raises StoreError."""
+    known = store.pins.get(name)
+    if known is not None and is_own_pin(known, owner):
+        store.pins.remove(name)
 
 
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
@@ -150,41 +155,33 @@ class RegistryLimiter:
             CrowdedError: no place was free within ``timeout`` seconds.
         """
         each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
+
+        async def resolve() -> tuple[Descriptor, Descriptor] | None:
+            try:
+                return await aside(lambda: resolve_changed(reference, self._connection, known))
+            finally:
+                self._all.release()
+                each.release()
+
         try:
             async with asyncio.timeout(timeout):
-                await self._enter(each)
+                await each.acquire()  # first: a silent registry must not occupy the places of all
+                try:
+                    await self._all.acquire()
+                except BaseException:
+                    each.release()
+                    raise
         except TimeoutError:
             raise CrowdedError from None
-        question = asyncio.ensure_future(
-            aside(lambda: resolve_changed(reference, self._connection, known))
-        )
-
-        def ended(question: asyncio.Future[tuple[Descriptor, Descriptor] | None]) -> None:
-            self._all.release()
-            each.release()
-            if not question.cancelled():
-                question.exception()  # the caller may have been cancelled
-
-        question.add_done_callback(ended)
+        question = asyncio.ensure_future(resolve())
+        question.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(question)  # its thread goes on if the caller is cancelled
-
-    async def _enter(self, each: asyncio.Semaphore) -> None:
-        """Take a place of the registry first: a silent one must not occupy the places of all."""
-        await each.acquire()
-        try:
-            await self._all.acquire()
-        except BaseException:
-            each.release()
-            raise
 
 
 def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
     """Return the files with credentials and when each was changed last."""
-
-    def changed(path: Path) -> float:
-        try:
-            return path.stat().st_mtime
-        except OSError:
-            return -math.inf
-
-    return tuple((path, changed(path)) for path in connection.auth_files)
+    found = []
+    for path in connection.auth_files:
+        with contextlib.suppress(OSError):
+            found.append((path, path.stat().st_mtime))
+    return tuple(found)

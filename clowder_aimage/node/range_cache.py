@@ -16,23 +16,20 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.copy_option import Rate
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
-from clowder_aimage.node.range_owner import RangeOwners
-from clowder_aimage.node.range_upstream import OnBytes, RangeUpstream
-from clowder_aimage.node.rendezvous import BlobRange
+from clowder_aimage.node.peers import SharingLimits
+from clowder_aimage.node.range_source import BlobRange, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BlobSpan, PeerError
 
-LIMIT = 2 * 1024**3  # bytes of temporary files
-SPARED = 1024**3  # bytes that are left free on the disk: a pull needs them more
 MAX_FILES = 512
 AT_ONCE = 4  # ranges that are fetched for peers at a time
 _MAX_WRITTEN = 32768  # ranges in ingests that are remembered
@@ -42,15 +39,12 @@ _TICK = 0.2  # seconds between looks at whether this node shuts down
 _log = logging.getLogger("aimage.node")
 
 
-@dataclass(eq=False, slots=True)
-class RangeFile:
-    """A range in a file, from ``offset`` on. Whoever gets one closes it."""
+class RangeFile(io.FileIO):
+    """An open file with a range from ``offset`` on; others may share its position."""
 
-    file: BinaryIO
-    offset: int
-
-    def close(self) -> None:
-        self.file.close()
+    def __init__(self, fd: int, offset: int) -> None:
+        super().__init__(fd)
+        self.offset = offset
 
 
 class RangeFlight:
@@ -62,10 +56,6 @@ class RangeFlight:
         self.error: AImageError | None = None
         self.is_of_registry = False
         self.moved = time.monotonic()  # when the last byte came
-
-    def touch(self) -> None:
-        """Note that a byte came."""
-        self.moved = time.monotonic()
 
 
 class RangeCache:
@@ -80,12 +70,10 @@ class RangeCache:
         upstream: RangeUpstream,
         owners: RangeOwners,
         on_received: OnBytes,
-        *,
-        limit: int = LIMIT,
-        spared: int = SPARED,
+        limits: SharingLimits,
     ) -> None:
         self._layout, self.upstream, self.owners = layout, upstream, owners
-        self.on_received, self._limit, self._spared = on_received, limit, spared
+        self.on_received, self._limits = on_received, limits
         self._lock = threading.Lock()
         self._flights: dict[BlobRange, RangeFlight] = {}
         self._files: OrderedDict[BlobRange, BinaryIO] = OrderedDict()
@@ -94,7 +82,7 @@ class RangeCache:
         self._is_closed = False
 
     def close(self) -> None:
-        """Stop; those who wait for a range are told."""
+        """Stop: those who wait for a range get an error."""
         self._is_closed = True
         self.clear()
 
@@ -189,12 +177,9 @@ class RangeCache:
                 found.close()
                 return
             self._keep(part, self._fetched(reference, flight, first))
-        except AImageError as failure:
-            error = failure
-            _log.warning("cannot fetch for a neighbour", extra={"reason": failure.message})
-        except OSError as failure:
-            error = StoreError(str(failure))
-            _log.warning("cannot keep a range for a neighbour", extra={"reason": str(failure)})
+        except (AImageError, OSError) as failure:
+            error = failure if isinstance(failure, AImageError) else StoreError(str(failure))
+            _log.warning("cannot fetch for a neighbour", extra={"reason": error.message})
         finally:
             self.land(flight, error)
             self._places.release()
@@ -204,27 +189,29 @@ class RangeCache:
     ) -> BinaryIO:
         """Write a range into a temporary file."""
         part = flight.part
-        if self._layout.free() < self._spared + part.length:
+        if self._layout.free() < self._limits.spared + part.length:
             raise StoreError("the disk has no room for ranges of neighbours")
         directory = make_directory(self._layout.root, PRIVATE, "range")
-        with contextlib.ExitStack() as stack:
-            file = cast(BinaryIO, tempfile.TemporaryFile(dir=directory, buffering=0))  # noqa: SIM115
-            stack.callback(file.close)
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - it is kept
+        try:
             span = BlobSpan(reference, part.digest, part.start, part.end)
             stream = self.owners.open_stored(span, first)
             if stream is not None:
                 with contextlib.suppress(PeerError), contextlib.closing(stream):
                     self._copy(stream, file, flight)
                     self.on_received("received", part.length)
-                    stack.pop_all()
                     return file
             flight.is_of_registry = True
             with self.upstream.open(reference, part) as reader:
                 self._copy(reader, file, flight, self.upstream.rate(reference.registry or ""))
-            stack.pop_all()
-            return file
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    def _copy(self, reader: Any, file: BinaryIO, flight: RangeFlight, rate: Any = None) -> None:
+    def _copy(
+        self, reader: Any, file: BinaryIO, flight: RangeFlight, rate: Rate | None = None
+    ) -> None:
         buffer, at, length = new_buffer(), 0, flight.part.length
         while at < length:
             view = buffer[: min(length - at, rate.burst if rate else length)]
@@ -234,8 +221,7 @@ class RangeCache:
             if self._is_closed:
                 raise NetworkError("this node is shutting down")
             os.pwrite(file.fileno(), view[:count], at)
-            at += count
-            flight.touch()
+            at, flight.moved = at + count, time.monotonic()
             if rate is not None:
                 rate.passed(count)
 
@@ -244,7 +230,7 @@ class RangeCache:
             old = self._files.pop(part, None)
             self._files[part] = file
             size, gone = sum(each.length for each in self._files), [old] if old else []
-            while size > self._limit or len(self._files) > MAX_FILES:
+            while size > self._limits.kept or len(self._files) > MAX_FILES:
                 removed, old = self._files.popitem(last=False)
                 gone.append(old)
                 size -= removed.length
@@ -297,7 +283,7 @@ class RangeCache:
         """Return the temporary file of a range that was fetched for a peer."""
         with self._lock:
             file = self._files.get(part)
-            return RangeFile(_opened(os.dup(file.fileno())), 0) if file is not None else None
+            return RangeFile(os.dup(file.fileno()), 0) if file is not None else None
 
     # -- the places
 
@@ -308,8 +294,8 @@ class RangeCache:
             each.close()
 
     def _in_blob(self, part: BlobRange) -> RangeFile | None:
-        found = self._open(self._layout.place(part.content), part)
-        if found is not None and os.fstat(found.file.fileno()).st_size != part.size:
+        found = _opened(self._layout.place(part.content), part)
+        if found is not None and os.fstat(found.fileno()).st_size != part.size:
             found.close()
             return None
         return found
@@ -320,20 +306,17 @@ class RangeCache:
                 return None
         with contextlib.suppress(StoreError):
             directory = Path(check_own(self._layout.root, "ingest"))
-            found = self._open(directory / part.digest.encoded, part)
+            found = _opened(directory / part.digest.encoded, part)
             if found is None:
                 return self._in_blob(part)  # it was published meanwhile
-            if os.fstat(found.file.fileno()).st_size >= part.end:
+            if os.fstat(found.fileno()).st_size >= part.end:
                 return found
             found.close()
         return None
 
-    def _open(self, path: str | Path, part: BlobRange) -> RangeFile | None:
-        try:
-            return RangeFile(_opened(open_regular(path)), part.start)
-        except OSError:
-            return None
 
-
-def _opened(fd: int) -> BinaryIO:
-    return cast(BinaryIO, io.FileIO(fd))
+def _opened(path: str | Path, part: BlobRange) -> RangeFile | None:
+    try:
+        return RangeFile(open_regular(path), part.start)
+    except OSError:
+        return None

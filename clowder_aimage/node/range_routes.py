@@ -1,4 +1,4 @@
-"""Ranges of blobs for other nodes: the part of ``GET /v2/<name>/blobs/<digest>`` that is theirs.
+"""The store as a registry that is only read, and ranges of blobs for other nodes.
 
 A node names itself (``Aimage-Node``), the registry (``ns``), and asks for bytes of one range of
 16 MiB (``Range``). A node that lacks them fetches them, if it wants something of that repository
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import re
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,17 +26,21 @@ from aiohttp import web
 
 from clowder_aimage.distribution.blob_routes import content_headers
 from clowder_aimage.distribution.distribution_error import DistributionError
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError
+from clowder_aimage.distribution.registry_role import reading_routes
+from clowder_aimage.distribution.repository_name import digest_of, repository_of
+from clowder_aimage.distribution.served_blobs import ServedLeases
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.background import aside
 from clowder_aimage.http.body_stream import send_file
+from clowder_aimage.http.route import NODE, Handler, Route
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peers import Peers
 from clowder_aimage.node.range_cache import RangeCache, RangeFile
-from clowder_aimage.node.range_upstream import OnBytes
-from clowder_aimage.node.rendezvous import RANGE, BlobRange
+from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
-UPLOADS = 3  # ranges that are sent at once: each is sent soon, and others can redirect to it
+MAX_REGISTRIES = 16  # whose routes are kept
 MAX_REQUESTS = 64  # that are looked after at once
 TURN_TIMEOUT = 2.0  # seconds that a request waits for its turn to be sent
 COMING_TIMEOUT = 8.0  # seconds that one waits for a range that is being fetched
@@ -47,12 +53,69 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _T = TypeVar("_T")
 
 
+class ReadOnlyRegistry:
+    """The routes of the distribution API that read (distribution-spec, "Pulling").
+
+    ``?ns=HOST`` names the registry that is meant, as containerd tells a mirror ("Registry
+    Configuration", hosts.toml). Other nodes get ``ranges`` of blobs, too; ``node`` is the id of
+    this one. What a client was told is here stays for a while.
+    """
+
+    def __init__(self, store: ImageLayout, node: str, ranges: RangeRoutes) -> None:
+        self._store, self._node, self._ranges = store, node, ranges
+        self._kept = ServedLeases(store, time.monotonic)
+        self._handlers = functools.lru_cache(MAX_REGISTRIES)(self._new_handlers)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
+
+    def turn(self) -> None:
+        """Release what was kept for long; to be called now and then."""
+        self._kept.turn()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._kept.close()
+
+    def _new_handlers(self, host: str) -> dict[str, Handler]:
+        """Return the handlers for the names of one registry; of no registry if it is empty."""
+        found = reading_routes(self._store, self._kept, host)
+        return {one.path: one.handler for one in found}
+
+    def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            host = _namespace(request)
+            if host and path.endswith("/blobs/{digest}"):
+                digest = digest_of(request)
+                reference = Reference(host, repository_of(request), None, digest)
+                if (found := await self._ranges.answer(request, reference, digest)) is not None:
+                    return found
+            found = await self._handlers(host)[path](request)
+            if path == "/v2/":
+                found.headers[NODE_HEADER] = self._node
+            return found
+
+        return answer
+
+
+def _namespace(request: web.Request) -> str:
+    """Return the registry that is meant. Raises DistributionError."""
+    host = request.query.get("ns", "")
+    try:
+        is_host = not host or Reference.parse(f"{host}/x:latest").registry == host
+    except UsageError:
+        is_host = False
+    if not is_host:
+        raise DistributionError("NAME_INVALID", {"ns": host[:300]})
+    return host
+
+
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
     """A request of the node ``asker``; with ``is_stored`` nothing is to be fetched for it."""
 
     span: BlobSpan
-    number: int
     asker: str
     is_stored: bool
 
@@ -63,13 +126,17 @@ class RangeRequest:
         """Parse a request; None if it is not one of a node for bytes of one range."""
         asker = request.headers.get(NODE_HEADER, "")
         found = _RANGE.fullmatch(request.headers.get("Range", ""))
-        if found is None or reference.registry is None or not NODE_ID.fullmatch(asker):
+        if found is None or not NODE_ID.fullmatch(asker):
             return None
         start, end = int(found[1]), int(found[2]) + 1
-        if not 0 <= start < end or start // RANGE != (end - 1) // RANGE:
+        if start >= end or start // RANGE != (end - 1) // RANGE:
             return None
         is_stored = STORED in request.headers.get("Cache-Control", "")
-        return cls(BlobSpan(reference, digest, start, end), start // RANGE, asker, is_stored)
+        return cls(BlobSpan(reference, digest, start, end), asker, is_stored)
+
+    @property
+    def number(self) -> int:
+        return self.span.start // RANGE
 
     @property
     def key(self) -> tuple[Digest, int]:
@@ -89,12 +156,10 @@ class RangeRoutes:
         has_repository: Callable[[Reference], bool],
         peers: Peers,
         on_sent: OnBytes,
-        *,
-        uploads: int = UPLOADS,
     ) -> None:
         self._cache, self._has_repository = cache, has_repository
         self._peers, self._on_sent = peers, on_sent
-        self._slots, self._waiting = asyncio.Semaphore(uploads), 0
+        self._slots, self._waiting = asyncio.Semaphore(peers.limits.uploads), 0
         self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # also of clients that left
         self._holders: OrderedDict[tuple[Digest, int], deque[str]] = OrderedDict()
 
@@ -125,7 +190,7 @@ class RangeRoutes:
             found = await self._aside(lambda: self._fetched(wanted, tuple(self._known(wanted))))
         if isinstance(found, bool):
             return self._busy(wanted, is_coming=found)
-        with contextlib.closing(found):
+        with found:
             self._waiting += 1
             try:
                 async with asyncio.timeout(TURN_TIMEOUT):
@@ -191,17 +256,17 @@ class RangeRoutes:
             raise _unknown(wanted)
         headers = content_headers(span.digest) | {
             "Accept-Ranges": "bytes",
+            "Content-Length": str(span.end - span.start),
             "Content-Range": f"bytes {span.start}-{span.end - 1}/{size}",
             "Content-Type": "application/octet-stream",
         }
         answer = web.StreamResponse(status=206, headers=headers)
-        answer.content_length = span.end - span.start
         await answer.prepare(request)
-        start = found.offset + span.start - BlobRange(span.digest, size, wanted.number).start
+        start = found.offset + span.start % RANGE
         try:
             async with asyncio.timeout(_SEND_TIMEOUT):
                 await send_file(
-                    request, found.file, start, span.end - span.start,
+                    request, found, start, span.end - span.start,
                     piece=_BLOCK, timeout=_STALL_TIMEOUT,
                 )  # fmt: skip
         except TimeoutError:
@@ -245,7 +310,7 @@ class RangeRoutes:
         """Redirect to nodes that have a range; if there are none: TOOMANYREQUESTS."""
         nodes, usable = self._known(wanted), self._peers.usable()
         if nodes and nodes[0] in usable:
-            location = f"{usable[nodes[0]].address}{wanted.span.path}"
+            location = f"{usable[nodes[0]].url}{wanted.span.path}"
             return web.Response(
                 status=307, headers={"Location": location, NODE_HEADER: ",".join(nodes)}
             )

@@ -1,12 +1,13 @@
 """The reconciler: performs the actions of a model's state machine, and feeds their outcomes back.
 
 Reads the store, asks the registry about a tag, pulls, and makes space. All decisions are in
-``model_state``.
+``model_transition``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,24 +20,29 @@ from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH, TransferQueu
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import CompletenessCache
-from clowder_aimage.node.model_event import (
+from clowder_aimage.node.model_state import (
+    UNKNOWN,
     Action,
     Announce,
     Check,
-    Checked,
     Event,
     Evict,
-    Failed,
-    Measured,
-    Pulled,
-    Signal,
-    Stopped,
-    StoreRead,
-    StoreUnreadable,
+    ModelStatus,
     Work,
 )
-from clowder_aimage.node.model_state import LOOK, UNKNOWN
-from clowder_aimage.node.model_status import ModelStatus
+from clowder_aimage.node.model_transition import (
+    CRASHED,
+    LOOK,
+    Failure,
+    checked,
+    failed,
+    measured,
+    pulled,
+    stopped,
+    store_changed,
+    store_read,
+    unreadable,
+)
 from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Digest, Reference
@@ -69,8 +75,7 @@ class Reconciler:
         metrics: Metrics,
     ) -> None:
         self._store, self._transfers, self._news = store, transfers, news
-        self._clock, self._chance, self._relieve = clock, chance, relieve
-        self._records, self._metrics = records, metrics
+        self._clock, self._chance, self._relieve, self._metrics = clock, chance, relieve, metrics
         self._completeness = CompletenessCache(store, clock=clock, chance=chance)
         self._registries, self._pinner = RegistryLimiter(connection), Pinner(store, records)
 
@@ -78,38 +83,28 @@ class Reconciler:
         """Do what is due for a model. Raises only what is an error in the node itself."""
         event: Event | None = await self._look(model)
         while event is not None:
-            actions, event = self._apply(model, event), None
+            actions, event = model.apply(event, self._clock()), None
             for action in actions:
                 if (event := await self._outcome(model, action)) is not None:
                     break
-
-    def _apply(self, model: ModelStatus, event: Event) -> tuple[Action, ...]:
-        facts, before = {"model": model.spec.name}, model.state.reason
-        actions = model.apply(event, self._clock(), self._chance())
-        if isinstance(event, StoreUnreadable) and before != event.reason:
-            _log.warning("cannot read the store", extra=facts | {"reason": event.reason})
-        if isinstance(event, Failed) and (failure := model.state.failure):
-            reason = {"reason": event.error.message, "again": failure.delay}
-            _log.warning("cannot pull", extra=facts | reason)
-        return actions
 
     async def _outcome(self, model: ModelStatus, action: Action) -> Event | None:
         """Perform an action; return what came of it, if that is an event."""
         try:
             return await self._perform(model, action)
         except CrowdedError:
-            return Signal.POSTPONED
+            return store_changed
         except StoppedError as error:
-            return Stopped(error.message)
+            return partial(stopped, reason=error.message)
         except AImageError as error:
-            return await self._failure(model, error)
+            return await self._failed(model, error)
 
     async def _perform(self, model: ModelStatus, action: Action) -> Event | None:
         match action:
             case Work.KEEP:
                 await asyncio.to_thread(self._pinner.keep, model)
             case Work.MEASURE:
-                return Measured(await asyncio.to_thread(self._store.free))
+                return partial(measured, free=await asyncio.to_thread(self._store.free))
             case Work.PULL:
                 return await self._pull(model)
             case Check():
@@ -126,46 +121,45 @@ class Reconciler:
         try:
             return await asyncio.to_thread(self._read, model)
         except AImageError as error:
-            return StoreUnreadable(error.message)
+            if error.message != model.state.reason:
+                facts = {"model": model.spec.name, "reason": error.message}
+                _log.warning("cannot read the store", extra=facts)
+            return partial(unreadable, reason=error.message)
         except Exception:
-            model.apply(StoreUnreadable(Signal.CRASHED.value), self._clock())
+            model.apply(partial(unreadable, reason=CRASHED), self._clock())
             raise
 
-    def _read(self, model: ModelStatus) -> StoreRead:
+    def _read(self, model: ModelStatus) -> Event:
         """Read what the store has of a model.
 
         A complete one is not read again while the store's fingerprint is the same: each of
         hundreds of models would else read the whole index, and look for all of its blobs.
         """
-        name = model.state.name
-        if model.state.phase == UNKNOWN and (known := self._pinner.stored(model.spec)):
+        spec, name = model.spec, model.state.name
+        if model.state.phase == UNKNOWN and (known := self._pinner.stored(spec)):
             name = Reference.parse(known)
-        spec = model.spec
         check, version = partial(check_model, self._store, spec, name), (spec, name, model.version)
         found = self._completeness.find(spec.name, check, version)
-        return StoreRead(name, found.root, found.is_complete)
+        return partial(store_read, name=name, found=found)
 
     # -- the registry
 
-    async def _check(self, model: ModelStatus, known: Digest | None) -> Checked:
+    async def _check(self, model: ModelStatus, known: Digest | None) -> Event:
         """Ask what the tag means; count the outcome for a model that is here."""
-        reference, is_here = model.spec.reference, model.state.is_here
+        reference, outcome = model.spec.reference, ""
         try:
             found = await self._registries.ask(reference, known, LOOK)
+            is_same = found is None or found[1].digest == model.state.digest
+            outcome = "unchanged" if is_same else "moved"
         except StoppedError:
             raise
         except AImageError as error:
-            is_silent = again(error, 1, 0.0, 0.0).after == TIME
-            if is_here:
-                self._count(reference, "failed" if is_silent else "refused")
+            outcome = "failed" if again(error, 1, 0.0, 0.0).after == TIME else "refused"
             raise
-        is_same = found is None or found[1].digest == model.state.digest
-        if is_here:
-            self._count(reference, "unchanged" if is_same else "moved")
-        return Checked() if found is None else Checked(found[0].digest, found[1].digest)
-
-    def _count(self, reference: Reference, outcome: str) -> None:
-        self._metrics.tag_checked(reference.registry or "", outcome)
+        finally:
+            if model.state.is_here and outcome:
+                self._metrics.tag_checked(reference.registry or "", outcome)
+        return partial(checked, root=found[0].digest, chosen=found[1].digest) if found else checked
 
     # -- pulls
 
@@ -187,22 +181,26 @@ class Reconciler:
                     came, total = any(counts), transfer.total
                     model.transfer = None
         except NoSpaceError as error:
-            free = await asyncio.to_thread(self._store.free)
-            return Failed(error, free=free, needed=total, began=came)
+            return await self._failed(model, error, needed=total, began=came)
         model.version += 1
         name = stored_name(spec.reference, root)
         found = await asyncio.to_thread(check_model, self._store, spec, name)
-        read = StoreRead(name, found.root, found.is_complete)
-        return Pulled(read, dict(transfer.sources))
+        sources, chance = dict(transfer.sources), self._chance()
+        return partial(pulled, name=name, found=found, sources=sources, chance=chance)
 
-    async def _failure(self, model: ModelStatus, error: AImageError) -> Failed:
+    async def _failed(
+        self, model: ModelStatus, error: AImageError, needed: int = 0, *, began: bool = False
+    ) -> Event:
         """Return the event of an error, with what the next state depends on."""
+        free, root = 0, None
         if isinstance(error, NoSpaceError):
-            return Failed(error, free=await asyncio.to_thread(self._store.free))
-        if not isinstance(error, VerificationError) or model.state.root is not None:
-            return Failed(error)
-        try:
-            found = await self._registries.ask(model.spec.reference, None)
-        except AImageError:
-            return Failed(error)
-        return Failed(error, root=found[0].digest if found else None)
+            free = await asyncio.to_thread(self._store.free)
+        elif isinstance(error, VerificationError) and model.state.root is None:
+            with contextlib.suppress(AImageError):
+                found = await self._registries.ask(model.spec.reference, None)
+                root = found[0].digest if found else None
+        chance = self._chance()
+        delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
+        facts = {"model": model.spec.name, "reason": error.message, "again": delay}
+        _log.warning("cannot pull", extra=facts)
+        return partial(failed, event=Failure(error, free, needed, began, root), chance=chance)

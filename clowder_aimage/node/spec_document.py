@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from clowder_aimage.errors import FormatError
 
+HINT = "schemas/desired.schema.json defines the entries"
 MAX_DEPTH = 20  # of lists and objects
 Path = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
@@ -33,40 +33,43 @@ _FORBIDDEN = re.compile(
 )
 
 
-class NotYAMLError(FormatError):
-    """A text is not YAML of this kind; ``line`` counts from 1 and is 0 where it is unknown."""
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
+Lines = dict[Path, int]
+"""The lines where a value and its parts begin (of an object's value: its key)."""
 
 
-@dataclass(slots=True)
-class SpecDocument:
-    """A value, and the lines where it and its parts begin (of an object's value: its key)."""
+def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
+    """Return the value of ``text``, None for an empty one, and its lines.
 
-    value: Any
-    lines: dict[Path, int] = field(default_factory=dict)
-
-
-def read_yaml(text: str) -> SpecDocument:
-    """Return the value of ``text``; None for an empty one. Raises NotYAMLError."""
+    Raises:
+        FormatError: it is not YAML of this kind; with ``file``, and the line where it is known.
+    """
+    lines: Lines = {}
     try:
         _check(text)
-        found = SpecDocument(None)
-        if (root := yaml.compose(text, Loader=_LOADER)) is not None:
-            found.value = _value(root, (), found.lines)
+        root = yaml.compose(text, Loader=_LOADER)
+        return None if root is None else _value(root, (), lines), lines
     except yaml.YAMLError as error:
-        raise _syntax_error(error, text) from None
-    return found
+        line, message = _syntax_error(error, text)
+    except _RefusedError as error:
+        line, message = error.args
+    raise FormatError(f"{position(file, line)}: {message}", hint=HINT)
 
 
-def json_lines(text: str) -> dict[Path, int]:
+def json_lines(text: str) -> Lines:
     """Return the lines of the values in a JSON text, which YAML includes; empty if it cannot."""
     try:
-        return read_yaml(text.replace("\t", " ")).lines
-    except NotYAMLError:
+        return read_yaml(text.replace("\t", " "), "")[1]
+    except FormatError:
         return {}
+
+
+def position(file: str, line: int) -> str:
+    """Return a file and a line for messages; the file alone for line 0."""
+    return f"{file}, line {line}" if line else file
+
+
+class _RefusedError(Exception):
+    """A line, and why what is there is not accepted."""
 
 
 def _check(text: str) -> None:
@@ -89,7 +92,7 @@ def _check(text: str) -> None:
             raise _refused(f"nested more than {MAX_DEPTH} deep", event)
 
 
-def _value(node: Any, path: Path, lines: dict[Path, int]) -> Any:
+def _value(node: Any, path: Path, lines: Lines) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
         return node.value if node.style else _plain(node.value)
@@ -118,17 +121,17 @@ def _plain(text: str) -> Any:
     return text
 
 
-def _syntax_error(error: Any, text: str) -> NotYAMLError:
-    """Return the parser's error as one sentence. For a forbidden character it has no line."""
+def _syntax_error(error: Any, text: str) -> tuple[int, str]:
+    """Return the line of the parser's error, 0 where it is unknown, and the error."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
         said = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
-        return NotYAMLError(str(said), mark.line + 1)
+        return mark.line + 1, str(said)
     if (forbidden := _FORBIDDEN.search(text)) is None:
-        return NotYAMLError("not YAML", 0)
+        return 0, "not YAML"
     line = text.count("\n", 0, forbidden.start()) + 1
-    return NotYAMLError(f"a character that YAML forbids: {forbidden[0]!a}", line)
+    return line, f"a character that YAML forbids: {forbidden[0]!a}"
 
 
-def _refused(message: str, part: Any) -> NotYAMLError:
-    return NotYAMLError(message, part.start_mark.line + 1)
+def _refused(message: str, part: Any) -> _RefusedError:
+    return _RefusedError(part.start_mark.line + 1, message)

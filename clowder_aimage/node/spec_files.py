@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AccessError, AImageError, FormatError, NotFoundError
-from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once, position
-from clowder_aimage.node.spec_document import NotYAMLError, json_lines, read_yaml
+from clowder_aimage.node.model_spec import ModelSpec, PlacedSpec, entries, once
+from clowder_aimage.node.spec_document import json_lines, position, read_yaml
 from clowder_aimage.oci import read_json
 
 MAX_SIZE = 1024 * 1024  # bytes of a file
@@ -30,14 +29,10 @@ _ATTEMPTS = 5  # at a directory that changes while it is read
 
 @dataclass(frozen=True, slots=True)
 class SpecFiles:
-    """The specs of a directory's files, by name of the file and then in their order.
-
-    ``fingerprint`` changes with any byte or name of the files.
-    """
+    """The specs of a directory's files, by name of the file and then in their order."""
 
     specs: tuple[ModelSpec, ...] = ()
     files: tuple[str, ...] = ()
-    fingerprint: str = ""
 
 
 def read_directory(directory: Path) -> SpecFiles:
@@ -93,14 +88,9 @@ def printable(path: Path | str) -> str:
 
 def _read(directory: Path) -> SpecFiles:
     names = _names(directory)
-    hasher = hashlib.sha256()
-    found: list[PlacedSpec] = []
-    for name in names:
-        raw = _content(directory / name)
-        for part in (os.fsencode(name), raw):
-            hasher.update(len(part).to_bytes(8, "big") + part)
-        found += _of_file(directory / name, raw)
-    return SpecFiles(once(found), tuple(map(printable, names)), hasher.hexdigest())
+    paths = [directory / name for name in names]
+    found = [spec for path in paths for spec in _of_file(path, _content(path))]
+    return SpecFiles(once(found), tuple(map(printable, names)))
 
 
 def _names(directory: Path) -> list[str]:
@@ -153,11 +143,8 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
         value = read_json(text.encode(), file) if text.strip() else None
         lines = functools.cache(lambda: json_lines(text))  # only needed for an error
         return entries(value, origin, file, lambda place: lines().get(place, 0))
-    try:
-        document = read_yaml(text)
-    except NotYAMLError as error:
-        raise FormatError(f"{position(file, error.line)}: {error.message}", hint=HINT) from None
-    return entries(document.value, origin, file, lambda place: document.lines.get(place, 0))
+    value, known = read_yaml(text, file)
+    return entries(value, origin, file, lambda place: known.get(place, 0))
 
 
 def _fingerprint(directory: Path) -> object:

@@ -45,19 +45,6 @@ class PeerError(NetworkError):
         self.is_late = is_late
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class PeerAddress:
-    """The address on which a node listens."""
-
-    host: str
-    port: int
-    is_secure: bool = False
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_secure else 'http'}://{host}:{self.port}"
-
-
 @dataclass(frozen=True, slots=True)
 class BlobSpan:
     """Bytes [start, end) of a blob in a repository of a registry."""
@@ -114,7 +101,7 @@ class PeerReader(io.RawIOBase):
     ``on_end`` is called with the error that ended it, or with None when all of it came.
     """
 
-    def __init__(self, peer: object, response: RegistryResponse, count: int, limit: float) -> None:
+    def __init__(self, peer: str, response: RegistryResponse, count: int, limit: float) -> None:
         self._peer, self._response = peer, response
         self._left, self._limit, self._waited = count, limit, 0.0
         self.on_end: Callable[[PeerError | None], object] = lambda _: None
@@ -187,7 +174,7 @@ class PeerClient:
         self._is_closed = True
         self._pools.clear()
 
-    def ping(self, peer: object) -> str:
+    def ping(self, peer: str) -> str:
         """Return the id of a node. Raises PeerError."""
         response = self._send("GET", peer, "/v2/", {}, self._timeouts.ping)
         response.finish()
@@ -199,7 +186,7 @@ class PeerClient:
         return node
 
     def open(
-        self, peer: object, span: BlobSpan, *, is_stored: bool = False
+        self, peer: str, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | PeerRefusal:
         """Request content; with ``is_stored`` only what the node has, or is receiving.
 
@@ -223,7 +210,7 @@ class PeerClient:
             "Retry-After" in response.headers,
         )
 
-    def has(self, peer: object, span: BlobSpan) -> bool:
+    def has(self, peer: str, span: BlobSpan) -> bool:
         """Return True if a node has content, or is receiving it from a registry.
 
         Raises:
@@ -235,7 +222,7 @@ class PeerClient:
         return response.status_code == 200
 
     def _send(
-        self, method: str, peer: object, path: str, headers: dict[str, str], limit: float
+        self, method: str, peer: str, path: str, headers: dict[str, str], limit: float
     ) -> RegistryResponse:
         if self._is_closed:
             raise PeerError("this node is shutting down")
@@ -253,7 +240,7 @@ class PeerClient:
 
 
 @contextlib.contextmanager
-def _errors(peer: object) -> Iterator[None]:
+def _errors(peer: str) -> Iterator[None]:
     """Raise the errors of urllib3 as PeerError."""
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import threading
 import time
 import warnings
@@ -20,8 +21,7 @@ from clowder_aimage.content import copy
 from clowder_aimage.http.access import check_scope
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peer_sharing import PeerSharing
-from clowder_aimage.node.peers import LIVE, PeerIntervals
-from clowder_aimage.node.read_only_registry import ReadOnlyRegistry
+from clowder_aimage.node.peers import LIVE, SharingLimits
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions, Repository
@@ -30,7 +30,7 @@ from tests.content.artifact import put_artifact
 
 TOKEN = "a token that only the nodes know"
 MIB = 1024 * 1024
-INTERVALS = PeerIntervals(ping=0.1)
+LIMITS = SharingLimits(ping=0.1, spared=0)
 
 
 def noise(size: int, seed: str = "seed") -> bytes:
@@ -65,7 +65,7 @@ class Node:
         connection = options.pop("connection", None) or ClientOptions(docker_config=root)
         self.connection = connection
         timeouts = PeerTimeouts(stall=10, range=30)
-        defaults = {"intervals": INTERVALS, "spared": 0, "timeouts": timeouts}
+        defaults = {"node": secrets.token_hex(16), "limits": LIMITS, "timeouts": timeouts}
         self.sharing = PeerSharing(
             self.layout,
             connection,
@@ -77,7 +77,6 @@ class Node:
             on_state=self._told,
             **(defaults | options),
         )
-        self.registry = ReadOnlyRegistry(self.layout, self.sharing.node, self.sharing.ranges)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
@@ -96,7 +95,7 @@ class Node:
     def start(self) -> Node:
         """Listen on a free port."""
         self._thread.start()
-        self.sharing.start()
+        self.sharing.peers.start()
         self.listen()
         return self
 
@@ -112,7 +111,6 @@ class Node:
     def stop(self) -> None:
         self.sharing.close()
         self.hang_up()
-        self.registry.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -135,7 +133,7 @@ class Node:
         tokens = {self.token: "node"} if self.token else {}
         app = web.Application(middlewares=[_errors, note, check_scope(tokens, scopes)])
         warnings.simplefilter("ignore", web.NotAppKeyWarning)  # as the worker's application does
-        for route in self.registry.routes():
+        for route in self.sharing.registry.routes():
             for method in (route.method, "HEAD"):
                 added = app.router.add_route(method, route.path, route.handler)
                 scopes[added] = route.scope
@@ -155,13 +153,13 @@ class Node:
     def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
         """Wait for the neighbours to make it true."""
         with self._changed:
-            assert self._changed.wait_for(condition, seconds), self.sharing.states()
+            assert self._changed.wait_for(condition, seconds), self.sharing.peers.states()
 
     def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
         """Wait for something that nothing announces."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, self.sharing.states()
+            assert time.monotonic() < end, self.sharing.peers.states()
             time.sleep(0.02)
 
     def knows(self, *others: str) -> None:
@@ -169,7 +167,8 @@ class Node:
         wanted = {f"http://{other}" for other in others}
         self.wait_until(
             lambda: (
-                wanted <= {each["url"] for each in self.sharing.states() if each["state"] == LIVE}
+                wanted
+                <= {each["url"] for each in self.sharing.peers.states() if each["state"] == LIVE}
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,45 +18,35 @@ from clowder_aimage.errors import (
     RegistryError,
     VerificationError,
 )
-from clowder_aimage.node.model_event import (
-    Announce,
-    Check,
-    Checked,
-    Evict,
-    Failed,
-    Measured,
-    Pulled,
-    Signal,
-    Specified,
-    Stopped,
-    StoreRead,
-    StoreUnreadable,
-    Work,
-)
+from clowder_aimage.layout.completeness import Completeness
+from clowder_aimage.node import model_transition as event
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_state import (
-    CRASH,
     FAILED,
-    LOOK,
     PRESENT,
     PULLING,
-    STEP,
     UNKNOWN,
     WAITING,
+    Announce,
+    Check,
+    Evict,
     ModelState,
     Shortage,
     Suspect,
-    transition,
+    Work,
 )
+from clowder_aimage.node.model_transition import CRASH, LOOK, STEP, Failure
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 NOW, REFRESH = 1000.0, 300.0
 NAME = Reference.parse("registry.example.com/team/model:v1")
 OLD, NEW = Digest.of(b"old"), Digest.of(b"new")
 MANIFEST = Descriptor("application/vnd.oci.image.manifest.v1+json", OLD, 100)
-HERE = StoreRead(NAME, MANIFEST, True)
-GONE = StoreRead(NAME)
-PART = StoreRead(NAME, MANIFEST, False)
+COMPLETE, INCOMPLETE = Completeness(MANIFEST), Completeness(MANIFEST, 100, (MANIFEST,))
+HERE, PART, GONE = (
+    partial(event.store_read, name=NAME, found=found)
+    for found in (COMPLETE, INCOMPLETE, Completeness())
+)
 UNREACHABLE, ABSENT = NetworkError("no answer"), NotFoundError("no such tag")
 WRONG, FULL = VerificationError("other bytes"), NoSpaceError("disk full", missing_size=700)
 BUSY = RegistryError("too many requests", status=429, retry_after=120.0)
@@ -79,11 +70,31 @@ def present(**facts):
     return state(PRESENT, **(known | facts))
 
 
-def step(before, *events, now=NOW, chance=0.5):
+def failed(error, *facts, **named):
+    return partial(event.failed, event=Failure(error, *facts, **named), chance=0.5)
+
+
+def pulled(found, sources=None):
+    return partial(event.pulled, name=NAME, found=found, sources=sources or {}, chance=0.5)
+
+
+def specified(wanted):
+    return partial(event.specified, spec=wanted)
+
+
+def measured(free):
+    return partial(event.measured, free=free)
+
+
+def checked(root=None, chosen=None):
+    return partial(event.checked, root=root, chosen=chosen)
+
+
+def step(before, *events, now=NOW):
     """Return the state after the events, and the actions of the last."""
     actions = ()
-    for event in events:
-        before, actions = transition(before, event, now, chance)
+    for each in events:
+        before, actions = each(before, now)
     return before, actions
 
 
@@ -91,13 +102,14 @@ def facts(found, expected):
     return {name: getattr(found, name) for name in expected}
 
 
+STOPPED = partial(event.stopped, reason="stopped")
 NEWS = Announce(PRESENT)
 DRIFT = Announce("drift", {"here": str(OLD), "there": str(NEW)})
-MOVED, SAME = Checked(NEW, NEW), Checked()
+MOVED, SAME = checked(NEW, NEW), checked()
 
 
 @pytest.mark.parametrize(
-    ("before", "event", "after", "actions"),
+    ("before", "happened", "after", "actions"),
     [
         # -- the store was read: the model is here
         (state(), HERE, {"phase": PRESENT, "is_here": True, "manifest": MANIFEST},
@@ -133,15 +145,15 @@ MOVED, SAME = Checked(NEW, NEW), Checked()
         (state(FAILED, failure=DENIED, suspect=BAD), GONE, {}, (Check(NEW),)),
         (state(FAILED, suspect=replace(BAD, retry_at=NOW)), GONE, {}, (Check(None),)),
         # -- the store could not be read
-        (present(root=NEW), StoreUnreadable("damaged"),
+        (present(root=NEW), partial(event.unreadable, reason="damaged"),
          {"phase": WAITING, "is_here": False, "root": None, "due": NOW + LOOK}, ()),
         # -- the registry answered, and the model is here
         (present(check_at=NOW), SAME, {"check_at": NOW + REFRESH, "due": NOW + LOOK}, ()),
-        (present(check_at=NOW), Checked(NEW, OLD), {"root": NEW, "drift": None}, ()),
+        (present(check_at=NOW), checked(NEW, OLD), {"root": NEW, "drift": None}, ()),
         (present(check_at=NOW), MOVED, {"phase": PULLING, "drift": NEW}, (DRIFT, Work.PULL)),
         (present(policy=IF_MISSING), MOVED, {"phase": PRESENT, "drift": NEW}, (DRIFT,)),
         (present(policy=IF_MISSING, drift=NEW), MOVED, {"drift": NEW}, ()),
-        (present(drift=NEW, root=NEW), Checked(OLD, OLD), {"drift": None}, ()),
+        (present(drift=NEW, root=NEW), checked(OLD, OLD), {"drift": None}, ()),
         (present(drift=NEW, root=NEW, failure=SILENT), SAME, {"phase": PULLING}, (Work.PULL,)),
         (present(drift=NEW, root=NEW, failure=SHORT), SAME, {"failure": SHORT}, (Work.MEASURE,)),
         (present(drift=NEW, root=NEW, failure=SHORT), MOVED, {"failure": None}, (Work.PULL,)),
@@ -151,98 +163,97 @@ MOVED, SAME = Checked(NEW, NEW), Checked()
          {"phase": PRESENT, "reason": "other bytes", "next_try": NOW + 3000.0}, ()),
         (present(drift=NEW, root=NEW, suspect=replace(BAD, retry_at=NOW)), SAME,
          {"phase": PULLING}, (Work.PULL,)),
-        (present(drift=NEW, root=NEW, suspect=BAD), Checked(OLD, OLD), {"suspect": None}, ()),
+        (present(drift=NEW, root=NEW, suspect=BAD), checked(OLD, OLD), {"suspect": None}, ()),
         # -- the registry answered, and the model is missing
         (state(FAILED, suspect=BAD, reason="other"), SAME,
          {"phase": FAILED, "reason": "other bytes", "check_at": NOW + REFRESH, "suspect": BAD}, ()),
-        (state(FAILED, suspect=BAD), Checked(OLD, OLD), {"root": OLD, "suspect": None},
+        (state(FAILED, suspect=BAD), checked(OLD, OLD), {"root": OLD, "suspect": None},
          (Work.PULL,)),
         (state(FAILED, suspect=BAD), MOVED, {"root": NEW, "suspect": BAD}, (Work.PULL,)),
         # -- a pull ended
         (state(PULLING, failure=SILENT, attempts=3, suspect=BAD, drift=NEW, root=NEW),
-         Pulled(HERE, {"registry": 5}),
+         pulled(COMPLETE, {"registry": 5}),
          {"phase": PRESENT, "failure": None, "attempts": 0, "suspect": None, "drift": None,
           "root": None, "check_at": NOW + REFRESH, "sources": {"registry": 5}},
          (NEWS, Work.KEEP)),
-        (state(PULLING), Pulled(PART), {"phase": WAITING, "is_here": False}, ()),
-        (state(PULLING), Stopped("stopped"), {"phase": WAITING, "due": NOW + 1}, ()),
-        (present(), Stopped("stopped"), {"phase": PRESENT, "reason": "stopped"}, ()),
+        (state(PULLING), pulled(INCOMPLETE), {"phase": WAITING, "is_here": False}, ()),
+        (state(PULLING), STOPPED, {"phase": WAITING, "due": NOW + 1}, ()),
+        (present(), STOPPED, {"phase": PRESENT, "reason": "stopped"}, ()),
         # -- a failure, and the model is missing
-        (state(PULLING), Failed(UNREACHABLE),
+        (state(PULLING), failed(UNREACHABLE),
          {"phase": WAITING, "attempts": 1, "not_before": NOW + 1, "next_try": NOW + 1}, ()),
-        (state(PULLING, attempts=20), Failed(UNREACHABLE), {"next_try": NOW + 150}, ()),
-        (state(PULLING), Failed(BUSY), {"next_try": NOW + 120, "due": NOW + LOOK}, ()),
-        (state(PULLING), Failed(ABSENT), {"phase": FAILED, "next_try": NOW + REFRESH},
+        (state(PULLING, attempts=20), failed(UNREACHABLE), {"next_try": NOW + 150}, ()),
+        (state(PULLING), failed(BUSY), {"next_try": NOW + 120, "due": NOW + LOOK}, ()),
+        (state(PULLING), failed(ABSENT), {"phase": FAILED, "next_try": NOW + REFRESH},
          (Announce(FAILED, {"reason": "no such tag"}),)),
-        (state(PULLING, refresh=FOR_EVER), Failed(ABSENT), {"next_try": math.inf},
+        (state(PULLING, refresh=FOR_EVER), failed(ABSENT), {"next_try": math.inf},
          (Announce(FAILED, {"reason": "no such tag"}),)),
-        (state(PULLING, suspect=BAD), Failed(BUSY), {"suspect": BAD}, ()),
-        (state(PULLING, suspect=replace(BAD, retry_at=NOW)), Failed(BUSY),
+        (state(PULLING, suspect=BAD), failed(BUSY), {"suspect": BAD}, ()),
+        (state(PULLING, suspect=replace(BAD, retry_at=NOW)), failed(BUSY),
          {"suspect": replace(BAD, retry_at=NOW + 120)}, ()),
         # -- a failure, and an older version is here
-        (present(), Failed(UNREACHABLE), {"phase": PRESENT, "reason": "no answer"}, ()),
-        (present(), Failed(ABSENT), {"phase": PRESENT, "next_try": NOW + REFRESH},
+        (present(), failed(UNREACHABLE), {"phase": PRESENT, "reason": "no answer"}, ()),
+        (present(), failed(ABSENT), {"phase": PRESENT, "next_try": NOW + REFRESH},
          (Announce("failed", {"reason": "no such tag"}),)),
-        (present(reason="no such tag"), Failed(ABSENT), {"reason": "no such tag"}, ()),
+        (present(reason="no such tag"), failed(ABSENT), {"reason": "no such tag"}, ()),
         # -- content that failed verification
-        (state(PULLING, root=NEW), Failed(WRONG),
+        (state(PULLING, root=NEW), failed(WRONG),
          {"phase": FAILED, "suspect": Suspect(NEW, "other bytes", 1, NOW + whole(1, 0.5))},
          (Announce(FAILED, {"reason": "other bytes"}),)),
-        (state(PULLING), Failed(WRONG, root=NEW), {"root": NEW},
+        (state(PULLING), failed(WRONG, root=NEW), {"root": NEW},
          (Announce(FAILED, {"reason": "other bytes"}),)),
-        (state(FAILED, root=NEW, suspect=BAD), Failed(WRONG),
+        (state(FAILED, root=NEW, suspect=BAD), failed(WRONG),
          {"suspect": Suspect(NEW, "other bytes", 2, NOW + whole(2, 0.5))}, ()),
-        (state(FAILED, root=OLD, suspect=BAD), Failed(WRONG),
+        (state(FAILED, root=OLD, suspect=BAD), failed(WRONG),
          {"suspect": Suspect(OLD, "other bytes", 1, NOW + whole(1, 0.5))}, ()),
-        (state(FAILED), Failed(WRONG), {"suspect": None, "next_try": NOW + REFRESH}, ()),
+        (state(FAILED), failed(WRONG), {"suspect": None, "next_try": NOW + REFRESH}, ()),
         # -- a lack of space
-        (state(PULLING), Failed(FULL, free=100),
+        (state(PULLING), failed(FULL, free=100),
          {"phase": FAILED, "shortage": Shortage(100 + STEP, 800, 1, NOW + 10), "due": NOW + LOOK,
           "next_try": math.inf},
          (Evict(800), Announce(FAILED, {"reason": "disk full"}))),
-        (state(FAILED, shortage=Shortage(1, 1, 3)), Failed(NoSpaceError("x"), 100, 500, True),
+        (state(FAILED, shortage=Shortage(1, 1, 3)), failed(NoSpaceError("x"), 100, 500, True),
          {"shortage": Shortage(100 + RESERVE, 500 + RESERVE, 4, NOW + 60)},
          (Evict(500 + RESERVE),)),
-        (present(), Failed(FULL), {"phase": PRESENT, "next_check": NOW + REFRESH},
+        (present(), failed(FULL), {"phase": PRESENT, "next_check": NOW + REFRESH},
          (Evict(700), Announce("failed", {"reason": "disk full"}))),
-        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(900),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), measured(900),
          {"phase": PULLING}, (Work.PULL,)),
-        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(850),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), measured(850),
          {"phase": FAILED, "due": NOW}, ()),
-        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), Measured(700),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), measured(700),
          {"shortage": Shortage(900, 800, 1, NOW + 10)}, (Evict(800), Work.MEASURE)),
-        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800, 1, NOW + 1)), Measured(700),
+        (state(FAILED, failure=SHORT, shortage=Shortage(900, 800, 1, NOW + 1)), measured(700),
          {"phase": FAILED}, ()),
-        (state(WAITING), Measured(10**9), {"phase": WAITING}, ()),
+        (state(WAITING), measured(10**9), {"phase": WAITING}, ()),
         # -- from outside
-        (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9), Signal.RETRIED,
-         {"failure": None, "attempts": 0, "suspect": None, "due": 0.0, "next_check": -math.inf},
+        (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9), event.retried,
+         {"failure": None, "attempts": 0, "suspect": None, "due": NOW, "next_check": -math.inf},
          ()),
-        (present(due=NOW + 9), Signal.STORE_CHANGED, {"due": 0.0, "phase": PRESENT}, ()),
-        (present(), Signal.POSTPONED, {"due": NOW, "phase": PRESENT}, ()),
-        (present(), Signal.CRASHED, {"phase": FAILED, "due": NOW + CRASH}, ()),
-        (present(failure=DENIED), Specified(spec(IF_MISSING)), {"failure": None, "due": 0.0}, ()),
-        (present(failure=DENIED), Specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
+        (present(due=NOW + 9), event.store_changed, {"due": NOW, "phase": PRESENT}, ()),
+        (present(), event.crashed, {"phase": FAILED, "due": NOW + CRASH}, ()),
+        (present(failure=DENIED), specified(spec(IF_MISSING)), {"failure": None, "due": NOW}, ()),
+        (present(failure=DENIED), specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
     ],
 )  # fmt: skip
-def test_transitions(before, event, after, actions):
-    found, performed = step(before, event)
+def test_transitions(before, happened, after, actions):
+    found, performed = step(before, happened)
     assert facts(found, after) == after
     assert performed == actions
 
 
 @pytest.mark.parametrize("refresh", [REFRESH, FOR_EVER])
 def test_a_failed_model_is_read_again_soon_and_not_asked_about(refresh):
-    failed, _ = step(state(refresh=refresh), GONE, Failed(ABSENT))
-    assert failed.due == NOW + LOOK
-    assert step(failed, GONE, now=NOW + LOOK) == (replace(failed, due=NOW + 2 * LOOK), ())
+    before, _ = step(state(refresh=refresh), GONE, failed(ABSENT))
+    assert before.due == NOW + LOOK
+    assert step(before, GONE, now=NOW + LOOK) == (replace(before, due=NOW + 2 * LOOK), ())
 
 
 def test_eviction_is_tried_at_growing_intervals_up_to_a_minute():
-    before, _ = step(state(), GONE, Failed(FULL))
+    before, _ = step(state(), GONE, failed(FULL))
     times = []
     for now in range(int(NOW) + 10, int(NOW) + 260, 10):
-        before, actions = step(before, GONE, Measured(0), now=now)
+        before, actions = step(before, GONE, measured(0), now=now)
         times += [now - NOW] * (Work.MEASURE in actions)
     assert times == [10, 30, 70, 130, 190, 250]
 
@@ -251,7 +262,7 @@ def test_wrong_content_is_pulled_again_after_pauses_that_double():
     before, now = state(), NOW
     for count in (1, 2, 3):
         before, _ = step(before, GONE, now=now)
-        before, _ = step(before, Failed(WRONG, root=NEW), now=now)
+        before, _ = step(before, failed(WRONG, root=NEW), now=now)
         assert before.next_try == now + whole(count, 0.5)
         almost = before.next_try - 1
         before, actions = step(before, GONE, SAME, now=almost)
@@ -267,11 +278,11 @@ def test_backing_off_doubles_between_failures_and_ends_with_success():
     for _ in range(4):
         before, actions = step(before, GONE, now=now)
         assert actions == (Work.PULL,)
-        before, _ = step(before, Failed(UNREACHABLE), now=now)
+        before, _ = step(before, failed(UNREACHABLE), now=now)
         pauses.append(before.next_try - now)
         now = before.next_try
     assert pauses == [1.0, 2.0, 4.0, 8.0]
-    before, _ = step(before, GONE, Pulled(HERE), now=now)
+    before, _ = step(before, GONE, pulled(COMPLETE), now=now)
     assert (before.attempts, before.failure, before.next_check) == (0, None, now + REFRESH)
 
 

@@ -17,8 +17,8 @@ from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.model_event import Specified, StoreRead
-from clowder_aimage.node.model_status import ModelStatus
+from clowder_aimage.node.model_state import ModelStatus
+from clowder_aimage.node.model_transition import specified, store_read
 from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Reference
@@ -175,14 +175,14 @@ def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
     def keep():
         for pinner, model in nodes:
             found = check_model(store, model.spec, model.state.name)
-            model.apply(StoreRead(model.state.name, found.root, found.is_complete), 0.0)
+            model.apply(functools.partial(store_read, name=model.state.name, found=found), 0.0)
             pinner.keep(model)
         return store.pins.get(name)
 
     assert {keep()["owner"] for _ in range(3)} == {owner}
     nodes.reverse()
     assert keep()["owner"] == owner
-    nodes[1][1].apply(Specified(want(name)), 0.0)
+    nodes[1][1].apply(functools.partial(specified, spec=want(name)), 0.0)
     assert keep() is None
     store.pins.put(name, {"by": "hand"}, durable=True)
     assert keep()["by"] == "hand"

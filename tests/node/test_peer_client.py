@@ -12,7 +12,6 @@ import pytest
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.peer import (
     BlobSpan,
-    PeerAddress,
     PeerClient,
     PeerError,
     PeerReader,
@@ -47,24 +46,19 @@ def answering(*answers):
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        yield PeerAddress("127.0.0.1", listening.getsockname()[1])
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         ended.set()
     thread.join(10)
 
 
-def address_of(server, *, is_secure=False):
-    host, _, port = server.host.partition(":")
-    return PeerAddress(host, int(port), is_secure)
-
-
 @contextlib.contextmanager
 def answered(answer, **options):
-    """A client, and the address of a server that gives one answer to everything."""
+    """A client, and the URL of a server that gives one answer to everything."""
     with (
         ScriptedRegistry(lambda _: answer).running() as server,
         contextlib.closing(PeerClient(ME, "token", timeouts=SHORT, **options)) as client,
     ):
-        yield client, address_of(server), server
+        yield client, f"http://{server.host}", server
 
 
 def head(status, headers=""):
@@ -90,16 +84,16 @@ PONG = head("200 OK", f"Aimage-Node: {OTHER}\r\n")
     ],
 )
 def test_a_ping_without_a_valid_answer_fails(said):
-    with answering(said, said) as address:
+    with answering(said, said) as url:
         client = PeerClient(ME, "token", timeouts=SHORT)
         with contextlib.closing(client), pytest.raises(PeerError):
-            client.ping(address)
+            client.ping(url)
 
 
 def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
-    with answered(Answer(206, PARTIAL, b"a range")) as (client, address, server):
+    with answered(Answer(206, PARTIAL, b"a range")) as (client, url, server):
         for is_stored in (False, True, False):
-            reader, ends = client.open(address, SPAN, is_stored=is_stored), []
+            reader, ends = client.open(url, SPAN, is_stored=is_stored), []
             assert isinstance(reader, PeerReader)
             reader.on_end = ends.append
             with reader:
@@ -130,14 +124,14 @@ def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
     ],
 )
 def test_another_answer_than_the_span_fails(answer):
-    with answered(answer) as (client, address, _), pytest.raises(PeerError):
-        client.open(address, SPAN)
+    with answered(answer) as (client, url, _), pytest.raises(PeerError):
+        client.open(url, SPAN)
 
 
 def test_content_that_breaks_off_fails():
     said = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-9/100\r\nContent-Length: 7\r\n\r\na ran"
-    with answering(said) as address, contextlib.closing(PeerClient(ME, None)) as client:
-        reader = client.open(address, SPAN)
+    with answering(said) as url, contextlib.closing(PeerClient(ME, None)) as client:
+        reader = client.open(url, SPAN)
         with pytest.raises(PeerError):
             while reader.read(2):
                 pass
@@ -145,23 +139,23 @@ def test_content_that_breaks_off_fails():
 
 def test_a_redirect_is_not_followed_and_only_ids_are_read_of_it():
     headers = {"Location": "http://169.254.169.254/", "Aimage-Node": f"{OTHER}, 127.0.0.1, x"}
-    with answered(Answer(307, headers)) as (client, address, server):
-        refusal = client.open(address, SPAN)
+    with answered(Answer(307, headers)) as (client, url, server):
+        refusal = client.open(url, SPAN)
         assert (refusal.status, refusal.nodes, refusal.is_busy) == (307, (OTHER,), True)
         assert len(server.seen) == 1
 
 
 def test_a_connection_that_was_kept_for_too_long_is_made_anew():
-    with answering(PONG, PONG) as address:  # it hangs up after each  # noqa: SIM117
+    with answering(PONG, PONG) as url:  # it hangs up after each  # noqa: SIM117
         with contextlib.closing(PeerClient(ME, None, timeouts=SHORT)) as client:
-            assert client.ping(address) == client.ping(address) == OTHER
+            assert client.ping(url) == client.ping(url) == OTHER
 
 
 def test_a_closed_client_sends_nothing():
-    with answered(Answer(200, {"Aimage-Node": OTHER})) as (client, address, server):
+    with answered(Answer(200, {"Aimage-Node": OTHER})) as (client, url, server):
         client.close()
         with pytest.raises(PeerError):
-            client.ping(address)
+            client.ping(url)
         assert not server.seen
 
 
@@ -183,10 +177,10 @@ def test_tls_is_verified_before_a_token_is_sent(tmp_path):
     server = ScriptedRegistry(lambda _: Answer(200, {"Aimage-Node": OTHER}))
     server.wrap(context)
     with server.running():
-        address = address_of(server, is_secure=True)
+        url = f"https://{server.host}"
         with contextlib.closing(PeerClient(ME, "token")) as client, pytest.raises(PeerError):
-            client.ping(address)
+            client.ping(url)
         assert not server.seen
         with contextlib.closing(PeerClient(ME, "token", ca_file=tmp_path / "ca.pem")) as client:
-            assert client.ping(address) == OTHER
+            assert client.ping(url) == OTHER
         assert server.seen[0].headers["Authorization"] == "Bearer token"

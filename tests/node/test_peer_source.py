@@ -7,19 +7,19 @@ import hashlib
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import NetworkError, NotFoundError
-from clowder_aimage.node.range_owner import OwnerTimeouts
-from clowder_aimage.node.rendezvous import RANGE
+from clowder_aimage.node.range_source import RANGE, ranked
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import blob
 from tests.memory_store import MemoryStore
-from tests.node.nodes import MIB, TOKEN, Node, fleet, noise, push_model
+from tests.node.nodes import LIMITS, MIB, TOKEN, Node, fleet, noise, push_model
 from tests.proxy import Proxy
 from tests.scripted import Answer, ScriptedRegistry
 
@@ -28,7 +28,7 @@ CONTENT = blob(BLOB)
 REFERENCE = Reference.parse("registry.example.com/a/b:1")
 IDS = ["a" * 32, "b" * 32, "c" * 32, "d" * 32]
 LAYERS = [noise(3 * RANGE + 77, "large"), *(noise(5000 + n, f"small {n}") for n in range(6))]
-SHORT = OwnerTimeouts(coming=0.3, busy=0.3, pause=0.1)
+SHORT = replace(LIMITS, coming=0.3, busy=0.3, pause=0.1)
 
 
 @pytest.fixture
@@ -87,7 +87,8 @@ def test_readers_that_are_given_up_keep_nobody_waiting(node, store):
 
 
 def test_a_node_that_shuts_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
-    with fleet(tmp_path, 2) as (one, other):
+    assert IDS[1] in {ranked(IDS[:2], CONTENT.digest, number)[0] for number in range(3)}
+    with fleet(tmp_path, 2, ids=IDS[:2]) as (one, other):
 
         async def busy(request):
             if "/blobs/" not in request.path:
@@ -204,7 +205,7 @@ def test_the_model_is_right_whatever_another_node_sends(tmp_path, pushed, answer
     one, _, came = pull_from(answer, tmp_path, pushed)
     if answer not in (wrong_bytes, breaks_off):
         assert not came["neighbour"]
-    (peer,) = [each for each in one.sharing._peers._known.values() if each.id == IDS[1]]
+    (peer,) = [each for each in one.sharing.peers._known.values() if each.id == IDS[1]]
     assert bool(peer.failures) == (answer not in (wrong_bytes, is_missing))
 
 
@@ -232,7 +233,7 @@ def test_a_redirect_to_an_address_is_not_followed(tmp_path, pushed):
             headers = {"Location": f"http://{elsewhere.host}/", "Aimage-Node": f"{host},127.0.0.1"}
             return web.Response(status=307, headers=headers)
 
-        pull_from(redirects, tmp_path, pushed, owner_timeouts=SHORT)
+        pull_from(redirects, tmp_path, pushed, limits=SHORT)
         assert not elsewhere.seen
 
 
@@ -256,7 +257,7 @@ def test_a_redirect_leads_to_a_node_that_has_the_range(tmp_path, registry, pushe
 
 
 def test_redirects_in_a_circle_end(tmp_path, pushed):
-    with fleet(tmp_path, 3, ids=IDS[:3], owner_timeouts=SHORT) as nodes:
+    with fleet(tmp_path, 3, ids=IDS[:3], limits=SHORT) as nodes:
         for node, other in ((nodes[1], IDS[2]), (nodes[2], IDS[1])):
 
             async def redirects(*_, other=other):
@@ -272,8 +273,8 @@ def test_an_owner_that_is_always_busy_is_left_out(tmp_path, pushed):
     async def busy(*_):
         return web.Response(status=429, headers={"Retry-After": "1"})
 
-    one, _, _ = pull_from(busy, tmp_path, pushed, owner_timeouts=SHORT)
-    (peer,) = [each for each in one.sharing._peers._known.values() if each.id == IDS[1]]
+    one, _, _ = pull_from(busy, tmp_path, pushed, limits=SHORT)
+    (peer,) = [each for each in one.sharing.peers._known.values() if each.id == IDS[1]]
     assert peer.failures == 6
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -14,11 +15,10 @@ from clowder_aimage.errors import AImageError, NetworkError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node import range_cache
 from clowder_aimage.node.range_cache import RangeCache
-from clowder_aimage.node.range_upstream import RangeUpstream
-from clowder_aimage.node.rendezvous import RANGE, BlobRange
+from clowder_aimage.node.range_source import RANGE, BlobRange, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
-from tests.node.nodes import all_at_once, noise, push_model
+from tests.node.nodes import LIMITS, all_at_once, noise, push_model
 from tests.proxy import Proxy
 
 BLOB = noise(2 * RANGE + 1000, "ranges")
@@ -75,7 +75,7 @@ def upstream():
 
 
 def cached(layout, upstream, **options):
-    return RangeCache(layout, upstream, NoPeers(), lambda *_: None, **({"spared": 0} | options))
+    return RangeCache(layout, upstream, NoPeers(), lambda *_: None, replace(LIMITS, **options))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def cache(layout, upstream):
 def read(found, part):
     assert not isinstance(found, bool)
     with contextlib.closing(found):
-        return os.pread(found.file.fileno(), part.length, found.offset)
+        return os.pread(found.fileno(), part.length, found.offset)
 
 
 def fetch(cache, number, seconds=20):
@@ -183,7 +183,7 @@ def test_a_range_that_ends_early_is_not_kept(cache, upstream):
 
 
 def test_the_oldest_ranges_go_first(layout, upstream):
-    cache = cached(layout, upstream, limit=2 * RANGE)
+    cache = cached(layout, upstream, kept=2 * RANGE)
     for number in (0, 1, 2):
         read(fetch(cache, number), PARTS[number])
     assert cache.find(PARTS[0]) is None

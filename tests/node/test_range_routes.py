@@ -6,21 +6,23 @@ import contextlib
 import http.client
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.node import range_routes
-from clowder_aimage.node.rendezvous import RANGE
+from clowder_aimage.node.range_source import RANGE
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
-from tests.node.nodes import TOKEN, Node, acquaint, all_at_once, noise, push_model
+from tests.node.nodes import LIMITS, TOKEN, Node, acquaint, all_at_once, noise, push_model
 from tests.proxy import Proxy
 
 BLOB = noise(2 * RANGE + 1000, "shared")
 CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
 ASKER = "9" * 32
+ONE_UPLOAD = replace(LIMITS, uploads=1)
 STORED = {"Cache-Control": "only-if-cached"}
 
 
@@ -145,7 +147,7 @@ def test_a_missing_range_comes_from_the_registry_once(node, pushed, proxy):
         check(answer, 1)
     check(ask(node, 1, pushed), 1)
     assert proxy.sent() == RANGE
-    assert node.bytes["registry"] == RANGE and node.sharing.kept == RANGE
+    assert node.bytes["registry"] == RANGE and node.sharing.cache.kept == RANGE
 
 
 def test_a_missing_range_comes_from_another_node_rather_than_from_the_registry(
@@ -210,7 +212,7 @@ def hold(node):
 
 
 def test_a_busy_node_redirects_to_one_that_got_the_range_from_it(tmp_path):
-    with running(tmp_path, 3, uploads=1) as (one, other, third):
+    with running(tmp_path, 3, limits=ONE_UPLOAD) as (one, other, third):
         check(ask(one, asker=other.sharing.node))
         check(ask(one))  # of an asker that is not known
         slow = hold(one)
@@ -220,7 +222,7 @@ def test_a_busy_node_redirects_to_one_that_got_the_range_from_it(tmp_path):
 
 
 def test_a_request_waits_for_a_slot(tmp_path):
-    with running(tmp_path, uploads=1) as (node,):
+    with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
         timer = threading.Timer(0.3, slow.read)
         timer.start()
@@ -231,7 +233,7 @@ def test_a_request_waits_for_a_slot(tmp_path):
 
 def test_a_request_that_waits_in_vain_is_answered_429(tmp_path, monkeypatch):
     monkeypatch.setattr(range_routes, "TURN_TIMEOUT", 0.1)
-    with running(tmp_path, uploads=1) as (node,):
+    with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
         status, headers, _ = ask(node)
         assert status == 429 and "Retry-After" not in headers
@@ -252,7 +254,7 @@ def test_a_range_that_is_still_coming_is_answered_429_with_retry_after(
 
 def test_a_client_that_takes_nothing_loses_its_slot(tmp_path, monkeypatch):
     monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.3)
-    with running(tmp_path, uploads=2) as (node,):
+    with running(tmp_path, limits=replace(LIMITS, uploads=2)) as (node,):
         slow = [hold(node), hold(node)]
         node.until(lambda: ask(node)[0] == 206)
         for each in slow:
@@ -260,7 +262,7 @@ def test_a_client_that_takes_nothing_loses_its_slot(tmp_path, monkeypatch):
 
 
 def test_a_client_that_leaves_costs_no_slot(tmp_path):
-    with running(tmp_path, uploads=1) as (node,):
+    with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         for _ in range(3):
             slow = hold(node)
             slow.connection.close()

@@ -111,7 +111,7 @@ def test_an_owner_that_dies_in_the_middle_costs_only_time(tmp_path, repository, 
         first, second, _ = all_at_once([*pulls, kill])
         assert first[0] == second[0]
         nodes[0].wait_until(
-            lambda: any(each["state"] == "silent" for each in nodes[0].sharing.states())
+            lambda: any(each["state"] == "silent" for each in nodes[0].sharing.peers.states())
         )
     for node in nodes[:2]:
         assert not list((node.layout.root / ".aimage/ingest").glob("*"))

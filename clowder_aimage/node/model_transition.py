@@ -1,0 +1,321 @@
+"""The events of a model: pure functions from a state to the next one and the actions to perform.
+
+Check, MEASURE and PULL come last and have an outcome, which is the next event: ``checked``,
+``measured`` or ``pulled``, or else ``failed``, ``stopped`` or ``store_changed``. There is no clock,
+no I/O and no randomness: ``now`` is in seconds on the node's monotonic clock, and ``chance``, in
+[0, 1), is the random part of pauses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from clowder_aimage.content.fetch import RESERVE
+from clowder_aimage.engine.backoff import (
+    CHANGE,
+    NEVER_FETCHED,
+    STORE,
+    TIME,
+    WRONG,
+    Backoff,
+    again,
+    whole,
+)
+from clowder_aimage.engine.limits import ALWAYS, NEVER
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
+from clowder_aimage.layout.completeness import Completeness
+from clowder_aimage.node.model_spec import ModelSpec
+from clowder_aimage.node.model_state import (
+    FAILED,
+    PRESENT,
+    PULLING,
+    WAITING,
+    Action,
+    Announce,
+    Check,
+    Evict,
+    ModelState,
+    Shortage,
+    Step,
+    Suspect,
+    Work,
+)
+from clowder_aimage.oci import Digest, Reference
+
+LOOK = 10.0  # seconds between two reads of the store
+MAX_EVICT = 60.0  # seconds, at most, between two evictions for the same model
+STEP = 1024 * 1024  # bytes more, before a pull that had no space at all is tried again
+CRASHED = "the node failed; its log has the error"
+CRASH = 30.0  # seconds after an error in the node itself
+STOP = 1.0  # seconds after a transfer was stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An action failed.
+
+    For lack of space: ``free`` bytes there are, ``needed`` by the pull, and whether it ``began``
+    to write. For content that failed verification: the ``root`` that the tag means.
+    """
+
+    error: AImageError
+    free: int = 0
+    needed: int = 0
+    began: bool = False
+    root: Digest | None = None
+
+
+# -- events that need no action now
+
+
+def specified(state: ModelState, now: float, spec: ModelSpec) -> Step:
+    """Return the step after the desired state was read; a spec that differs forgets failures."""
+    is_same = spec == state.spec  # its origin may be another file
+    state = replace(state, spec=spec)
+    return (state, ()) if is_same else retried(state, now)
+
+
+def retried(state: ModelState, now: float) -> Step:
+    """Return the step after a retry was requested, or credentials have changed: forget failures."""
+    state = replace(state, attempts=0, failure=None, suspect=None, shortage=None)
+    return replace(state, due=now, check_at=-math.inf, not_before=-math.inf), ()
+
+
+def store_changed(state: ModelState, now: float) -> Step:
+    """Return the step after something was removed, or may have been: the store is read at once."""
+    return replace(state, due=now), ()
+
+
+def crashed(state: ModelState, now: float) -> Step:
+    """Return the step after an error in the node itself."""
+    return replace(state, phase=FAILED, reason=CRASHED, due=now + CRASH), ()
+
+
+def stopped(state: ModelState, now: float, reason: str) -> Step:
+    """Return the step after a transfer was stopped from outside."""
+    phase = PRESENT if state.is_here else WAITING
+    return replace(state, phase=phase, reason=reason, due=now + STOP), ()
+
+
+def unreadable(state: ModelState, now: float, reason: str) -> Step:
+    """Return the step after the store could not be read: it is unknown what it has."""
+    state = replace(state, phase=WAITING, reason=reason, is_here=False, root=None)
+    failure = Backoff(STORE, TIME, LOOK)
+    return replace(state, failure=failure, check_at=now + LOOK, due=now + LOOK), ()
+
+
+# -- the store
+
+
+def store_read(state: ModelState, now: float, name: Reference, found: Completeness) -> Step:
+    """Return the step after the store was read, which calls the model ``name``."""
+    state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
+    if not found.is_complete:
+        return _on_missing(state, now)
+    state, actions = _present(state, now)
+    if not state.is_followed:
+        return state, actions
+    if now >= state.next_check:
+        return state, (*actions, Check(state.root or state.digest))
+    if state.is_short and state.drift is not None:
+        return state, (*actions, Work.MEASURE)
+    return state, actions
+
+
+def _present(state: ModelState, now: float) -> Step:
+    spec = state.spec
+    if state.phase != PRESENT:
+        check_at = min(state.check_at, now + spec.refresh)
+        state = replace(state, attempts=0, failure=None, root=None, shortage=None, reason=None)
+        state = replace(state, check_at=check_at)
+    state, actions = _enter(state, PRESENT, state.reason)
+    state = _rest(state, now) if state.is_followed else replace(state, due=now + LOOK)
+    return state, (*actions, Work.KEEP)
+
+
+def _on_missing(state: ModelState, now: float) -> Step:
+    if state.spec.policy == NEVER:
+        failure = Backoff(NEVER_FETCHED, CHANGE, LOOK)
+        state = replace(state, failure=failure, check_at=math.inf, due=now + LOOK)
+        return _enter(state, FAILED, "it is not here, and may not be fetched")
+    if state.phase == PRESENT:
+        state = _lost(state)
+    if state.is_short:
+        return state, (Work.MEASURE,)
+    if now < state.next_check:
+        return _rest(state, now), ()
+    if state.suspect is None:
+        return _pull(state)
+    return state, (Check(None if now >= state.suspect.retry_at else state.suspect.root),)
+
+
+def _lost(state: ModelState) -> ModelState:
+    """Return the state of a model that was removed: it is pulled at once if a failure allows it."""
+    failure = state.failure if state.failure and state.failure.after == TIME else None
+    reason = state.reason if failure else None
+    state = replace(state, phase=WAITING, reason=reason, failure=failure)
+    return replace(state, check_at=state.not_before, root=None, sources={})
+
+
+# -- the registry
+
+
+def checked(
+    state: ModelState, now: float, root: Digest | None = None, chosen: Digest | None = None
+) -> Step:
+    """Return the step after the registry answered that the tag means ``root``.
+
+    It is None if that is what was known. ``chosen`` is the manifest for this machine where ``root``
+    is an index.
+    """
+    if state.is_here:
+        return _checked_here(state, now, root, chosen)
+    suspect = state.suspect
+    if root is None and suspect is not None:
+        refresh = state.spec.refresh
+        state = replace(state, failure=Backoff(WRONG, CHANGE, refresh), check_at=now + refresh)
+        return _enter(_rest(state, now), FAILED, suspect.reason)
+    is_same = suspect is not None and suspect.root == root
+    return _pull(replace(state, root=root, suspect=suspect if is_same else None))
+
+
+def _checked_here(
+    state: ModelState, now: float, root: Digest | None, chosen: Digest | None
+) -> Step:
+    is_retry = state.suspect is not None and now >= state.suspect.retry_at
+    state = replace(state, check_at=now + state.spec.refresh)
+    actions: tuple[Action, ...] = ()
+    if root is not None:
+        drift = None if chosen == state.digest else chosen
+        if drift not in (None, state.drift):
+            actions = (Announce("drift", {"here": str(state.digest), "there": str(drift)}),)
+        state = replace(state, root=root, drift=drift)
+    is_wanted = state.drift is not None and state.spec.policy == ALWAYS
+    suspect = state.suspect
+    if not is_wanted or (suspect is not None and suspect.root != state.root):
+        suspect = None
+    state = _rest(replace(state, suspect=suspect), now)
+    if is_wanted and root is None and state.is_short:
+        return state, (*actions, Work.MEASURE)
+    state = replace(state, failure=None, reason=None)
+    if suspect is not None and not is_retry:
+        failure = Backoff(WRONG, CHANGE, state.spec.refresh)
+        return replace(state, failure=failure, reason=suspect.reason), actions
+    if not is_wanted or root is not None:
+        state = replace(state, attempts=0)
+    if not is_wanted:
+        return state, actions
+    state, pull = _pull(state)
+    return state, (*actions, *pull)
+
+
+# -- pulls
+
+
+def _pull(state: ModelState) -> Step:
+    return replace(state, phase=PULLING, reason=None), (Work.PULL,)
+
+
+def pulled(
+    state: ModelState,
+    now: float,
+    name: Reference,
+    found: Completeness,
+    sources: Mapping[str, int],
+    chance: float,
+) -> Step:
+    """Return the step after a pull, and a read of the store; ``sources`` are the bytes of each."""
+    state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
+    state = replace(state, root=None, drift=None, suspect=None, sources=sources)
+    if not found.is_complete:
+        error = StoreError(f"{state.spec.name} was pulled, and another process removed it")
+        return failed(state, now, Failure(error), chance)
+    return _present(replace(state, check_at=now + state.spec.refresh), now)
+
+
+def measured(state: ModelState, now: float, free: int) -> Step:
+    """Return the step after ``free`` bytes were found free in the store's file system."""
+    shortage = state.shortage
+    if shortage is None or not state.is_short:  # a retry was requested meanwhile
+        return _rest(state, now), ()
+    if free < min(shortage.free, shortage.room) and now >= shortage.evict_at:
+        state, actions = _evict(state, shortage, now)
+        return state, (*actions, Work.MEASURE)
+    return _pull(state) if free >= shortage.free else (_rest(state, now), ())
+
+
+def _evict(state: ModelState, shortage: Shortage, now: float) -> Step:
+    count = shortage.evictions + 1
+    evict_at = now + min(MAX_EVICT, LOOK * 2.0 ** min(count - 1, 10))
+    shortage = replace(shortage, evictions=count, evict_at=evict_at)
+    return replace(state, shortage=shortage), (Evict(shortage.room),)
+
+
+# -- failures
+
+
+def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step:
+    """Return the step after an action failed."""
+    error, attempts, before = event.error, state.attempts + 1, state.reason
+    failure = again(error, attempts, chance, state.spec.refresh)
+    state = replace(state, attempts=attempts, failure=failure)
+    actions: tuple[Action, ...] = ()
+    if isinstance(error, NoSpaceError):
+        state, actions = _evict(state, _shortage(state, event, error.missing_size), now)
+    if isinstance(error, VerificationError):
+        state = _suspected(state, event, now, chance)
+    state = _rest(_pause(state, failure, now), now)
+    if state.is_here:  # the older version stays in use
+        if before != error.message and failure.after != TIME:
+            actions = (*actions, Announce("failed", {"reason": error.message}))
+        return replace(state, phase=PRESENT, reason=error.message), actions
+    state, news = _enter(state, WAITING if failure.after == TIME else FAILED, error.message)
+    return state, (*actions, *news)
+
+
+def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
+    """Return how much space a retry needs: little more where the pull had not begun to write."""
+    free = event.free + (RESERVE if event.began else STEP)
+    room = event.free + missing if missing else event.needed + RESERVE
+    evictions = state.shortage.evictions if state.shortage else 0
+    return Shortage(free, room, evictions)
+
+
+def _suspected(state: ModelState, event: Failure, now: float, chance: float) -> ModelState:
+    root = state.root or event.root
+    if root is None:
+        return replace(state, suspect=None)
+    known = state.suspect
+    count = known.count + 1 if known is not None and known.root == root else 1
+    suspect = Suspect(root, event.error.message, count, now + whole(count, chance))
+    return replace(state, root=root, suspect=suspect)
+
+
+def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
+    """Return the state with the times at which the registry may be asked after a failure."""
+    is_in_use = state.is_here and math.isinf(failure.delay)
+    check_at = now + (state.spec.refresh if is_in_use else failure.delay)
+    state = replace(state, check_at=check_at)
+    if failure.after == TIME:
+        state = replace(state, not_before=check_at)
+    if state.suspect is not None and failure.code != WRONG:
+        retry_at = max(state.suspect.retry_at, check_at)
+        state = replace(state, suspect=replace(state.suspect, retry_at=retry_at))
+    return state
+
+
+# -- all of them
+
+
+def _rest(state: ModelState, now: float) -> ModelState:
+    """Return the state with the next read of the store, or when the registry may be asked."""
+    return replace(state, due=max(now, min(now + LOOK, state.next_check)))
+
+
+def _enter(state: ModelState, phase: str, reason: str | None) -> Step:
+    """Return the state in ``phase``, and the announcement of an end that is new."""
+    is_news = phase != state.phase and phase in (PRESENT, FAILED)
+    actions = (Announce(phase, {"reason": reason} if reason else {}),) if is_news else ()
+    return replace(state, phase=phase, reason=reason), actions

@@ -1,0 +1,295 @@
+"""Ranges of a blob, and where they come from: nodes that own or have them, and registries.
+
+The owner of a range is found by rendezvous hashing (highest random weight; D. Thaler,
+C. Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 6(1), 1998): every
+node weighs every other by a hash, so all that know the same nodes agree on the owner without a
+message. If a node joins or leaves, only the ranges that it owns move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import BinaryIO
+
+from clowder_aimage.content.copy_option import Rate
+from clowder_aimage.distribution.upstream import ClientPool
+from clowder_aimage.errors import AImageError, FormatError, NetworkError
+from clowder_aimage.node.peers import LATE, Peer, Peers
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerReader, PeerRefusal
+
+RANGE = 16 * 1024 * 1024  # bytes
+OWNERS = 4  # nodes that are asked for a range, one after the other if they fail
+OTHERS = 8  # nodes that are asked if they have it, before the registry is
+MAX_HOPS = 12  # nodes that a range is redirected to, one after the other
+MAX_USES = 4096  # of one connection, which then begins anew: credentials may have changed
+_MAX_MISSES = 6  # redirects in a row to nodes that do not have the range
+_MAX_SIZES = 32768  # blobs whose sizes are remembered
+_PAUSE = 600.0  # seconds for which a registry that ignores ranges is not asked for any
+
+OnBytes = Callable[[str, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRange:
+    """Range ``number`` of the blob of ``digest`` and ``size``.
+
+    Raises:
+        FormatError: the blob has no such range.
+    """
+
+    digest: Digest
+    size: int
+    number: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.size:
+            raise FormatError(f"a blob of {self.size} bytes has no range {self.number}")
+
+    @classmethod
+    def at(cls, content: Descriptor, offset: int) -> BlobRange:
+        """Return the range of ``content`` with the byte at ``offset``. Raises FormatError."""
+        return cls(content.digest, content.size, offset // RANGE)
+
+    @property
+    def start(self) -> int:
+        return self.number * RANGE
+
+    @property
+    def end(self) -> int:
+        return min(self.size, self.start + RANGE)
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is all of its blob."""
+        return self.size <= RANGE
+
+    @property
+    def content(self) -> Descriptor:
+        """The blob."""
+        return Descriptor("application/octet-stream", self.digest, self.size)
+
+
+def ranked(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
+    """Return the ids of nodes: the owner of a range, its owner without that node, and so on."""
+    key = f"\0{digest}\0{number}".encode()
+    weighed = [
+        (hashlib.blake2b(node.encode() + key, digest_size=8).digest(), node) for node in nodes
+    ]
+    return [node for _, node in sorted(weighed, reverse=True)]
+
+
+class RangeOwners:
+    """The other nodes as owners of ranges. Threads may share it.
+
+    ``closed`` is set when this node, whose id is ``node``, shuts down.
+    """
+
+    def __init__(self, node: str, peers: Peers, client: PeerClient, closed: Event) -> None:
+        self.peers, self._node, self._client, self._closed = peers, node, client, closed
+
+    def open(self, span: BlobSpan) -> PeerReader | None:
+        """Open a span of a range at its owner, or at a node to which that redirects.
+
+        Returns:
+            None if this node owns the range, or its owner does not send it.
+
+        Raises:
+            NetworkError: this node shuts down.
+        """
+        usable = self.peers.usable()
+        order = ranked([*usable, self._node], span.digest, span.start // RANGE)
+        for node in order[:OWNERS]:
+            if node == self._node:
+                return None
+            found = self._of_owner(usable[node], span)
+            if found is not None:
+                return found if isinstance(found, PeerReader) else None
+        return None
+
+    def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerReader | None:
+        """Open a span at a node that has it, without making any node fetch it.
+
+        Asked are ``first``, and the nodes that would own the range without this one.
+        """
+        usable = self.peers.usable()
+        order = ranked(usable, span.digest, span.start // RANGE)[:OTHERS]
+        for node in dict.fromkeys([*first, *order]):
+            if node in usable and self._has(usable[node], span):
+                found = self._of_owner(usable[node], span, is_stored=True)
+                if isinstance(found, PeerReader):
+                    return found
+        return None
+
+    def _of_owner(
+        self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
+    ) -> PeerReader | bool | None:
+        """Open a span at an owner, as soon as that can send it.
+
+        Returns:
+            False if it does not send it, None if it fails: then the next node is the owner.
+        """
+        limits = self.peers.limits
+        began, pause, misses = time.monotonic(), 0.05, 0
+        while self.peers.is_usable(owner):
+            found = self._open(owner, span, is_stored=is_stored)
+            if not isinstance(found, PeerRefusal):
+                return found
+            if not found.is_busy:
+                return False
+            stream = self._of_holders(owner, span, found.nodes)
+            if stream is not None:
+                return stream
+            misses = misses + 1 if found.status == 307 else 0
+            waited = time.monotonic() - began
+            is_coming = found.is_coming or found.status == 307
+            if waited > (limits.coming if is_coming else limits.busy):
+                if is_coming:
+                    self.peers.failed(owner, "always busy", cost=LATE)
+                return False
+            if misses > _MAX_MISSES and waited > limits.pause:
+                return False
+            if self._closed.wait(random.uniform(0.5, 1.0) * pause):  # noqa: S311 - no two in step
+                raise NetworkError("this node is shutting down", hint="try again")
+            pause = min(2 * pause, limits.pause)
+        return None
+
+    def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerReader | None:
+        """Open a span at one of the nodes to which a busy one redirects, or those redirect.
+
+        Only nodes that are known here are asked, at the addresses that are configured here.
+        """
+        usable = self.peers.usable()
+        asked, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
+        while named and len(asked) < MAX_HOPS + 2:
+            node = named.pop()
+            if node in asked or node not in usable:
+                continue
+            asked.add(node)
+            found = self._open(usable[node], span, is_stored=True)
+            if isinstance(found, PeerReader):
+                return found
+            if isinstance(found, PeerRefusal):
+                named += found.nodes
+        return None
+
+    def _open(
+        self, one: Peer, span: BlobSpan, *, is_stored: bool
+    ) -> PeerReader | PeerRefusal | None:
+        """Send one request. A node that fails is left out for a while."""
+        try:
+            found = self._client.open(one.url, span, is_stored=is_stored)
+        except PeerError as error:
+            self._ended(one, error)
+            return None
+        if isinstance(found, PeerReader):
+            found.on_end = lambda error: self._ended(one, error)
+        return found
+
+    def _has(self, one: Peer, span: BlobSpan) -> bool:
+        try:
+            return self._client.has(one.url, span)
+        except PeerError as error:
+            if not error.is_late:
+                self._ended(one, error)
+            return False
+
+    def _ended(self, one: Peer, error: PeerError | None) -> None:
+        """Note that all of a span came from a node, or that it failed."""
+        if error is None:
+            self.peers.succeeded(one)
+        elif not self._closed.is_set():
+            self.peers.failed(one, error.message, cost=LATE if error.is_late else 1)
+
+
+class RangeUpstream:
+    """The registries, asked with the credentials of this node. Threads may share it.
+
+    ``on_bytes`` is called with the bytes that came from a "registry", or from a "mirror" of it.
+    """
+
+    def __init__(self, options: ClientOptions, on_bytes: OnBytes) -> None:
+        self._options, self._on_bytes = options, on_bytes
+        self._lock = threading.Lock()
+        self._pool = ClientPool(options, uses=MAX_USES)
+        self._sizes: OrderedDict[Digest, int] = OrderedDict()
+        self._rates: dict[str, Rate] = {}
+        self._whole_only: dict[str, float] = {}  # registries that ignore ranges, until when
+
+    def close(self) -> None:
+        """Close all connections; requests under way fail."""
+        self._pool.close()
+
+    def note_size(self, content: Descriptor) -> None:
+        """Remember the size of a blob, as a manifest states it."""
+        with self._lock:
+            self._sizes[content.digest] = content.size
+            self._sizes.move_to_end(content.digest)
+            while len(self._sizes) > _MAX_SIZES:
+                self._sizes.popitem(last=False)
+
+    def known_size(self, digest: Digest) -> int | None:
+        """Return the size of a blob if it is known without a request."""
+        return self._sizes.get(digest)
+
+    def size(self, reference: Reference, digest: Digest) -> int:
+        """Return the size of a blob in the repository of ``reference``.
+
+        Raises:
+            NotFoundError: there is no such blob.
+            UnauthorizedError, NetworkError, RegistryError: the registry does not tell.
+        """
+        known = self.known_size(digest)
+        if known is None:
+            with self._pool.lend(reference) as repository:
+                known = repository.size(digest)
+            self.note_size(Descriptor("", digest, known))
+        return known
+
+    def has_ranges(self, registry: str) -> bool:
+        """Return False if a registry was seen to ignore ranges."""
+        return self._whole_only.get(registry, 0.0) <= time.monotonic()
+
+    def ignores_ranges(self, registry: str) -> None:
+        """Note that a registry sends all of a blob for each range."""
+        self._whole_only[registry] = time.monotonic() + _PAUSE
+
+    @contextlib.contextmanager
+    def open(self, reference: Reference, part: BlobRange) -> Iterator[BinaryIO]:
+        """Open a range of a blob in the repository of ``reference``.
+
+        Raises:
+            NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be fetched.
+        """
+        content = part.content
+        with self._pool.lend(reference) as repository:
+            with repository.open(content, part.start, part.length) as reader:
+                if not repository.supports_ranges(content) and not part.is_whole:
+                    self.ignores_ranges(reference.registry or "")
+                yield reader
+            is_mirrored = repository.was_mirrored(content)
+            self._on_bytes("mirror" if is_mirrored else "registry", part.length)
+
+    def distrust(self, reference: Reference, content: Descriptor) -> None:
+        """Note that what came for a blob is wrong: the next time, another place may be asked."""
+        with contextlib.suppress(AImageError), self._pool.lend(reference) as repository:
+            repository.distrust(content)
+
+    def rate(self, registry: str) -> Rate | None:
+        """Return the limit of bytes a second that is configured for a registry."""
+        limit = self._options.limit(registry)
+        with self._lock:
+            return self._rates.setdefault(registry, Rate(limit)) if limit else None
