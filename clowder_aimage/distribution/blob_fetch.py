@@ -7,16 +7,13 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
-from clowder_aimage.content.store import IngestBusyError
+from clowder_aimage.content.store import IngestBusyError, Source
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
-
-if TYPE_CHECKING:
-    from clowder_aimage.distribution.upstream import BlobSource
 
 PIECE = 64 * 1024  # bytes read at a time: a slow upstream must not look like a dead cache
 KEEP = 256 * 1024 * 1024  # bytes between checkpoints, which survive a crash
@@ -27,10 +24,6 @@ _log = logging.getLogger(__name__)
 class _GrowingIngest(FileIngest):
     """An ingest that is read while it is written."""
 
-    def lacks(self, size: int) -> list[tuple[int, int]]:
-        """Return the spans that are missing."""
-        return self.missing() if self._expected is not None else [(0, size)]
-
     def reader(self) -> BinaryIO:
         return Path(self._path).open("rb", buffering=0)
 
@@ -38,34 +31,29 @@ class _GrowingIngest(FileIngest):
 class CachedFetch:
     """One fetch that any number of clients follow, each at its own speed.
 
-    ``front`` bytes from the start may be sent, the last byte only after the whole blob is verified
-    and stored: a wrong blob is never sent in full.
+    ``front`` bytes may be sent, the last byte only after the whole blob is verified and stored.
     """
 
     def __init__(self, layout: ImageLayout, content: Descriptor) -> None:
         """Create a fetch in the event loop; ``run`` does the work in a thread."""
         self.content = content
         self.front = 0
+        self.stopped = False
         self._layout = layout
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
         self._begun: asyncio.Future[None] = self._loop.create_future()
-        self._error: AImageError | None = None
         self._ingest: _GrowingIngest | None = None
-        self._progress: tuple[int, bool, AImageError | None] = (0, False, None)
+        self._progress: tuple[int, AImageError | None] = (0, None)
+        self._error: AImageError | None = None
         self._is_reported = False
-        self.stopped = False
 
     async def begun(self) -> None:
         """Wait until the upstream sends the blob. Raises its error."""
         await asyncio.shield(self._begun)
 
     async def wait(self, offset: int) -> int:
-        """Wait until more than ``offset`` bytes may be sent, and return how many.
-
-        Raises:
-            ConnectionError: the fetch has failed.
-        """
+        """Return how many bytes may be sent, once over ``offset``. Raises ConnectionError."""
         while self.front <= offset:
             if self._error is not None:
                 raise ConnectionResetError(str(self._error))
@@ -82,15 +70,16 @@ class CachedFetch:
         except AImageError as error:
             raise ConnectionResetError(str(error)) from None
 
-    # -- in a thread of its own
+    def run(self, source: Source, arrived: Callable[[Digest], None]) -> None:
+        """Fetch, verify and store the blob in this thread, and call ``arrived``.
 
-    def run(self, source: BlobSource, arrived: Callable[[Digest], None]) -> None:
-        """Fetch, verify and store the blob, and call ``arrived``. Waiting clients get errors."""
+        Errors go to the waiting clients.
+        """
         try:
             self._fetch(source)
         except VerificationError as error:
             _log.error("the upstream sent wrong content: %s", error)
-            source.distrust()
+            source.distrust(self.content)
             self.fail(error)
         except AImageError as error:
             _log.warning("cannot fetch %s: %s", self.content.digest, error)
@@ -103,64 +92,71 @@ class CachedFetch:
                 arrived(self.content.digest)
             except Exception:  # the blob is here, and right
                 _log.exception("cannot name the manifests that %s completes", self.content.digest)
-            self._report(self.content.size, done=True)
+            self._report(self.content.size)
 
     def fail(self, error: AImageError) -> None:
         """End with an error."""
-        self._report(0, error=error)
+        self._report(0, error)
 
-    def _fetch(self, source: BlobSource) -> None:
-        ingest = self._ingest = self._begin()
+    def _fetch(self, source: Source) -> None:
+        ingest, missing = self._begin()
+        self._ingest = ingest
         if self._layout.exists(self.content):  # another process was faster
             ingest.abort()
             return
         try:
-            self._receive(source, ingest)
+            self._receive(source, ingest, missing)
         except BaseException:
             ingest.suspend()
             raise
         ingest.commit(self.content)
 
-    def _begin(self) -> _GrowingIngest:
+    def _begin(self) -> tuple[_GrowingIngest, list[tuple[int, int]]]:
+        """Return an ingest, and the spans to fetch."""
         digest = self.content.digest
         if self._layout.missing_size(self.content) > self._layout.free():
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
-            return _GrowingIngest(self._layout.root, digest.encoded, self.content)
+            ingest = _GrowingIngest(self._layout.root, digest.encoded, self.content)
         except IngestBusyError:  # another process fetches it, and its progress is not known
-            return _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
+            ingest = _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
+            return ingest, [(0, self.content.size)]
+        return ingest, ingest.missing()
 
-    def _receive(self, source: BlobSource, ingest: _GrowingIngest) -> None:
+    def _receive(
+        self, source: Source, ingest: _GrowingIngest, missing: list[tuple[int, int]]
+    ) -> None:
         buffer = memoryview(bytearray(PIECE))
         kept = 0
-        for start, end in ingest.lacks(self.content.size):
-            with source.open(start, end) as stream:
-                self._report(start)
+        for start, end in missing:
+            with source.open(self.content, start, end - start) as stream:
+                self._report_front(start)
                 while count := readinto(stream, buffer[: end - start]):
                     ingest.write_at(start, buffer[:count])
                     start, kept = start + count, kept + count
-                    self._report(start)
+                    self._report_front(start)
                     if kept >= KEEP:
                         ingest.checkpoint()
                         kept = 0
                     if self.stopped:
                         raise AImageError("the server ends")
 
-    def _report(self, front: int, *, done: bool = False, error: AImageError | None = None) -> None:
+    def _report_front(self, front: int) -> None:
+        self._report(min(front, self.content.size - 1))
+
+    def _report(self, front: int, error: AImageError | None = None) -> None:
         """Report the progress to the event loop; reports that it has not read yet are merged."""
-        self._progress = (front, done, error)
+        self._progress = (front, error)
         if not self._is_reported:
             self._is_reported = True
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._read_report)
 
-    # -- in the event loop again
-
     def _read_report(self) -> None:
         self._is_reported = False  # first: a report that comes now is read again
-        front, done, error = self._progress
+        front, error = self._progress
         self._error = error
-        self.front = max(self.front, front if done else min(front, self.content.size - 1))
+        self.front = max(self.front, front)
         self._moved.set()
         self._moved = asyncio.Event()  # for the next report
         if self._begun.done():

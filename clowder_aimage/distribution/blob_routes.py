@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from typing import BinaryIO
 
 from aiohttp import web
 
@@ -36,21 +37,13 @@ class BlobRoutes:
             else:
                 size = await asyncio.to_thread(self._blobs.size, digest)
             return await _head(request, digest, size)
-        if cache is not None:
-            fetch = await cache.blob(repository, digest)
-            if fetch is not None:
-                return await _pass_on(request, digest, fetch)
-        file = await asyncio.to_thread(self._blobs.open, digest)
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if is_current(request, digest):
-                return await _head(request, digest, size)
-            span = wanted_range(request, size, f'"{digest}"')
-            response = await _begin(request, digest, size, span)
-            start, end = span or (0, size)
-            await send_file(request, file, start, end - start)
-            await response.write_eof()
-            return response
+        fetch = None if cache is None else await cache.blob(repository, digest)
+        if fetch is not None:
+            size = fetch.content.size
+            with await asyncio.to_thread(fetch.open) as file:
+                return await _send(request, digest, file, size, fetch)
+        with await asyncio.to_thread(self._blobs.open, digest) as file:
+            return await _send(request, digest, file, os.fstat(file.fileno()).st_size)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
@@ -95,33 +88,38 @@ async def _begin(
     return response
 
 
-async def _pass_on(request: web.Request, digest: Digest, fetch: CachedFetch) -> web.StreamResponse:
-    """Send a blob that is still being fetched from the upstream.
+async def _send(
+    request: web.Request,
+    digest: Digest,
+    file: BinaryIO,
+    size: int,
+    fetch: CachedFetch | None = None,
+) -> web.StreamResponse:
+    """Send a blob, also one that is still being fetched from the upstream.
 
-    A Range is honoured if its bytes are here already; otherwise the whole is sent (RFC 9110, 14.2):
-    the bytes arrive in order, and a client that waited for others would time out.
+    A Range of that is honoured if its bytes are here already; otherwise the whole is sent (RFC
+    9110, 14.2): the bytes arrive in order, and a client that waited for others would time out.
     """
-    size = fetch.content.size
     if is_current(request, digest):
         return await _head(request, digest, size)
-    span = wanted_range(request, size, f'"{digest}"')
-    if span is not None and span[1] > fetch.front:
+    span = _wanted_range(request, size, f'"{digest}"')
+    if fetch is not None and span is not None and span[1] > fetch.front:
         span = None
-    with await asyncio.to_thread(fetch.open) as file:
-        response = await _begin(request, digest, size, span)
-        await send_growing_file(request, file, *(span or (0, size)), fetch.wait)
-        await response.write_eof()
+    response = await _begin(request, digest, size, span)
+    start, end = span or (0, size)
+    if fetch is None:
+        await send_file(request, file, start, end - start)
+    else:
+        await send_growing_file(request, file, start, end, fetch.wait)
+    await response.write_eof()
     return response
 
 
-def wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
+def _wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
     """Return the span [start, end) that a GET asks for, or None for the whole.
 
     The whole answers several ranges at once, other units, a malformed Range, and one whose If-Range
-    no longer holds (RFC 9110 allows that).
-
-    Raises:
-        ApiError: 416, the span begins past the end, or after its own end (RFC 9110, 14.2).
+    no longer holds. Raises 416 where the span begins past the end, or after its own end (RFC 9110).
     """
     match = _RANGE.fullmatch(request.headers.get("Range", "").replace(" ", ""))
     if match is None or not any(match.groups()):

@@ -30,6 +30,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
+    from clowder_aimage.registry import Repository
 
 CONCURRENCY = 16  # blobs that are fetched at a time
 MAX_FETCHES = 256  # that run or wait
@@ -50,36 +51,28 @@ class PullThroughCache:
         kept: ServedLeases,
         upstream: UpstreamRegistry,
     ) -> None:
-        self._layout = layout
-        self._catalog = catalog
-        self._shelf = shelf
-        self._upstream = upstream
+        self._layout, self._catalog = layout, catalog
+        self._shelf, self._upstream = shelf, upstream
         self._waiting = PendingManifests(layout, catalog, kept)
         self._asking: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
         self._places = asyncio.Semaphore(CONCURRENCY)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- manifests
-
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest and its bytes. Concurrent requests for one are sent once.
 
         Raises:
-            DistributionError: MANIFEST_UNKNOWN; DENIED or UNKNOWN (502), the upstream does not send
-                it and it is not stored.
+            DistributionError: MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) where it is not stored.
         """
         task = self._asking.get(reference)
         if task is None:
             task = asyncio.create_task(aside(lambda: self._manifest(reference)))
             self._asking[reference] = task
-            task.add_done_callback(lambda done: self._answered(reference, done))
+            task.add_done_callback(lambda _: self._asking.pop(reference))
+            # retrieved, even if all clients have left
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
-
-    def _answered(self, reference: Reference, task: asyncio.Task[tuple[Descriptor, bytes]]) -> None:
-        del self._asking[reference]
-        if not task.cancelled():
-            task.exception()  # retrieved, even if all clients have left
 
     def _manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         stored = self._stored(reference) if reference.digest else None
@@ -113,32 +106,22 @@ class PullThroughCache:
             _log.warning("cannot read %s: %s", descriptor, error)
             return None
 
-    # -- blobs
-
     async def size(self, repository: str, digest: Digest) -> int:
-        """Return the size of a blob, here or at the upstream.
-
-        Raises:
-            DistributionError: BLOB_UNKNOWN; DENIED or UNKNOWN (502), an error of the upstream.
-        """
+        """Return the size of a blob, here or there. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
             return await asyncio.to_thread(self._shelf.size, digest)
         except DistributionError:
-            return await self._ask(lambda: self._upstream.size(repository, digest), digest)
+            return await self._size_there(repository, digest)
 
     async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
-        """Return the fetch of a blob that is not here, None if it is.
-
-        Raises:
-            DistributionError: as ``size``; TOOMANYREQUESTS.
-        """
+        """Return the fetch of a blob, None if it is here. Raises as ``size``; TOOMANYREQUESTS."""
         fetch = self._fetches.get(digest)
         if fetch is None and await asyncio.to_thread(self._has, digest):
             return None
         if fetch is None:
             size = self._waiting.size(digest)
             if size is None:
-                size = await self._ask(lambda: self._upstream.size(repository, digest), digest)
+                size = await self._size_there(repository, digest)
             fetch = self._fetches.get(digest) or self._start(repository, digest, size)
         try:
             await fetch.begun()
@@ -169,7 +152,7 @@ class PullThroughCache:
 
         def work() -> None:
             try:
-                with self._upstream.blob(repository, fetch.content) as source:
+                with self._upstream.lend(repository) as source:
                     fetch.run(source, self._waiting.arrived)
             except AImageError as error:  # there is no connection
                 fetch.fail(error)
@@ -180,34 +163,28 @@ class PullThroughCache:
         finally:
             del self._fetches[fetch.content.digest]
 
-    # -- lists
-
     async def tags(self, repository: str) -> list[str] | None:
-        """Return the tags at the upstream, None if it does not answer.
-
-        Raises:
-            DistributionError: NAME_UNKNOWN, it has no such repository.
-        """
-        return await self._list(lambda: self._upstream.tags(repository))
+        """Return the tags at the upstream, None if it does not answer. Raises NAME_UNKNOWN."""
+        return await self._list(repository, lambda there: there.tag_names())
 
     async def referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
         """Return the referrers of a manifest at the upstream, None if it does not answer."""
-        return await self._list(lambda: self._upstream.referrers(repository, subject))
+        return await self._list(repository, lambda there: there.referrers(subject))
 
-    async def _list(self, call: Callable[[], list[_T]]) -> list[_T] | None:
+    async def _list(
+        self, repository: str, call: Callable[[Repository], list[_T]]
+    ) -> list[_T] | None:
         try:
-            return await aside(call)
+            return await aside(lambda: self._upstream.ask(repository, call))
         except NotFoundError:
             raise DistributionError("NAME_UNKNOWN") from None
         except AImageError as error:
             _log.warning("listing what is stored: %s", error)
             return None
 
-    # -- errors
-
-    async def _ask(self, call: Callable[[], _T], digest: Digest) -> _T:
+    async def _size_there(self, repository: str, digest: Digest) -> int:
         try:
-            return await aside(call)
+            return await aside(lambda: self._upstream.ask(repository, lambda it: it.size(digest)))
         except AImageError as error:
             raise self._blob_error(error, digest) from error
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clowder_aimage.content.verified_reader import read_all
@@ -32,7 +31,6 @@ Version = tuple[tuple[int, int, int] | None, ...]
 MAX_SUMMARIES = 20_000  # manifests remembered
 MAX_KEPT_SIZE = 64 * 1024  # bytes of a manifest with references whose summary is kept
 _FRESH = 100_000_000  # nanoseconds
-_DOCUMENTS = mediatype.MANIFESTS | mediatype.INDEXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +52,17 @@ class ManifestSummary:
     manifests: tuple[Descriptor, ...]
 
 
-class ManifestSummaries:
-    """The summaries of manifests that ``read`` reads. Threads may share it."""
-
-    def __init__(self, read: Callable[[Descriptor], bytes]) -> None:
-        self._read = read
-        self._known: OrderedDict[Digest, ManifestSummary] = OrderedDict()
-
-    def of(self, descriptor: Descriptor) -> ManifestSummary:
-        """Return the summary of a manifest.
-
-        Raises:
-            NotFoundError: It is not in the layout.
-            VerificationError, FormatError: It is damaged.
-        """
-        known = self._known.get(descriptor.digest)
-        if known is not None:
-            return known
-        raw = self._read(descriptor)
-        summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
-        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and not summary.manifests):
-            self._known[descriptor.digest] = summary
-            if len(self._known) > MAX_SUMMARIES:
-                self._known.popitem(last=False)
-        return summary
-
-
 def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     """Return the summary; annotations and type only if the manifest has a subject."""
     manifests = document.manifests if isinstance(document, Index) else ()
-    size = len(document.raw)
+    listed = Descriptor(document.media_type, digest, len(document.raw))
     if document.subject is None:
-        return ManifestSummary(Descriptor(document.media_type, digest, size), None, manifests)
+        return ManifestSummary(listed, None, manifests)
     kind = document.artifact_type
     if not kind and isinstance(document, Manifest):
         kind = document.config.media_type  # image-spec, manifest.md: where there is no artifactType
     extra = {"artifactType": kind} if kind else {}
-    listed = Descriptor(document.media_type, digest, size, document.annotations, extra)
+    listed = replace(listed, annotations=document.annotations, extra=extra)
     return ManifestSummary(listed, document.subject.digest, manifests)
 
 
@@ -105,13 +77,14 @@ def _version(index: Path) -> tuple[int, int, int] | None:
 class Catalog:
     """Look-ups by repository; the index of the layout is read again when it has been replaced.
 
-    With a ``base``, only names below it are seen, and repositories are named without it.
+    With a ``base``, only names below it are seen, and repositories are named without it. Summaries
+    of manifests are kept by digest, whose bytes never change.
     """
 
     def __init__(self, layout: ImageLayout, base: str = "") -> None:
         self._layout = layout
         self._base = f"{base}/" if base else ""
-        self._summaries = ManifestSummaries(self.read)
+        self._summaries: dict[Digest, ManifestSummary] = {}
         self._searching = threading.Lock()
         self._known: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
 
@@ -161,10 +134,7 @@ class Catalog:
         return self.reach(entries, reference.digest)
 
     def reach(self, entries: list[CatalogEntry], digest: Digest) -> Descriptor | None:
-        """Return the manifest of that digest that ``entries`` lead to, themselves or by an index.
-
-        The search is breadth first: an index is read only if no name matches.
-        """
+        """Return the manifest that ``entries`` lead to, breadth first: an index is read last."""
         level = [entry.descriptor for entry in entries]
         seen: set[Digest] = set()
         while level:
@@ -183,24 +153,34 @@ class Catalog:
 
     def _manifests(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
         try:
-            return self._summaries.of(descriptor).manifests
+            return self._summary(descriptor).manifests
         except NotFoundError:
             return ()
+
+    def _summary(self, descriptor: Descriptor) -> ManifestSummary:
+        """Return the summary of a manifest. Raises NotFoundError, ContentError."""
+        known = self._summaries.get(descriptor.digest)
+        if known is not None:
+            return known
+        raw = self.read(descriptor)
+        summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
+        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and not summary.manifests):
+            if len(self._summaries) >= MAX_SUMMARIES:
+                self._summaries.clear()
+            self._summaries[descriptor.digest] = summary
+        return summary
 
     def summaries(self, repository: str) -> Iterator[ManifestSummary]:
         """Yield the named manifests of ``repository``, each once; unreadable ones are skipped."""
         entries = self.entries(repository)
         for descriptor in {e.descriptor.digest: e.descriptor for e in entries}.values():
             try:
-                yield self._summaries.of(descriptor)
+                yield self._summary(descriptor)
             except (NotFoundError, ContentError):
                 continue
 
     def needs(self, digest: Digest) -> bool:
-        """Return True if any name of the whole layout leads to a blob.
-
-        It reads every manifest, one at a time, and for one caller at a time.
-        """
+        """Return True if any name of the layout leads to a blob; for one caller at a time."""
         wanted = str(digest).encode()
         with self._searching:
             level = {descriptor.digest for _, descriptor in self._layout.tags()}

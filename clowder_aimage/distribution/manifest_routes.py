@@ -32,14 +32,12 @@ from clowder_aimage.oci import (
 
 # What may be pushed. A manifest media type of one's own is refused, as every registry does, so
 # that what is tried here holds elsewhere; one that is in the layout already is served.
-ACCEPTED = frozenset(
-    {
-        mediatype.OCI_MANIFEST,
-        mediatype.OCI_INDEX,
-        mediatype.DOCKER_MANIFEST,
-        mediatype.DOCKER_MANIFEST_LIST,
-    }
-)
+ACCEPTED = {
+    mediatype.OCI_MANIFEST,
+    mediatype.OCI_INDEX,
+    mediatype.DOCKER_MANIFEST,
+    mediatype.DOCKER_MANIFEST_LIST,
+}
 # Layers whose bytes stay where their urls say (image-spec, layer.md, "Non-Distributable Layers")
 _ELSEWHERE = (
     "application/vnd.oci.image.layer.nondistributable.",
@@ -59,10 +57,8 @@ class ManifestRoutes:
         blobs: ServedBlobs,
         cache: PullThroughCache | None,
     ) -> None:
-        self._layout = layout
-        self._catalog = catalog
-        self._blobs = blobs
-        self._cache = cache
+        self._layout, self._catalog = layout, catalog
+        self._blobs, self._cache = blobs, cache
         self._names_lock = threading.Lock()  # held from reading names to changing them
 
     async def get(self, request: web.Request) -> web.StreamResponse:
@@ -87,21 +83,16 @@ class ManifestRoutes:
         raise manifest_unknown(reference)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        """Answer PUT /v2/<name>/manifests/<reference>: verified, stored, then named.
-
-        A manifest pushed by digest gets the names of ``?tag=``, too, which may be repeated.
-        """
+        """Answer PUT /v2/<name>/manifests/<reference>?tag=<tag>&...: verified, stored, named."""
         reference = reference_of(request)
         names = [reference, *_tags(request, reference)]
         if request.content_type not in ACCEPTED:
             detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
-            raise DistributionError("MANIFEST_INVALID", detail, message="media type not accepted")
+            raise _invalid("media type not accepted", detail)
         raw = await _read_body(request)
         digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, names)
-        headers = {
-            "Location": f"/v2/{reference.repository}/manifests/{digest}",
-            "Docker-Content-Digest": str(digest),
-        }
+        location = f"/v2/{reference.repository}/manifests/{digest}"
+        headers = {"Location": location, "Docker-Content-Digest": str(digest)}
         if len(names) > 1:
             headers["OCI-Tag"] = ", ".join(str(name.tag) for name in names[1:])
         if subject is not None:
@@ -116,7 +107,7 @@ class ManifestRoutes:
         try:
             document = parse_document(raw, media_type)
         except FormatError as error:
-            raise DistributionError("MANIFEST_INVALID", message=error.message) from None
+            raise _invalid(error.message) from None
         descriptor = Descriptor(document.media_type, digest, len(raw))
         with self._layout.keep(), self._names_lock:
             self._check_children(document)
@@ -152,9 +143,7 @@ class ManifestRoutes:
             if reference.digest is None:
                 self._keep_by_digest(removed, others, reference)
             elif self._catalog.reach(others, reference.digest):
-                raise _unsupported(
-                    "an index of this repository holds the manifest: delete that first"
-                )
+                raise _unsupported("an index of this repository holds it: delete that first")
             meant = {entry.name: entry.descriptor.digest for entry in removed}
             if not self._layout.forget(meant):
                 raise manifest_unknown(reference)  # or another process was first
@@ -183,6 +172,10 @@ def _unsupported(message: str) -> DistributionError:
     return DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
 
 
+def _invalid(message: str, *details: object, status: int | None = None) -> DistributionError:
+    return DistributionError("MANIFEST_INVALID", *details, message=message, status=status)
+
+
 def _matches(reference: Reference, entry: CatalogEntry) -> bool:
     if reference.digest is None:
         return entry.tag == reference.tag
@@ -193,19 +186,15 @@ def _tags(request: web.Request, reference: Reference) -> list[Reference]:
     """Return the names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
     tags = list(dict.fromkeys(request.query.getall("tag", [])))
     if tags and reference.digest is None:
-        raise DistributionError(
-            "MANIFEST_INVALID", message="?tag= goes with a manifest pushed by digest"
-        )
+        raise _invalid("?tag= goes with a manifest pushed by digest")
     if len(tags) > MAX_TAGS:
-        raise DistributionError(
-            "MANIFEST_INVALID", message=f"one push sets {MAX_TAGS} tags", status=414
-        )
+        raise _invalid(f"one push sets {MAX_TAGS} tags", status=414)
     try:
         names = [parse_reference(reference.repository, tag) for tag in tags]
     except DistributionError as error:
-        raise DistributionError("MANIFEST_INVALID", *error.details, message="not a tag") from None
+        raise _invalid("not a tag", *error.details) from None
     if any(name.tag is None for name in names):
-        raise DistributionError("MANIFEST_INVALID", message="not a tag")
+        raise _invalid("not a tag")
     return names
 
 
@@ -224,6 +213,5 @@ async def _read_body(request: web.Request) -> bytes:
     async for piece in pieces(request):
         body += piece
         if len(body) > MAX_MANIFEST_SIZE:
-            message = f"a manifest may have {MAX_MANIFEST_SIZE} bytes"
-            raise DistributionError("MANIFEST_INVALID", message=message, status=413)
+            raise _invalid(f"a manifest may have {MAX_MANIFEST_SIZE} bytes", status=413)
     return bytes(body)

@@ -1,14 +1,12 @@
 """Manifests of a cache that have no name in the layout yet, since blobs of them are missing.
 
-A name in the layout stands for a whole artifact. A cache fetches the manifest first, and the blobs
-as clients request them: the manifest is named when the last one has come.
+A cache fetches the manifest first, and the blobs as clients request them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from clowder_aimage.content.verified_reader import read_all
@@ -41,9 +39,7 @@ class PendingManifests:
     """The manifests without names. Threads may share it."""
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, kept: ServedLeases) -> None:
-        self._layout = layout
-        self._catalog = catalog
-        self._kept = kept
+        self._layout, self._catalog, self._kept = layout, catalog, kept
         self._lock = threading.Lock()
         self._waiters: OrderedDict[Reference, _Waiter] = OrderedDict()
 
@@ -67,10 +63,8 @@ class PendingManifests:
         self, reference: Reference, descriptor: Descriptor, document: Manifest | Index
     ) -> _Waiter | None:
         """Return the blobs that are missing, None if it is complete."""
-        is_here: Callable[[Descriptor], bool] = self._layout.exists
         is_index = isinstance(document, Index)
-        if is_index:
-            is_here = self._is_whole
+        is_here = self._is_whole if is_index else self._layout.exists
         missing = {each.digest: each.size for each in document.children if not is_here(each)}
         complete = not missing or (is_index and len(missing) < len(document.children))
         return None if complete else _Waiter(reference, descriptor, missing, is_index)
@@ -88,15 +82,13 @@ class PendingManifests:
 
     def find(self, reference: Reference) -> Descriptor | None:
         """Return the manifest without a name that a reference means."""
+        digest = reference.digest
         with self._lock:
-            if reference.digest is None:
-                waiter = self._waiters.get(reference)
-                return None if waiter is None else waiter.descriptor
-            for waiter in self._waiters.values():
-                same = waiter.reference.repository == reference.repository
-                if same and waiter.descriptor.digest == reference.digest:
+            for known, waiter in self._waiters.items():
+                same = known.repository == reference.repository and digest is not None
+                if known == reference or (same and waiter.descriptor.digest == digest):
                     return waiter.descriptor
-            return None
+        return None
 
     def size(self, digest: Digest) -> int | None:
         """Return the size of a missing blob, as its manifest states it."""
@@ -105,11 +97,7 @@ class PendingManifests:
             return next((size for size in found if size is not None), None)
 
     def arrived(self, digest: Digest) -> None:
-        """Name the manifests of which a blob was the last one.
-
-        Raises:
-            AccessError, ContentError: a manifest cannot be read, or not be named.
-        """
+        """Name the manifests of which a blob was the last. Raises AccessError, ContentError."""
         with self._lock:
             complete = [waiter for waiter in self._waiters.values() if waiter.take(digest)]
             for waiter in complete:

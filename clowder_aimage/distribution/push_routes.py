@@ -105,19 +105,13 @@ class PushRoutes:
         await asyncio.to_thread(self._blobs.put, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
-        """Write the body to the upload, a piece at a time, off the event loop.
-
-        A broken connection leaves the bytes that have arrived: the client asks for the status and
-        resumes after them.
-        """
+        """Write the body to the upload; a broken connection leaves the bytes that have arrived."""
         end = _declared_end(request, upload)
         buffer = bytearray()
         try:
             async for piece in pieces(request):
                 if end is not None and upload.offset + len(buffer) + len(piece) > end:
-                    raise DistributionError(
-                        "SIZE_INVALID", message="the body is longer than Content-Range"
-                    )
+                    raise _wrong_size("the body is longer than Content-Range")
                 buffer += piece
                 if len(buffer) >= PIECE:
                     full, buffer = buffer, bytearray()
@@ -126,16 +120,13 @@ class PushRoutes:
             if buffer:
                 await self._uploads.write(upload, buffer)
         if end is not None and upload.offset != end:
-            raise DistributionError(
-                "SIZE_INVALID", message="the body is shorter than Content-Range"
-            )
+            raise _wrong_size("the body is shorter than Content-Range")
 
 
 def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
     """Return the offset of the upload after this chunk, if its Content-Range gives it.
 
-    Raises:
-        DistributionError: 416, the chunk does not begin where the last one ended.
+    Raises 416 where the chunk does not begin where the last one ended.
     """
     text = request.headers.get("Content-Range")
     if text is None:
@@ -150,17 +141,18 @@ def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
         headers = _headers(upload)
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
     if request.content_length is not None and end - start != request.content_length:
-        message = f"Content-Range {text} is not the Content-Length {request.content_length}"
-        raise DistributionError("SIZE_INVALID", message=message)
+        raise _wrong_size(
+            f"Content-Range {text} is not the Content-Length {request.content_length}"
+        )
     return end
 
 
+def _wrong_size(message: str) -> DistributionError:
+    return DistributionError("SIZE_INVALID", message=message)
+
+
 def _headers(upload: UploadSession) -> dict[str, str]:
-    return {
-        "Location": upload.location,
-        "Range": upload.range,
-        "Docker-Upload-UUID": upload.id,
-    }
+    return {"Location": upload.location, "Range": upload.range, "Docker-Upload-UUID": upload.id}
 
 
 def _accepted(upload: UploadSession) -> web.Response:
@@ -168,8 +160,6 @@ def _accepted(upload: UploadSession) -> web.Response:
 
 
 def _created(repository: str, digest: Digest) -> web.Response:
-    headers = {
-        "Location": f"/v2/{repository}/blobs/{digest}",
-        "Docker-Content-Digest": str(digest),
-    }
+    location = f"/v2/{repository}/blobs/{digest}"
+    headers = {"Location": location, "Docker-Content-Digest": str(digest)}
     return web.Response(status=201, headers=headers)

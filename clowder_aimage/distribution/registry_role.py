@@ -82,11 +82,10 @@ class RegistryRole(Role):
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
             Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
         ]
-        if not self._refusal:
-            return found
+        refuse = _refusing(self._refusal)
+        is_open = not self._refusal
         return [
-            one if one.method == "GET" else replace(one, handler=_refusing(self._refusal))
-            for one in found
+            one if is_open or one.method == "GET" else replace(one, handler=refuse) for one in found
         ]
 
     @contextlib.asynccontextmanager
@@ -116,10 +115,9 @@ def _refusing(message: str) -> Handler:
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
-    """Return the routes that only read, for other nodes.
+    """Return the routes that only read, of names below ``base``, for other nodes.
 
-    ``leases`` are the caller's to turn and to close; with a ``base`` only names below it are
-    served.
+    The caller turns and closes ``leases``.
     """
     catalog = Catalog(layout, base)
     blobs = ServedBlobs(layout, catalog, leases)

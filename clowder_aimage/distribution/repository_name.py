@@ -24,9 +24,8 @@ def parse_digest(text: str) -> Digest:
     try:
         return Digest.parse(text)
     except FormatError as error:
-        raise DistributionError(
-            "DIGEST_INVALID", {"digest": text[:300]}, message=error.message
-        ) from None
+        detail = {"digest": text[:300]}
+        raise DistributionError("DIGEST_INVALID", detail, message=error.message) from None
 
 
 def parse_reference(repository: str, target: str) -> Reference:
@@ -35,9 +34,8 @@ def parse_reference(repository: str, target: str) -> Reference:
     if ":" in target:
         return Reference(None, repository, digest=parse_digest(target))
     if _parse(f"{repository}:{target}") != Reference("localhost", repository, target):
-        raise DistributionError(
-            "MANIFEST_UNKNOWN", {"reference": target[:300]}, message="not a tag"
-        )
+        detail = {"reference": target[:300]}
+        raise DistributionError("MANIFEST_UNKNOWN", detail, message="not a tag")
     return Reference(None, repository, target)
 
 

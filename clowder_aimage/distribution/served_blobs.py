@@ -1,4 +1,4 @@
-"""The blobs of the layout that are served: all but deleted ones. Nothing here depends on HTTP.
+"""The blobs of the layout that are served: all but deleted ones.
 
 Other processes share the layout, and may be about to name a blob that no name leads to yet.
 Deleting a blob therefore ends its being served, and leaves its bytes to garbage collection. A blob
@@ -27,29 +27,23 @@ class ServedLeases:
     """The leases of a server. Threads may share it."""
 
     def __init__(self, layout: ImageLayout, clock: Callable[[], float]) -> None:
-        self._layout = layout
-        self._clock = clock
+        self._layout, self._clock = layout, clock
         self._lock = threading.Lock()
         self._since = clock()
-        self._lease = layout.lease()
-        self._older = layout.lease()
+        self._lease, self._older = layout.lease(), layout.lease()
 
     def add(self, *digests: Digest) -> None:
         """Keep content; check only afterwards that it is here. Raises StoreError."""
         with self._lock:
-            self._turn()
+            if self._clock() - self._since > PERIOD:
+                self._since = self._clock()
+                self._older.close()
+                self._older, self._lease = self._lease, self._layout.lease()
             self._lease.add(*digests)
 
     def turn(self) -> None:
         """Release what was kept for PERIOD."""
-        with self._lock:
-            self._turn()
-
-    def _turn(self) -> None:
-        if self._clock() - self._since > PERIOD:
-            self._since = self._clock()
-            self._older.close()
-            self._older, self._lease = self._lease, self._layout.lease()
+        self.add()
 
     def close(self) -> None:
         """Release everything."""
@@ -61,34 +55,22 @@ class ServedLeases:
 class ServedBlobs:
     """The blobs of ``layout``: one store, found under every repository name.
 
-    Blobs whose presence clients have been told are leased from collection.
+    Blobs that a client was told of are leased. Methods raise DistributionError.
     """
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
-        self._layout = layout
-        self._catalog = catalog
-        self._leases = leases
+        self._layout, self._catalog, self._leases = layout, catalog, leases
         self._deleted: dict[Digest, Version] = {}  # with the names that did not need it
 
     def open(self, digest: Digest) -> BinaryIO:
-        """Open a blob; the file stays readable if its name is removed meanwhile.
-
-        Raises:
-            DistributionError: BLOB_UNKNOWN.
-        """
-        try:
+        """Open a blob, which stays readable if its name is removed. Raises BLOB_UNKNOWN."""
+        with contextlib.suppress(NotFoundError):
             if not self._is_deleted(digest):
                 return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
-        except NotFoundError:
-            pass
         raise DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
 
     def size(self, digest: Digest) -> int:
-        """Return the size of a blob, and lease it: the client relies on it from now on.
-
-        Raises:
-            DistributionError: BLOB_UNKNOWN.
-        """
+        """Return the size of a blob, and lease it: clients rely on it. Raises BLOB_UNKNOWN."""
         self.open(digest).close()  # only what is here is leased: a client may ask for any digest
         self._leases.add(digest)
         with self.open(digest) as file:
@@ -107,11 +89,7 @@ class ServedBlobs:
         return self._layout.exists(content) and not self._is_deleted(content.digest)
 
     def remove(self, digest: Digest) -> None:
-        """Stop serving it until it is pushed again.
-
-        Raises:
-            DistributionError: BLOB_UNKNOWN; UNSUPPORTED, a manifest needs it.
-        """
+        """Stop serving it until it is pushed again. Raises BLOB_UNKNOWN; UNSUPPORTED if needed."""
         self.open(digest).close()
         version = self._catalog.version()
         if self._catalog.needs(digest):

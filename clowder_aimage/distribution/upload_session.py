@@ -32,7 +32,6 @@ class UploadSession:
     touched: float
     offset: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    closed: bool = False
 
     @property
     def location(self) -> str:
@@ -49,20 +48,14 @@ class UploadSessions:
     """All uploads of a server, which end with it."""
 
     def __init__(self, layout: ImageLayout, clock: Callable[[], float], expiry: float) -> None:
-        self._layout = layout
-        self._clock = clock
-        self.expiry = expiry
+        self._layout, self._clock, self.expiry = layout, clock, expiry
         self._uploads: dict[str, UploadSession] = {}
 
     def __len__(self) -> int:
         return len(self._uploads)
 
     async def begin(self, repository: str) -> UploadSession:
-        """Begin an upload.
-
-        Raises:
-            DistributionError: TOOMANYREQUESTS.
-        """
+        """Begin an upload. Raises DistributionError: TOOMANYREQUESTS."""
         if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
             raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
         key = secrets.token_hex(16)
@@ -80,7 +73,7 @@ class UploadSessions:
         return True
 
     def get(self, repository: str, key: str) -> UploadSession:
-        """Return the upload by the last part of its location, within its own repository."""
+        """Return an upload of a repository. Raises BLOB_UPLOAD_UNKNOWN, also once it has ended."""
         upload = self._uploads.get(key)
         if upload is None or upload.repository != repository:
             raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": key[:100]})
@@ -88,19 +81,15 @@ class UploadSessions:
 
     async def write(self, upload: UploadSession, data: bytes | bytearray) -> None:
         """Append ``data``."""
-        self._check_open(upload)
+        self.get(upload.repository, upload.id)
         await asyncio.to_thread(upload.ingest.write_at, upload.offset, data)
         upload.offset += len(data)
         upload.touched = self._clock()
 
     async def commit(self, upload: UploadSession, digest: Digest, media_type: str) -> None:
-        """Verify the content and name it by its digest; the upload has ended either way.
-
-        Raises:
-            DistributionError: DIGEST_INVALID.
-        """
-        self._check_open(upload)
-        self._forget(upload)
+        """Verify and name the content; the upload has ended either way. Raises DIGEST_INVALID."""
+        self.get(upload.repository, upload.id)
+        del self._uploads[upload.id]
         expected = Descriptor(media_type, digest, upload.offset)
         try:
             await asyncio.to_thread(upload.ingest.commit, expected)
@@ -110,8 +99,7 @@ class UploadSessions:
 
     async def abort(self, upload: UploadSession) -> None:
         """Remove the upload and its bytes."""
-        if not upload.closed:
-            self._forget(upload)
+        if self._uploads.pop(upload.id, None) is not None:
             await asyncio.to_thread(upload.ingest.abort)
 
     async def expire(self) -> None:
@@ -125,11 +113,3 @@ class UploadSessions:
         """Abort all uploads."""
         for upload in list(self._uploads.values()):
             await self.abort(upload)
-
-    def _forget(self, upload: UploadSession) -> None:
-        upload.closed = True
-        self._uploads.pop(upload.id, None)
-
-    def _check_open(self, upload: UploadSession) -> None:
-        if upload.closed:
-            raise DistributionError("BLOB_UPLOAD_UNKNOWN", {"upload": upload.id})

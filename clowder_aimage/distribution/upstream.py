@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import BinaryIO, TypeVar
 
+from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.repository_name import PEER
 from clowder_aimage.errors import NetworkError, UsageError
@@ -26,8 +27,7 @@ _T = TypeVar("_T")
 class _CacheOptions(ClientOptions):
     """Options whose requests to mirrors are marked as those of a cache.
 
-    Caches that are mirrors of each other would otherwise ask each other in a circle: such a request
-    is answered from the store.
+    They are answered from the store: caches that mirror each other would ask in a circle.
     """
 
     def to_mirror(self, host: str) -> ClientOptions:
@@ -46,10 +46,9 @@ class _Lent:
 
 
 class ClientPool:
-    """Repositories that threads share, with their connections and tokens.
+    """Repositories that threads share. One that was used ``uses`` times is opened anew.
 
-    One that was used ``uses`` times is opened anew: it keeps every manifest that it has fetched,
-    and credentials may have changed.
+    It keeps every manifest that it has fetched, and credentials may have changed.
     """
 
     def __init__(self, connection: ClientOptions, *, uses: int) -> None:
@@ -84,9 +83,8 @@ class ClientPool:
     def close(self) -> None:
         """Close all connections; running requests fail."""
         with self._lock:
-            lent = list(self._lent.values())
-            self._lent.clear()
-        for each in lent:
+            lent, self._lent = self._lent, OrderedDict()
+        for each in lent.values():
             each.repository.__exit__(None, None, None)
 
     def _retire(self, name: str) -> None:
@@ -103,17 +101,12 @@ class UpstreamRegistry:
         self.host = host
         self._prefix = f"{prefix}/" if prefix else ""
         known = {each.name: getattr(connection, each.name) for each in fields(connection)}
-        self._connection = _CacheOptions(**known)
-        self._pool = ClientPool(self._connection, uses=MAX_USES)
+        self._pool = ClientPool(_CacheOptions(**known), uses=MAX_USES)
         self._down: tuple[float, NetworkError] | None = None
 
     @classmethod
     def parse(cls, text: str, connection: ClientOptions) -> UpstreamRegistry:
-        """Parse ``HOST[/PREFIX]``.
-
-        Raises:
-            UsageError: it is not valid.
-        """
+        """Parse ``HOST[/PREFIX]``. Raises UsageError."""
         try:
             reference = Reference.parse(f"{text.rstrip('/')}/x:latest")
         except UsageError:
@@ -134,8 +127,7 @@ class UpstreamRegistry:
         """Return the name of a manifest at the upstream."""
         return Reference(self.host, self._prefix + repository, tag, digest)
 
-    # All of these raise NotFoundError, UnauthorizedError, NetworkError or RegistryError, and
-    # VerificationError or FormatError if the content is wrong.
+    # These raise NotFoundError, UnauthorizedError, NetworkError, RegistryError, ContentError.
 
     def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest by its name in the API, verified."""
@@ -145,25 +137,15 @@ class UpstreamRegistry:
             return descriptor, read_all(repository.open(descriptor), descriptor)
 
     @contextlib.contextmanager
-    def blob(self, repository: str, content: Descriptor) -> Iterator[BlobSource]:
-        """Lend a blob; its bytes are not verified."""
+    def lend(self, repository: str) -> Iterator[Source]:
+        """Lend a repository for its blobs."""
         with self._lend(repository) as lent:
-            yield BlobSource(lent, content, self._asked)
+            yield _GuardedSource(lent, self._asked)
 
-    def size(self, repository: str, digest: Digest) -> int:
-        """Return the size of a blob (HEAD)."""
+    def ask(self, repository: str, call: Callable[[Repository], _T]) -> _T:
+        """Return ``call`` of a repository."""
         with self._lend(repository) as lent:
-            return self._asked(lambda: lent.size(digest))
-
-    def tags(self, repository: str) -> list[str]:
-        """Return the tags of a repository."""
-        with self._lend(repository) as lent:
-            return self._asked(lent.tag_names)
-
-    def referrers(self, repository: str, subject: Digest) -> list[Descriptor]:
-        """Return the referrers of a manifest."""
-        with self._lend(repository) as lent:
-            return self._asked(lambda: lent.referrers(subject))
+            return self._asked(lambda: call(lent))
 
     def close(self) -> None:
         """Close all connections; running requests fail."""
@@ -186,18 +168,12 @@ class UpstreamRegistry:
         return self._pool.lend(self.reference(name, "latest", None))
 
 
-@dataclass(frozen=True, slots=True)
-class BlobSource:
-    """One blob of the upstream."""
+class _GuardedSource(WrappedSource):
+    """A source whose ``open`` is ``asked``."""
 
-    _repository: Repository
-    _content: Descriptor
-    _asked: Callable[[Callable[[], BinaryIO]], BinaryIO]
+    def __init__(self, source: Source, asked: Callable[[Callable[[], BinaryIO]], BinaryIO]) -> None:
+        super().__init__(source)
+        self._asked = asked
 
-    def open(self, start: int, end: int) -> BinaryIO:
-        """Open bytes [start, end)."""
-        return self._asked(lambda: self._repository.open(self._content, start, end - start))
-
-    def distrust(self) -> None:
-        """Note that the content was wrong: a mirror that sent it is not asked again."""
-        self._repository.distrust(self._content)
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        return self._asked(lambda: self._source.open(content, offset, length))

@@ -18,7 +18,7 @@ from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
 from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import NOTED, BlobDownload
 from clowder_aimage.content.store import Source
-from clowder_aimage.errors import NetworkError, NoSpaceError, VerificationError
+from clowder_aimage.errors import NetworkError, NoSpaceError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 from tests.content.artifact import BLOB, blob
@@ -53,6 +53,12 @@ class Counted(Source):
         self.ranges = ranges
         self.whole = set()  # digests that were sent from the front instead of a range
 
+    def resolve(self, reference, /):
+        raise NotFoundError(f"no {reference}")
+
+    def exists(self, content, /):
+        return content.digest in self.blobs
+
     def open(self, content, offset=0, length=None, /):
         with self.lock:
             self.opened.append((content.digest, offset, length))
@@ -71,6 +77,13 @@ class Counted(Source):
 
     def lengths(self, content):
         return [length for digest, _, length in self.opened if digest == content.digest]
+
+
+class Zeros(Counted):
+    """Blobs of zeros, of any size."""
+
+    def give(self, content, start, end):
+        return bytes(end - start)
 
 
 class Reader(io.RawIOBase):
@@ -205,7 +218,7 @@ def test_small_blobs_take_one_connection_each_and_travel_side_by_side(layout):
     assert all(layout.path(blob(data)).read_bytes() == data for data in blobs)
 
 
-@pytest.mark.parametrize("connections", [1, 2, 5])
+@pytest.mark.parametrize("connections", [1, 3])
 def test_the_budget_is_never_exceeded(connections, layout):
     blobs = [BIG[: 9 * MIB], BIG[: 5 * MIB], *(noise(1000, bytes([i])) for i in range(20))]
     source = Counted(*blobs, together=connections)
@@ -235,13 +248,12 @@ def test_parts_that_come_out_of_order_hash_right(algorithm, layout):
 
 def test_memory_does_not_depend_on_the_size(layout):
     peaks = []
-    for size in (20 * MIB, 300 * MIB):
+    for size in (20 * MIB, 80 * MIB):
         hasher = hashlib.sha256()
         for _ in range(size // MIB):
             hasher.update(bytes(MIB))
         content = Descriptor(BLOB, Digest("sha256", hasher.hexdigest()), size)
-        source = Counted(together=3)
-        source.give = lambda _, start, end: bytes(end - start)
+        source = Zeros(together=3)
         tracemalloc.start()
         try:
             fetch(source, layout, content, connections=4)

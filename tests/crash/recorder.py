@@ -16,7 +16,7 @@ after    the process is killed after so many seconds
 
 from __future__ import annotations
 
-import _pyio
+import _pyio  # type: ignore[import-not-found]
 import builtins
 import contextlib
 import ctypes
@@ -149,7 +149,7 @@ class Layer:
             if inner is None:
                 fd = really()
             elif is_new:
-                call = {"op": "create", "path": inner}
+                call: dict[str, Any] = {"op": "create", "path": inner}
                 fd = self.pass_on(call, really, allocates=True, after=self._look)
             elif flags & os.O_TRUNC:
                 call = {"op": "truncate", "path": inner, "length": 0}
@@ -317,7 +317,7 @@ class Layer:
                 result: int = self.pass_on(call, lambda: found(fd), allocates=True)
                 return result
             except OSError as error:
-                ctypes.set_errno(error.errno)
+                ctypes.set_errno(error.errno or 0)
                 return -1
 
         group_commit._syncfs = lambda: wrapped

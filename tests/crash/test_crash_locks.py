@@ -52,11 +52,12 @@ def together(*calls) -> None:
         call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        futures: list[Future] = [pool.submit(one, call) for call in calls]
+        futures: list[Future[None]] = [pool.submit(one, call) for call in calls]
     for future in futures:
         future.result()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("locks", [True, False])
 def test_that_locks_lie_is_noticed(place: Place, make_job, locks):
     """Else the other tests would show nothing: a blob then comes in under a name of its own."""

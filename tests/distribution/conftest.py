@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from served import Server, start
+
+from tests.distribution.served import Server, start
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,14 @@ def _end(server: Server) -> None:
     for stream in (server.process.stdout, server.log):
         if stream is not None:
             stream.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(
+    serve_layout: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Server:
+    """A server that waits for a moment only, which the tests of a module share."""
+    return serve_layout(tmp_path_factory.mktemp("impatient") / "store", "impatient")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,12 +27,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout, LayeredStore
-from clowder_aimage.distribution import registry_role
+from clowder_aimage.distribution import cache, registry_role
 from clowder_aimage.http import body_stream, connection_timeout
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
     body_stream.READ_TIMEOUT = registry_role.GRACE = 0.2
     connection_timeout.IDLE = connection_timeout.INTERVAL = 0.1
+    cache.CLOSE_TIMEOUT = 0.2
 upstream = None
 if "upstream" in flags:
     from clowder_aimage.registry import ClientOptions
@@ -96,7 +98,11 @@ class Server:
         return answer
 
     def put_manifest(
-        self, raw: bytes, reference: str, name: str = "a/b", media_type: str = OCI_MANIFEST
+        self,
+        raw: bytes | Iterator[bytes],
+        reference: str,
+        name: str = "a/b",
+        media_type: str = OCI_MANIFEST,
     ) -> requests.Response:
         headers = {"Content-Type": media_type}
         return self.ask("PUT", f"/v2/{name}/manifests/{reference}", data=raw, headers=headers)

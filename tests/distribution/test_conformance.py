@@ -5,10 +5,11 @@ Each group has a repository of its own, and all of them one store, as the progra
 
 from __future__ import annotations
 
-import conformance
 import pytest
-from conformance import Client, Data, hash_of
-from served import Server
+
+from tests.distribution import conformance
+from tests.distribution.conformance import Client, Data, hash_of
+from tests.distribution.served import Server
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""Many clients at once, large blobs in little memory, and a client that we did not write."""
+"""Many clients at once, large blobs in little memory, and skopeo as the client."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from served import OCI_MANIFEST, Server, digest_of
+
+from tests.distribution.served import OCI_MANIFEST, Server, digest_of, manifest_of
 
 MIB = 1024 * 1024
 
@@ -34,10 +34,10 @@ def test_many_clients_at_once(tmp_path: Path, serve_layout: Callable[..., Server
                 data = mine.ask("GET", f"/v2/many/clients/blobs/{layer['digest']}").content
                 assert digest_of(data) == layer["digest"]
 
-    with ThreadPoolExecutor(64) as pool:
-        list(pool.map(client, range(64)))
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(client, range(16)))
     tags = server.ask("GET", "/v2/many/clients/tags/list").json()["tags"]
-    assert tags == sorted(f"tag{number}" for number in range(64))
+    assert tags == sorted(f"tag{number}" for number in range(16))
     assert server.ingests() == []
 
 
@@ -63,7 +63,7 @@ def peak_mib(server: Server) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_stays_flat(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
-    """1 GiB in and out, by PATCH and PUT and by GET, cost the server less than 40 MB."""
+    """160 MiB in and out, by PATCH and PUT and by GET, cost the server less than 40 MB."""
     server = serve_layout(tmp_path / "store")
     server.push("warm", os.urandom(MIB))
     before = peak_mib(server)
@@ -75,8 +75,8 @@ def test_memory_stays_flat(tmp_path: Path, serve_layout: Callable[..., Server]) 
             yield piece
 
     location = server.begin()
-    assert server.ask("PATCH", location, data=body(924)).status_code == 202
-    last = piece * 100
+    assert server.ask("PATCH", location, data=body(128)).status_code == 202
+    last = piece * 32
     hasher.update(last)
     digest = "sha256:" + hasher.hexdigest()
     done = server.ask("PUT", location, params={"digest": digest}, data=last)
@@ -89,14 +89,7 @@ def test_memory_stays_flat(tmp_path: Path, serve_layout: Callable[..., Server]) 
     assert peak_mib(server) - before < 40
 
 
-@pytest.fixture
-def skopeo() -> str:
-    program = shutil.which("skopeo")
-    if program is None:
-        pytest.skip("skopeo is not installed")
-    return program
-
-
+@pytest.mark.integration
 def test_skopeo_copies_in_and_out(server: Server, skopeo: str, tmp_path: Path) -> None:
     layers = [os.urandom(100_000), b"small"]
     raw = server.push("v1", *layers, name="for/skopeo")
@@ -118,24 +111,13 @@ def test_skopeo_copies_in_and_out(server: Server, skopeo: str, tmp_path: Path) -
     assert json.loads(listed)["Tags"] == ["v1"]
 
 
+@pytest.mark.integration
 def test_skopeo_pushes_blobs_that_are_new(server: Server, skopeo: str, tmp_path: Path) -> None:
     """From a layout that the server has never seen: every upload is made by skopeo."""
     blobs = tmp_path / "layout" / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     layers = [os.urandom(2 * MIB), os.urandom(10)]
-    document = {
-        "schemaVersion": 2,
-        "mediaType": OCI_MANIFEST,
-        "config": {"mediaType": "application/vnd.oci.empty.v1+json"},
-        "layers": [],
-    }
-    for data in (b"{}", *layers):
-        entry = {"digest": digest_of(data), "size": len(data)}
-        if data == b"{}":
-            document["config"] |= entry  # type: ignore[operator]
-        else:
-            document["layers"].append({"mediaType": "application/x-test"} | entry)  # type: ignore[attr-defined]
-    raw = json.dumps(document).encode()
+    raw = manifest_of(*layers)
     for data in (b"{}", *layers, raw):
         (blobs / digest_of(data).partition(":")[2]).write_bytes(data)
     root = tmp_path / "layout"

