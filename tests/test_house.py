@@ -19,7 +19,7 @@ BUDGETS = {
     "cli": 4_640,
     "content": 2_470,
     "dialect": 1_460,
-    "distribution": 2_260,
+    "distribution": 2_040,
     "engine": 3_100,
     "exporter": 1_300,
     "formats": 2_880,
