@@ -21,7 +21,6 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
-Converted = PackedModel
 _LARGEST = 16 * 1024 * 1024  # bytes of a configuration
 
 
@@ -36,7 +35,7 @@ def convert(
     on_surveyed: OnSurvey = lambda _: None,
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
-) -> Converted:
+) -> PackedModel:
     """Convert the AImage ``reference`` as ``recipe`` asks, in its dialect, and name it ``target``.
 
     Layers in which nothing changes are the same blobs in both. ``create`` gives the same digest

@@ -27,7 +27,6 @@ from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.stored_aimage import read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
-Created = PackedModel
 AS_FOUND = ModelForm()
 
 
@@ -47,7 +46,7 @@ def create(
     on_surveyed: OnSurvey = lambda _: None,
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
-) -> Created:
+) -> PackedModel:
     """Pack the model at ``path`` and name it ``reference``.
 
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.

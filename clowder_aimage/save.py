@@ -18,7 +18,7 @@ from clowder_aimage.content.tar_store import TarTarget, write_error
 from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
+from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.layout.stored_aimage import hold, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
@@ -128,11 +128,7 @@ def _check_aimage(layout: ImageLayout, reference: Reference) -> None:
         stored = read_aimage(layout, reference)
     except AImageError:  # another kind of artifact, or an index
         return
-    words = describe_missing(stored, check_stored(layout, stored))
-    raise NotFoundError(
-        f"{reference} is not complete: {words} of it are not in the store",
-        **completion(layout, reference, stored.descriptor),
-    ) from None
+    require_complete(layout, reference, stored)
 
 
 def _entry(reference: Reference, root: Descriptor, document: Manifest | Index) -> dict[str, object]:

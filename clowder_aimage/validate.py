@@ -72,19 +72,7 @@ class CheckedDocument:
     value: Any = None
 
 
-@dataclass(slots=True)
-class ValidationReport:
-    """The documents in the order they were checked, the requested one first."""
-
-    documents: list[CheckedDocument] = field(default_factory=list)
-
-    @property
-    def is_valid(self) -> bool:
-        """True without violations."""
-        return not any(one.violations for one in self.documents)
-
-
-def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
+def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
     """Check a JSON document, or the header of a safetensors file.
 
     Raises:
@@ -98,7 +86,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
             length = int.from_bytes(start[:_LENGTH], "little")
             is_tensors = start[_LENGTH:] == b"{" and length <= size - _LENGTH
             if not schema and (path.suffix == ".safetensors" or is_tensors):
-                return ValidationReport([_check_tensors(str(path), start, length, file, size)])
+                return _check_tensors(str(path), start, length, file, size)
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
         raise NotFoundError(f"there is no file {path}") from None
@@ -108,32 +96,31 @@ def validate_file(path: pathlib.Path, schema: str = "") -> ValidationReport:
 
 def validate_stream(
     file: BinaryIO, name: str, schema: str = "", start: bytes = b""
-) -> ValidationReport:
+) -> CheckedDocument:
     """Check the JSON document of the bytes ``start`` and the rest of ``file``.
 
     Raises:
         UsageError: the schema or the kind of document is unknown.
     """
+    names = ", ".join(schemas.names())
     if schema and schema not in schemas.names():
-        raise UsageError(
-            f"there is no schema {schema}", hint=f"there are {', '.join(schemas.names())}"
-        )
+        raise UsageError(f"there is no schema {schema}", hint=f"there are {names}")
     raw = start + file.read(MAX_SIZE + 1)
     if len(raw) > MAX_SIZE:
         wrong = Violation((), f"more than {MAX_SIZE} bytes, which is too large for a document")
-        return ValidationReport([CheckedDocument(name, schema, [wrong])])
+        return CheckedDocument(name, schema, [wrong])
     checked = check(name, raw, schema)
     if not checked.schema and not checked.violations:
         raise UsageError(
             f"{name} is JSON, but not a document that a schema is known for",
             remedy="choose_schema",
-            names=", ".join(schemas.names()),
+            names=names,
         )
-    return ValidationReport([checked])
+    return checked
 
 
-def validate_reference(layout: ImageLayout, reference: Reference) -> ValidationReport:
-    """Check the manifest or index of ``reference`` and all documents under it.
+def validate_reference(layout: ImageLayout, reference: Reference) -> list[CheckedDocument]:
+    """Check the manifest or index of ``reference``, then all documents under it.
 
     Raises:
         NotFoundError: the reference is unknown, or its manifest is missing.
@@ -148,7 +135,7 @@ def is_layout(path: pathlib.Path) -> bool:
     return any((path / name).is_file() for name, _ in _LAYOUT)
 
 
-def validate_layout(path: pathlib.Path) -> ValidationReport:
+def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
     """Check ``oci-layout``, ``index.json`` and all documents under that.
 
     Raises:
@@ -157,7 +144,7 @@ def validate_layout(path: pathlib.Path) -> ValidationReport:
     walk = _Walk(ImageLayout(path), shows_paths=True)
     for name, schema in _LAYOUT:
         if (path / name).is_file():
-            (checked,) = validate_file(path / name, schema).documents
+            checked = validate_file(path / name, schema)
         else:
             missing = Violation((), "the file is missing, and every image layout has it")
             checked = CheckedDocument(str(path / name), schema, [missing])
@@ -323,11 +310,9 @@ def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
         document = parse_document(raw, media_type)
     except FormatError as error:
         return [Violation((), error.message)]
-    if isinstance(document, Manifest):
-        with suppress(FormatError):
-            dialect = detect(document)
-            if dialect.name in _SELF_CONTAINED:
-                return _read_layers(document, b"")
+    with suppress(FormatError):
+        if isinstance(document, Manifest) and detect(document).name in _SELF_CONTAINED:
+            return _read_layers(document, b"")
     return []
 
 
@@ -356,10 +341,10 @@ class _Walk:
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
         self._layout = layout
         self._shows_paths = shows_paths
-        self._report = ValidationReport()
+        self._documents: list[CheckedDocument] = []
         self._steps: list[_Step] = []
 
-    def run(self, *first: _Step) -> ValidationReport:
+    def run(self, *first: _Step) -> list[CheckedDocument]:
         """Check the blobs of ``first``, and all under these and under the added documents."""
         self._steps += first
         seen: set[tuple[Digest, int]] = set()
@@ -368,11 +353,11 @@ class _Walk:
             if key not in seen:
                 seen.add(key)
                 self._check(step)
-        return self._report
+        return self._documents
 
     def add(self, checked: CheckedDocument, raw: bytes = b"") -> None:
         """Add a document to the report, and the documents that it refers to to the walk."""
-        self._report.documents.append(checked)
+        self._documents.append(checked)
         value, checked.value = checked.value, None
         for path, found in _children(value):
             name = self._layout.place(found) if self._shows_paths else str(found.digest)
@@ -397,7 +382,7 @@ class _Walk:
         else:
             checked = check(step.name, raw, media_type=media_type, has_lines=self._shows_paths)
             self.add(checked, raw)
-        document = step.parent or self._report.documents[-1]
+        document = step.parent or self._documents[-1]
         for key, message in _differences(raw, step.descriptor):
             document.violations.append(Violation((*step.path, key) if step.parent else (), message))
 

@@ -119,9 +119,9 @@ def packed(tmp_path_factory) -> Aimage:
 
 
 def test_a_written_store_is_valid(packed):
-    report = validate_layout(packed.store)
-    assert [one for one in report.documents if one.violations or one.note] == []
-    assert {one.schema for one in report.documents} == {
+    documents = validate_layout(packed.store)
+    assert [one for one in documents if one.violations or one.note] == []
+    assert {one.schema for one in documents} == {
         *("oci-layout", "oci-index", "aimage-config"),
         *("aimage-manifest", "docker-manifest", "oci-manifest"),
     }
@@ -133,7 +133,7 @@ def test_a_written_store_is_valid(packed):
 def test_quantized_models_are_valid(packed):
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     packed("create", "small", TINY, "--quantize", "int8", "--store", packed.home / "small")
-    assert validate_layout(packed.home / "small").is_valid
+    assert not any(one.violations for one in validate_layout(packed.home / "small"))
     layout = ImageLayout(packed.home / "small")
     manifest = json.loads(layout.read(layout.resolve(Reference.parse("small"))))
     dtypes = {layer["annotations"].get(DTYPE) for layer in manifest["layers"]}
@@ -147,8 +147,7 @@ def test_an_empty_layout_is_valid(tmp_path):
     layout.push(content, bytes_body(data), Reference.parse("nothing"))
     layout.untag(Reference.parse("nothing"))
     assert json.loads((layout.root / "index.json").read_bytes())["manifests"] == []
-    report = validate_layout(layout.root)
-    assert report.is_valid and len(report.documents) == 2
+    assert [one.violations for one in validate_layout(layout.root)] == [[], []]
 
 
 # -- the vectors

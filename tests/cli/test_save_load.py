@@ -309,6 +309,6 @@ def test_what_is_here_in_part_is_not_saved(aimage, tiny, repository):
     here("push", f"{repository}:v1")
     there("pull", f"{repository}:v1", "--component", "vae")
     done = there("save", f"{repository}:v1", "-o", "out.tar", code=3)
-    assert "is not complete: scheduler (1 layer), text_encoder" in done.err
+    assert "is not complete: the store lacks scheduler (1 layer), text_encoder" in done.err
     assert f"aimage pull {repository}:v1" in done.err
     assert not (there.home / "out.tar").exists()

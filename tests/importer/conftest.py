@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.create import Created, create
+from clowder_aimage.create import create
+from clowder_aimage.importer import PackedModel
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header, nbytes
@@ -119,7 +120,7 @@ class Model:
         index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
         return self.write(f"{component}/{stem}.safetensors.index.json", index)
 
-    def create(self, name: str = "model", **options: Any) -> Created:
+    def create(self, name: str = "model", **options: Any) -> PackedModel:
         """Pack it into the store on disk."""
         return create(ImageLayout(self.store), Reference.parse(name), self.directory, **options)
 

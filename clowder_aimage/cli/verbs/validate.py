@@ -14,7 +14,7 @@ from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from clowder_aimage.validate import CheckedDocument, ValidationReport
+    from clowder_aimage.validate import CheckedDocument
 
 _INVALID = FormatError.exit_code
 
@@ -35,24 +35,26 @@ def validate(what: str, schema: str) -> int:
     its place, and make it fail with exit code 5.
     """
     try:
-        report = _report(what, schema)
+        documents = _check(what, schema)
     except OSError as error:
         raise UsageError(
             f"cannot read {error.filename or what}: {error.strerror or error}"
         ) from None
-    result(_value(report), "\n".join(_lines(report)))
-    return 0 if report.is_valid else _INVALID
+    is_valid = not any(one.violations for one in documents)
+    text = "\n".join(_lines(documents, is_valid))
+    result(_value(documents, is_valid), text)
+    return 0 if is_valid else _INVALID
 
 
-def _report(what: str, schema: str) -> ValidationReport:
+def _check(what: str, schema: str) -> list[CheckedDocument]:
     from clowder_aimage import validate as validation
     from clowder_aimage.oci import Reference
 
     path = Path(what)
     if what == "-":
-        return validation.validate_stream(sys.stdin.buffer, "stdin", schema)
+        return [validation.validate_stream(sys.stdin.buffer, "stdin", schema)]
     if _is_file(path):
-        return validation.validate_file(path, schema)
+        return [validation.validate_file(path, schema)]
     if schema:
         raise UsageError("--schema is for a file", hint=f"{what} is not a file")
     if path.is_dir() and validation.is_layout(path):
@@ -83,15 +85,15 @@ def _not_found(
     return NotFoundError(f"there is no file {what}, and {error.message}", **error.advice)
 
 
-def _lines(report: ValidationReport) -> list[str]:
+def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     """Return a line for each violation, or for each document where there are none."""
-    if report.is_valid:
-        return [f"{one.name}: {_verdict(one)}" for one in report.documents]
+    if is_valid:
+        return [f"{one.name}: {_verdict(one)}" for one in documents]
     return [
         f"{one.name}{_position(wrong.line, wrong.column)}: "
         + (f"{wrong.pointer}: " if wrong.pointer else "")
         + wrong.message.replace("\n", " ")
-        for one in report.documents
+        for one in documents
         for wrong in one.violations
     ]
 
@@ -104,22 +106,22 @@ def _position(line: int, column: int) -> str:
     return f":{line}:{column}" if line else ""
 
 
-def _value(report: ValidationReport) -> dict[str, Any]:
-    first = report.documents[0]
+def _value(documents: list[CheckedDocument], is_valid: bool) -> dict[str, Any]:
+    first = documents[0]
     return {
-        "valid": report.is_valid,
+        "valid": is_valid,
         "document": first.name,
         "schema": first.schema or None,
         "violations": [
             {"document": one.name, "schema": one.schema or None, "pointer": wrong.pointer}
             | ({"line": wrong.line, "column": wrong.column} if wrong.line else {})
             | {"message": wrong.message}
-            for one in report.documents
+            for one in documents
             for wrong in one.violations
         ],
         "documents": [
             {"document": one.name, "schema": one.schema or None, "valid": not one.violations}
             | ({"note": one.note} if one.note else {})
-            for one in report.documents
+            for one in documents
         ],
     }
