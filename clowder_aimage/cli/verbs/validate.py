@@ -88,7 +88,10 @@ def _not_found(
 def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     """Return a line for each violation, or for each document where there are none."""
     if is_valid:
-        return [f"{one.name}: {_verdict(one)}" for one in documents]
+        notes = [
+            f"not checked, {one.note}" if one.note else f"valid {one.schema}" for one in documents
+        ]
+        return [f"{one.name}: {note}" for one, note in zip(documents, notes, strict=True)]
     return [
         f"{one.name}{_position(wrong.line, wrong.column)}: "
         + (f"{wrong.pointer}: " if wrong.pointer else "")
@@ -96,10 +99,6 @@ def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
         for one in documents
         for wrong in one.violations
     ]
-
-
-def _verdict(one: CheckedDocument) -> str:
-    return f"not checked, {one.note}" if one.note else f"valid {one.schema}"
 
 
 def _position(line: int, column: int) -> str:
