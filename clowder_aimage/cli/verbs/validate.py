@@ -41,8 +41,7 @@ def validate(what: str, schema: str) -> int:
             f"cannot read {error.filename or what}: {error.strerror or error}"
         ) from None
     is_valid = not any(one.violations for one in documents)
-    text = "\n".join(_lines(documents, is_valid))
-    result(_value(documents, is_valid), text)
+    result(_value(documents, is_valid), "\n".join(_lines(documents, is_valid)))
     return 0 if is_valid else _INVALID
 
 
@@ -88,10 +87,10 @@ def _not_found(
 def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     """Return a line for each violation, or for each document where there are none."""
     if is_valid:
-        notes = [
-            f"not checked, {one.note}" if one.note else f"valid {one.schema}" for one in documents
+        return [
+            f"{one.name}: " + (f"not checked, {one.note}" if one.note else f"valid {one.schema}")
+            for one in documents
         ]
-        return [f"{one.name}: {note}" for one, note in zip(documents, notes, strict=True)]
     return [
         f"{one.name}{_position(wrong.line, wrong.column)}: "
         + (f"{wrong.pointer}: " if wrong.pointer else "")
