@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
 # root's modules are "."
 BUDGETS = {
-    ".": 2_990,
+    ".": 2_980,
     "api": 2_540,
     "cli": 4_640,
     "content": 2_470,
-    "dialect": 1_460,
+    "dialect": 1_440,
     "distribution": 2_040,
     "engine": 3_100,
     "exporter": 1_300,

@@ -20,7 +20,14 @@ from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations, m
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.layer_name import clean_path, name_layers
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_text
-from clowder_aimage.dialect.vendor import FILEPATH, at, read_object, type_of_file, vendor_config
+from clowder_aimage.dialect.vendor import (
+    FILEPATH,
+    FORMATS,
+    at,
+    read_object,
+    type_of_file,
+    vendor_config,
+)
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -37,17 +44,12 @@ _LAYER = re.compile(
     r"(?:\.(raw|tar|gguf|safetensors))?(?:\+(gzip|zstd))?"
 )
 _FORMS = {"gguf": mediatype.AIMAGE_GGUF, "safetensors": mediatype.AIMAGE_TRANSFORMERS}
-_WEIGHTS = frozenset(
-    {
-        mediatype.AIMAGE_SAFETENSORS,
-        mediatype.AIMAGE_GGUF,
-        mediatype.AIMAGE_ONNX,
-        mediatype.AIMAGE_TORCHSCRIPT,
-        mediatype.AIMAGE_SAVEDMODEL,
-        mediatype.AIMAGE_TRANSFORMERS,
-        mediatype.AIMAGE_LORA,
-    }
-)
+_WEIGHTS = {
+    *FORMATS,
+    mediatype.AIMAGE_SAFETENSORS,
+    mediatype.AIMAGE_TORCHSCRIPT,
+    mediatype.AIMAGE_SAVEDMODEL,
+}
 _TEXTS = (".json", ".txt", ".jinja")
 _DOCS = ("readme", "license", "licence", "notice", "copying")
 _CODE = (".py", ".sh", ".ipynb")
@@ -76,13 +78,9 @@ class ModelPackDialect(Dialect):
         if not aimage.layers:
             raise FormatError("a ModelPack has at least one layer, and this AImage has none")
         annotations = manifest_annotations(aimage) | {CARRIED_CONFIG: aimage.config_text}
+        layers, config = [_write(layer) for layer in aimage.layers], encode(_describe(aimage))
         return build_manifest(
-            aimage,
-            CONFIG,
-            encode(_describe(aimage)),
-            [_write(layer) for layer in aimage.layers],
-            artifact_type=MANIFEST,
-            annotations=annotations,
+            aimage, CONFIG, config, layers, artifact_type=MANIFEST, annotations=annotations
         )
 
 

@@ -77,13 +77,8 @@ class OllamaDialect(Dialect):
             CARRIED_CONFIG: aimage.config_text,  # byte for byte, as text
         }
         layers = [to_named(one, _media_type(_WRITE, one.descriptor)) for one in aimage.layers]
-        return build_manifest(
-            aimage,
-            mediatype.DOCKER_CONFIG,
-            encode(config),
-            layers,
-            media_type=mediatype.DOCKER_MANIFEST,
-        )
+        kind, raw = mediatype.DOCKER_MANIFEST, encode(config)
+        return build_manifest(aimage, mediatype.DOCKER_CONFIG, raw, layers, media_type=kind)
 
 
 def _is_ours(manifest: Manifest) -> bool:

@@ -34,7 +34,8 @@ class LayerSelection:
         chosen: set[str] = set()
         missed: list[str] = []
         for component in self.components:
-            found = _inside(aimage, component)
+            start = f"{component.rstrip('/')}/"
+            found = {layer.name for layer in aimage.layers if layer.name.startswith(start)}
             chosen.update(found)
             missed += [] if found else [f"no component {component!r:.100}"]
         for pattern in self.patterns:
@@ -46,11 +47,6 @@ class LayerSelection:
         if self.components:
             chosen.update(layer.name for layer in aimage.layers if _is_top_file(layer))
         return frozenset(chosen)
-
-
-def _inside(aimage: AImage, component: str) -> set[str]:
-    start = f"{component.rstrip('/')}/"
-    return {layer.name for layer in aimage.layers if layer.name.startswith(start)}
 
 
 def _is_top_file(layer: Layer) -> bool:

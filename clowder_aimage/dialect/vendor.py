@@ -27,7 +27,7 @@ _SUFFIXES = {
     ".safetensors.index.json": mediatype.AIMAGE_TRANSFORMERS,
 }
 _ADAPTERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT, diffusers
-_FORMATS = {
+FORMATS = {
     mediatype.AIMAGE_GGUF: "gguf",
     mediatype.AIMAGE_TRANSFORMERS: "transformers",
     mediatype.AIMAGE_ONNX: "onnx",
@@ -128,8 +128,8 @@ def read_count(fact: object) -> int | None:
 
 def _format(layers: Sequence[Layer]) -> str | None:
     """Return the format of the layers, which vendors name differently."""
-    found = {_FORMATS.get(layer.descriptor.media_type) for layer in layers}
-    return next((word for word in _FORMATS.values() if word in found), None)
+    found = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
+    return next((word for word in FORMATS.values() if word in found), None)
 
 
 def _text(fact: object) -> str | None:
