@@ -359,7 +359,7 @@ def test_other_options_mean_nothing_beside_ollamas(aimage, ollama):
     done = aimage()(
         "create", "x", "small:1b", "--from-ollama", ollama, "--quantize", "int8", code=2
     )
-    assert "--quantize means nothing with --from-ollama" in done.err
+    assert "--quantize does not go with --from-ollama" in done.err
     assert (
         "needs the name of a model" in aimage()("create", "x", "--from-ollama", ollama, code=2).err
     )

@@ -255,7 +255,7 @@ def test_two_pushes_to_a_real_registry(aimage, tiny, repository):
     assert "refuses this kind of manifest" in first.err
     second = here("push", name)
     assert "refuses" not in second.err
-    assert "refused the custom dialect lately; beginning with the clowder dialect" in second.err
+    assert "refused the custom dialect recently; starting with the clowder dialect" in second.err
     assert second.out == first.out
     third = here("push", name, "--manifest-type", "custom")
     assert "refuses this kind of manifest" in third.err

@@ -16,10 +16,10 @@ from click.core import ParameterSource
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.output import META, note
 from clowder_aimage.errors import UsageError
-from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.oci import Reference
     from clowder_aimage.registry import ClientOptions, DialectCache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -88,7 +88,23 @@ connection_options = options(
     ),
 )
 
-reference_argument = click.argument("reference", metavar="REF", type=Reference.parse)
+
+def parse_reference(text: str) -> Reference:
+    """Parse a name of an AImage. Raises UsageError."""
+    from clowder_aimage.oci import Reference
+
+    return Reference.parse(text)
+
+
+def tag_reference(text: str) -> Reference:
+    """Parse a name that an AImage is to get. Raises UsageError: it has a digest."""
+    reference = parse_reference(text)
+    if reference.digest is not None:
+        raise UsageError(f"{text} names a digest: a tag is needed", hint="leave the @... out")
+    return reference
+
+
+reference_argument = click.argument("reference", metavar="REF", type=parse_reference)
 
 jobs_option = _shared(
     "--jobs",
@@ -103,7 +119,7 @@ def references_argument(*, required: bool) -> Callable[[_F], _F]:
     """Return an argument of any number of names."""
     metavar = "REF..." if required else "[REF...]"
     return click.argument(
-        "references", metavar=metavar, nargs=-1, required=required, type=Reference.parse
+        "references", metavar=metavar, nargs=-1, required=required, type=parse_reference
     )
 
 
@@ -117,14 +133,6 @@ def given_options(*but: str) -> list[str]:
         and option.name not in but
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     ]
-
-
-def tag_reference(text: str) -> Reference:
-    """Parse a name that an AImage is to get. Raises UsageError: it has a digest."""
-    reference = Reference.parse(text)
-    if reference.digest is not None:
-        raise UsageError(f"{text} names a digest: a tag is needed", hint="leave the @... out")
-    return reference
 
 
 @contextlib.contextmanager

@@ -109,3 +109,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """Format names and values, a pair a line."""
+    width = max(11, *(len(name) for name, _ in pairs))
+    return "\n".join(f"{name:<{width}} {value}" for name, value in pairs)

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from clowder_aimage.cli.console import output
@@ -184,7 +183,6 @@ class Progress:
         view: LineView | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._task = task
         self._reference = None if reference is None else str(reference)
         self._meter = Meter(task, self._reference or "", stepwise=unit != "bytes")
         self._view = view or view_of(sys.stderr)
@@ -196,12 +194,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._meter.sample(self._clock())
             self._ended.set()
@@ -247,7 +240,7 @@ class Progress:
     def _send_plan(self, **fields: Any) -> None:
         if self._view is None:
             return
-        self._view.send("plan", task=self._task, reference=self._reference, **fields)
+        self._view.send("plan", task=self._meter.task, reference=self._reference, **fields)
         with self._lock:
             if self._thread is None and not self._ended.is_set():
                 self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -272,8 +265,7 @@ class Progress:
         """Print a line above the bars."""
         if self._view is None:
             output.note(text)
-        else:
-            self._view.send("note", message=text)
+        self.remark(text)
 
     def remark(self, text: str) -> None:
         """Print a line above the bars, unless ``-q`` is given."""
@@ -290,7 +282,7 @@ class Progress:
         self._view.send(
             "summary",
             message=f"{verb} {moved}{there}, {size(meter.total)} in all",
-            task=self._task,
+            task=meter.task,
             reference=self._reference,
             blobs=meter.blobs - meter.skipped,
             alreadyThere=meter.skipped,

@@ -31,18 +31,21 @@ remote_option = click.option(
 )
 
 
-def worker() -> WorkerClient:
-    """Return a client of the worker in AIMAGE_HOST, else of the one at the default address."""
+def worker(host: str | None = None) -> WorkerClient:
+    """Return a client of a host, else of the worker in AIMAGE_HOST, else of the default one."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
-    host = os.environ.get("AIMAGE_HOST", "").strip() or DEFAULT_HOST
-    return WorkerClient(host, os.environ.get("AIMAGE_TOKEN", "").strip() or None)
+    return WorkerClient(host or worker_host() or DEFAULT_HOST, _variable("AIMAGE_TOKEN"))
 
 
-def has_worker() -> bool:
-    """Return whether AIMAGE_HOST names a worker."""
-    return bool(os.environ.get("AIMAGE_HOST", "").strip())
+def worker_host() -> str | None:
+    """Return the host in AIMAGE_HOST."""
+    return _variable("AIMAGE_HOST")
+
+
+def _variable(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
 
 
 def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:

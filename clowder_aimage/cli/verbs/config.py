@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,19 @@ def show() -> None:
     Secrets are not shown.
     """
     chosen, file = settings(), config_file()
-    found = [*_store(chosen.stores), *_servers(file), *_registries(file), *_environment(os.environ)]
+    variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
+    found = [_store(chosen.stores), *_servers(file), *_registries(file)]
+    found += [Value(name, masked(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
     rows += [[each.name, _text(each.value), each.origin] for each in found]
     value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
     result(value, table(rows))
 
 
-def _store(stores: tuple[Path, ...]) -> Iterator[Value]:
+def _store(stores: tuple[Path, ...]) -> Value:
     said = f"{META}store" in click.get_current_context().meta
     named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
-    yield Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
+    return Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
 
 
 def _servers(file: Path) -> Iterator[Value]:
@@ -92,19 +94,13 @@ def _registries(file: Path) -> Iterator[Value]:
             yield Value(f"registries.{host}.{name}", value, str(file))
 
 
-def _environment(environment: Mapping[str, str]) -> Iterator[Value]:
-    for name in _VARIABLES:
-        if environment.get(name):
-            yield Value(name, masked(name, environment[name]), "environment")
-
-
 def masked(name: str, value: str) -> str:
     """Return a variable's value without its secret: a token, the password in a URL."""
     if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
         return MASK
     if "@" not in value or value.startswith("/"):  # a path
         return value
-    # Not as a URL is read: of a password that holds # or / that would be a part only
+    # Not parsed as a URL: a password may contain # or /
     before, _, place = value.rpartition("@")
     scheme, found, _ = before.partition("://")
     return f"{scheme}://{MASK}@{place}" if found else f"{MASK}@{place}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.option import settings, verb
-from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.cli.console.output import facts, plural, result, size
 
 if TYPE_CHECKING:
     from clowder_aimage.usage import DiskUsage
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @verb
 def df() -> None:
-    """Show what lies in the store, what of it nothing needs, and how much more would fit.
+    """Show the content of the store, what of it no name needs, and the free space.
 
-    Where there are several stores, each is shown by itself.
+    Several stores are shown one by one.
     """
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.usage import disk_usage
@@ -27,7 +27,7 @@ def df() -> None:
 
 
 def _text(found: DiskUsage) -> str:
-    facts = [
+    pairs = [
         ("store", str(found.root)),
         ("names", str(found.names)),
         ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
@@ -36,7 +36,7 @@ def _text(found: DiskUsage) -> str:
         ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
         ("free", size(found.free)),
     ]
-    return "\n".join(f"{key:<11} {value}" for key, value in facts)
+    return facts(pairs)
 
 
 def _plain(found: DiskUsage) -> dict[str, Any]:

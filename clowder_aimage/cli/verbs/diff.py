@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
 _LISTED = 20  # of each kind; --all lists all
 _WIDTH = 60  # characters of a value in a config that are shown
 _DIFFERS = 1
+_KINDS = ("shared", "changed", "added", "removed")
 
 
 @verb
 @click.argument("a", type=Reference.parse)
 @click.argument("b", type=Reference.parse)
-@click.option("--all", "whole", is_flag=True, help="List all that differs, however much.")
-@click.option("--remote", is_flag=True, help="Ask the registries, whatever the store has.")
-@click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 where they differ.")
+@click.option("--all", "whole", is_flag=True, help="List all differences.")
+@click.option("--remote", is_flag=True, help="Read both from their registries.")
+@click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 if they differ.")
 @connection_options
 def diff(a: Reference, b: Reference, whole: bool, remote: bool, tells: bool) -> int:
     """Show which tensors, files and fields of the config differ between A and B.
 
-    Each is looked for in the store, then in the registry in its name. Only manifests and configs
-    are read: no weights are fetched.
+    A and B are read from the store, else from the registry in their names. Only manifests and
+    configs are read, no weights are fetched.
     """
     from clowder_aimage.diff import diff as compare
 
     chosen = settings()
-    reach = chosen.connection()
-    found = compare(a, b, chosen.layout, reach, remote=remote)
-    text = "\n".join(_lines(found, None if whole else _LISTED))
-    result(_plain(found), text)
+    found = compare(a, b, chosen.layout, chosen.connection(), remote=remote)
+    result(_plain(found), "\n".join(_lines(found, None if whole else _LISTED)))
     return _DIFFERS if tells and not found.is_empty else 0
 
 
@@ -53,52 +52,45 @@ def _lines(found: Difference, limit: int | None) -> Iterator[str]:
         yield f"{title}: " + ", ".join(_counts(found, is_tensor))
     for title, fields in (("config", found.config), ("annotations", found.annotations)):
         if fields or title == "config":
-            yield f"{title}: {plural(len(fields), 'field')} {_verb(fields)}"
+            differ = "differs" if len(fields) == 1 else "differ"
+            yield f"{title}: {plural(len(fields), 'field')} {differ}"
     moved = f"{size(sum(found.fetch.values()))} in {plural(len(found.fetch), 'blob')}"
     yield f"pulling {found.b.reference} where {found.a.reference} is present moves {moved}"
-    yield from _section("changed", [_changed(one) for one in found.changed], limit)
-    yield from _section("added", [_one(one) for one in found.added], limit)
-    yield from _section("removed", [_one(one) for one in found.removed], limit)
-    yield from _section("config", [_field(one) for one in found.config], limit)
-    yield from _section("annotations", [_field(one) for one in found.annotations], limit)
+    sections = (
+        ("changed", map(_changed, found.changed)),
+        ("added", map(_one, found.added)),
+        ("removed", map(_one, found.removed)),
+        ("config", map(_field, found.config)),
+        ("annotations", map(_field, found.annotations)),
+    )
+    for title, lines in sections:
+        yield from _section(title, list(lines), limit)
 
 
-def _verb(fields: Sequence[FieldChange]) -> str:
-    return "differs" if len(fields) == 1 else "differ"
+def _sums(found: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], int, int]:
+    """Return the tensors or files of a kind, and their bytes in A and in B."""
+    these = [one for one in getattr(found, kind) if one.is_tensor == is_tensor]
+    return these, sum(one.before for one in these), sum(one.after for one in these)
 
 
 def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
     """``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
-    for word, changes in _kinds(found):
-        these = [one for one in changes if one.is_tensor == is_tensor]
-        after, before = sum(one.after for one in these), sum(one.before for one in these)
-        bytes_ = size(before if word == "removed" else after)
-        if word == "changed" and before != after:
-            bytes_ += f", were {size(before)}"
-        yield f"{len(these)} {word} ({bytes_})" if these else f"0 {word}"
-
-
-def _kinds(found: Difference) -> tuple[tuple[str, tuple[Change, ...]], ...]:
-    return (
-        ("shared", found.shared),
-        ("changed", found.changed),
-        ("added", found.added),
-        ("removed", found.removed),
-    )
+    for kind in _KINDS:
+        these, before, after = _sums(found, kind, is_tensor)
+        text = size(before if kind == "removed" else after)
+        if kind == "changed" and before != after:
+            text += f", were {size(before)}"
+        yield f"{len(these)} {kind} ({text})" if these else f"0 {kind}"
 
 
 def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
     if not lines:
         return
     yield f"\n{title}:"
-    yield from (f"  {_one_line(line)}" for line in lines[:limit])
+    for line in lines[:limit]:
+        yield f"  {' '.join(line.splitlines())}"  # names may come from another tool
     if limit is not None and len(lines) > limit:
         yield f"  ... and {len(lines) - limit} more (--all lists them)"
-
-
-def _one_line(text: str) -> str:
-    """Join the lines of a name that another tool gave."""
-    return " ".join(text.splitlines())
 
 
 def _one(change: Change) -> str:
@@ -108,13 +100,9 @@ def _one(change: Change) -> str:
 
 def _changed(change: Change) -> str:
     """Format a change; a value that is equal on both sides stands once."""
-    parts = [change.name]
-    for old, new in (
-        (_shape(change.a), _shape(change.b)),
-        (size(change.before), size(change.after)),
-    ):
-        parts.append(new if old == new else f"{old or '-'} -> {new or '-'}")
-    return "  ".join(filter(None, parts))
+    shapes, sizes = (_shape(change.a), _shape(change.b)), (size(change.before), size(change.after))
+    pairs = (new if old == new else f"{old or '-'} -> {new or '-'}" for old, new in (shapes, sizes))
+    return "  ".join(filter(None, (change.name, *pairs)))
 
 
 def _shape(layer: Layer | None) -> str:
@@ -161,12 +149,11 @@ def _plain_side(side: Side) -> dict[str, Any]:
 def _plain_layers(found: Difference, is_tensor: bool) -> dict[str, Any]:
     """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
     value: dict[str, Any] = {}
-    for word, changes in _kinds(found):
-        these = [one for one in changes if one.is_tensor == is_tensor]
-        before, after = sum(one.before for one in these), sum(one.after for one in these)
-        value[word] = {"count": len(these), "before": before, "after": after}
-        if word != "shared":
-            value[word]["layers"] = [_plain_change(one) for one in these]
+    for kind in _KINDS:
+        these, before, after = _sums(found, kind, is_tensor)
+        value[kind] = {"count": len(these), "before": before, "after": after}
+        if kind != "shared":
+            value[kind]["layers"] = [_plain_change(one) for one in these]
     return value
 
 
@@ -181,8 +168,5 @@ def _plain_change(change: Change) -> dict[str, Any]:
 
 
 def _plain_field(field: FieldChange) -> dict[str, Any]:
-    value: dict[str, Any] = {"path": list(field.path)}
-    for key, held in (("a", field.a), ("b", field.b)):
-        if held:
-            value[key] = held[0]
-    return value
+    sides = {key: held[0] for key, held in (("a", field.a), ("b", field.b)) if held}
+    return {"path": list(field.path), **sides}

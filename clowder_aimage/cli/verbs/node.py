@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from clowder_aimage.cli.console.option import (
     settings,
 )
 from clowder_aimage.cli.console.output import note, plural, printable, result, size, table
-from clowder_aimage.cli.console.remote_worker import refuse_options
+from clowder_aimage.cli.console.remote_worker import refuse_options, worker, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 
@@ -40,15 +39,15 @@ _Json = Mapping[str, Any]
 @connection_options
 @click.pass_context
 def node(context: click.Context, /, **options: Any) -> None:
-    """Keep the models on this machine that the files in --desired name, until it is interrupted.
+    """Keep the models of the specifications in --desired on this machine, until interrupted.
 
-    They are fetched from their registries, by way of --neighbour where other nodes have them, and
-    followed as their tags move. The node answers Clowder's /content/ and says how it is under
-    /v1/node; 'aimage node status' shows that. The URL is printed, on a line of its own, once
-    connections are accepted.
+    Models are pulled from their registries, or from other nodes (--neighbour), and pulled again
+    when their tags move. The node serves its blobs to other nodes, and its status under /v1/node:
+    see 'aimage node status'. The URL is printed, on a line of its own, once connections are
+    accepted.
 
-    What is not said here comes from AIMAGE_NODE_ADDR and so on, then from "node" in the
-    configuration: see 'aimage config show'.
+    Options that are not given come from the environment (AIMAGE_NODE_ADDR and so on), then from
+    "node" in the configuration: see 'aimage config show'.
     """
     if context.invoked_subcommand is not None:
         if given := given_options():
@@ -69,13 +68,9 @@ def node(context: click.Context, /, **options: Any) -> None:
     help=f"The node to ask. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
 )
 def status(addr: str | None) -> None:
-    """Show each model of a node.
-
-    Whether it is there, or how far it is and why, where its bytes came from, and when that
-    changed.
-    """
+    """Show each model of a node: its state, the sources of its bytes, and the last change."""
     refuse_options("leave it out: it is the node's store that is shown", but=("addr",))
-    answer = ask(endpoint(addr), os.environ.get("AIMAGE_TOKEN", "").strip() or None)
+    answer = ask(endpoint(addr))
     result(answer, "\n".join(lines(answer, datetime.now(UTC))))
     for warning in () if settings().as_json else answer["warnings"]:
         note(f"warning: {_line(warning)}")
@@ -86,23 +81,21 @@ def endpoint(addr: str | None) -> Endpoint:
     from clowder_aimage.engine.endpoint import Endpoint
 
     if not addr:
-        return Endpoint.parse(os.environ.get("AIMAGE_HOST", "").strip() or DEFAULT_NODE)
+        return Endpoint.parse(worker_host() or DEFAULT_NODE)
     found = Endpoint.parse(addr)
     has_port = found.scheme != "http" or urlsplit(f"//{addr.partition('//')[2] or addr}").port
     return found if has_port else Endpoint("http", found.host, PORT)
 
 
-def ask(place: Endpoint, token: str | None) -> dict[str, Any]:
+def ask(place: Endpoint) -> dict[str, Any]:
     """Return the node's status.
 
     Raises:
         NotFoundError: a worker is there that is not a node.
         AImageError: as ``WorkerClient``.
     """
-    from clowder_aimage.engine.worker_client import WorkerClient
-
     try:
-        answer = WorkerClient(str(place), token).ask("GET", "/v1/node")
+        answer = worker(str(place)).ask("GET", "/v1/node")
     except NetworkError as error:
         raise NetworkError(
             error.message, hint="see that 'aimage node' runs there, or name another one with --addr"

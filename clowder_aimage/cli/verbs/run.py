@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import sys
@@ -23,10 +24,10 @@ from clowder_aimage.cli.console.output import note, remark, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import (
     RemotePicture,
-    has_worker,
     pictures,
     refuse_options,
     worker,
+    worker_host,
 )
 from clowder_aimage.content.atomic_file import DISK_FULL, write_file
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
@@ -99,7 +100,7 @@ def run(
             note(f"seed {wishes['seed']}")
         remark(text)
 
-    if has_worker():
+    if worker_host():
         refuse_options(
             "leave it out, or unset AIMAGE_HOST to make the picture in this process",
             but=(*wishes, "count", "output", "show"),
@@ -222,15 +223,11 @@ def _write(path: Path, data: bytes) -> None:
 
 def _check_output(output: Path | None) -> None:
     """Refuse a place where a picture cannot be written, before the picture is generated."""
-    if output is None or output.is_dir():
-        _check_directory(output or Path())
-        return
-    if output.suffix.lower() not in ("", ".png"):
-        raise UsageError(f"pictures are PNG files: {output.name} does not end in .png")
-    _check_directory(output.parent)
-
-
-def _check_directory(directory: Path) -> None:
+    directory = output or Path()
+    if output is not None and not output.is_dir():
+        directory = output.parent
+        if output.suffix.lower() not in ("", ".png"):
+            raise UsageError(f"pictures are PNG files: {output.name} does not end in .png")
     if not directory.is_dir():
         raise StoreError(
             f"cannot write a picture: there is no directory {directory}",
@@ -247,11 +244,8 @@ def _path(output: Path | None, reference: Reference, seed: int, index: int, coun
     """Return a picture's path. A name chosen here never overwrites another picture."""
     if output is None or output.is_dir():
         stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
-        directory, number = output or Path(), 2
-        path = directory / f"{stem}.png"
-        while path.exists():
-            path = directory / f"{stem}-{number}.png"
-            number += 1
-        return path
+        names = (f"{stem}-{number}.png" for number in itertools.count(2))
+        paths = ((output or Path()) / name for name in itertools.chain((f"{stem}.png",), names))
+        return next(path for path in paths if not path.exists())
     output = output if output.suffix else output.with_suffix(".png")
     return output if count == 1 else output.with_stem(f"{output.stem}-{index + 1}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import reference_argument, settings, verb
-from clowder_aimage.cli.console.output import number, plain, plural, result, size, table
+from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
 from clowder_aimage.content.platform import Candidate, candidates_in, one_line
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
@@ -32,9 +32,9 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 @reference_argument
 @click.option("--layers", is_flag=True, help="List every layer.")
 def show(reference: Reference, layers: bool) -> None:
-    """Show the config, the parts and the sizes of the AImage REF in the store.
+    """Show the config, the components and the sizes of the AImage REF in the store.
 
-    Of an index, the manifests in it are shown.
+    Of an index, its manifests are shown.
     """
     chosen = settings()
     descriptor = chosen.layout.resolve(reference)
@@ -52,21 +52,19 @@ def show(reference: Reference, layers: bool) -> None:
 
 def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> dict[str, Any]:
     layers = stored.aimage.layers
+    sums = {"blobs": len(found.missing), "size": found.missing_size}
+    missing = {"partial": True, "missing": sums}
     return {
         "reference": str(reference),
         "digest": str(stored.descriptor.digest),
         "mediaType": stored.descriptor.media_type,
         "dialect": stored.dialect.name,
         "size": sum(layer.descriptor.size for layer in layers),
-        **({"partial": True, "missing": _sum(found)} if found.missing else {}),
+        **(missing if found.missing else {}),
         **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
         "config": stored.aimage.properties,
         "layers": [_layer(layer) for layer in layers],
     }
-
-
-def _sum(found: Completeness) -> dict[str, int]:
-    return {"blobs": len(found.missing), "size": found.missing_size}
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
@@ -92,7 +90,7 @@ def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) ->
 
 
 def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
-    """One of them; ``blobs`` is their size in all, and missing where it is not in the store."""
+    """Return a manifest; ``blobs``, their size, is left out if it is not in the store."""
     value = plain(candidate.descriptor)
     if candidate.variant:
         value["variant"] = candidate.variant
@@ -106,21 +104,19 @@ def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
 
 
 def _index_text(value: dict[str, Any]) -> str:
-    reference = value["reference"]
-    facts = [("name", reference), ("digest", value["digest"]), ("kind", "index")]
+    head = facts([("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")])
     rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
     for one in value["manifests"]:
         there = size(one["blobs"]) if "blobs" in one else "not here"
         variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
         rows.append((variant, platform, there, one["digest"]))
-    lines = "\n".join(f"{key:<11} {fact}" for key, fact in facts)
-    return f"{lines}\n\n{table(rows)}"
+    return f"{head}\n\n{table(rows)}"
 
 
 def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> str:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
-    facts = [
+    pairs = [
         ("name", str(reference)),
         ("digest", str(stored.descriptor.digest)),
         ("dialect", stored.dialect.name),
@@ -130,19 +126,17 @@ def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> st
     if found.missing:
         blobs = plural(len(found.missing), "blob")
         lacks = f"{describe_missing(stored, found)}; {blobs}, {size(found.missing_size)}"
-        facts.append(("missing", lacks))
+        pairs.append(("missing", lacks))
     if isinstance(config.get("parameters"), int):
         dtype = config.get("dtype", "")
-        facts.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
-    facts += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
+        pairs.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
+    pairs += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
     if config.get("pickled"):
-        facts.append(("pickled", "yes: whoever loads it runs what is in there"))
-    facts += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
+        pairs.append(("pickled", "yes: whoever loads it runs what is in there"))
+    pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
     if stored.aimage.subject is not None:
-        facts.append(("belongs to", str(stored.aimage.subject.digest)))
-    width = max(11, *(len(key) for key, _ in facts))
-    lines = [f"{key:<{width}} {value}" for key, value in facts]
-    return "\n".join(lines) + "\n\n" + _components(stored.aimage)
+        pairs.append(("belongs to", str(stored.aimage.subject.digest)))
+    return f"{facts(pairs)}\n\n{_components(stored.aimage)}"
 
 
 def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -184,8 +178,7 @@ def _components(aimage: AImage) -> str:
     quantized = {name: _quantized(parts.get(name, {})) for name in names}
     rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE", "QUANTIZED")]
     for name in names:
-        layers = aimage.component(name)
-        kind = parts.get(name, {}).get("class", "")
+        layers, kind = aimage.component(name), parts.get(name, {}).get("class", "")
         tensors = sum(layer.is_tensor for layer in layers)
         total = sum(layer.descriptor.size for layer in layers)
         rows.append((name or "(top)", str(kind), str(tensors), size(total), quantized[name]))

@@ -92,16 +92,13 @@ def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
             for one in documents
         ]
     return [
-        f"{one.name}{_position(wrong.line, wrong.column)}: "
+        one.name
+        + (f":{wrong.line}:{wrong.column}: " if wrong.line else ": ")
         + (f"{wrong.pointer}: " if wrong.pointer else "")
         + wrong.message.replace("\n", " ")
         for one in documents
         for wrong in one.violations
     ]
-
-
-def _position(line: int, column: int) -> str:
-    return f":{line}:{column}" if line else ""
 
 
 def _value(documents: list[CheckedDocument], is_valid: bool) -> dict[str, Any]:
