@@ -250,7 +250,6 @@ def _xdg_directory(variable: str, usual: str) -> Path:
 
 
 def _named(variable: str) -> Path | None:
-    """Return the path in an environment variable, None where it is empty."""
     value = os.environ.get(variable)
     return Path(value) if value else None
 

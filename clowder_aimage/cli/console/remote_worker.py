@@ -92,7 +92,6 @@ class StepBar:
 def pictures(
     client: WorkerClient,
     reference: Reference,
-    prompt: str,
     wishes: Mapping[str, Any],
     count: int,
     *,
@@ -112,7 +111,7 @@ def pictures(
         watch = _Watch(reference, count, bars)
         for index in range(count):
             seed = wishes["seed"] + index
-            body = _request(reference, prompt, {**wishes, "seed": seed})
+            body = _request(reference, {**wishes, "seed": seed})
             with contextlib.closing(client.events("/v1/images/generations", body)) as events:
                 data = _finished(
                     client, reference, events, watch, index, on_accepted if index == 0 else None
@@ -146,15 +145,14 @@ class _Watch:
         return self._now
 
 
-def _request(reference: Reference, prompt: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body for ``POST /v1/images/generations``."""
+def _request(reference: Reference, wishes: Mapping[str, Any]) -> dict[str, Any]:
     said = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
     if "width" in said and "height" in said:
         said["size"] = f"{said.pop('width')}x{said.pop('height')}"
     fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
     # strict: the worker refuses a field that it does not know
     stream = {"stream": True, "stream_format": "ollama", "strict": True}
-    return {"model": str(reference), "prompt": prompt, **said, **fixed, **stream}
+    return {"model": str(reference), **said, **fixed, **stream}
 
 
 def _finished(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
 
-
 recipe_options = options(
     click.option(
         "--dtype",
@@ -61,7 +60,7 @@ recipe_options = options(
     "ollama",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Take the model PATH (say llama3.2:1b) from ollama's store in DIR, with hard links.",
+    help="Add the model PATH (such as llama3.2:1b) of ollama's store DIR, with hard links.",
 )
 @click.option(
     "--format", "format_", type=click.Choice(_FORMATS), help="Format. [default: detected]"
@@ -123,7 +122,7 @@ recipe_options = options(
     type=click.Choice(["sha256", "sha512"]),
     default="sha256",
     show_default=True,
-    help="What the layers and the config are known by.",
+    help="Algorithm for the digests of the layers and the config.",
 )
 @recipe_options
 def create(
@@ -148,10 +147,10 @@ def create(
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
-    PATH is a directory of diffusers or Transformers, in which each tensor becomes a blob of its
-    own, so that models share what they have in common; or a GGUF, ONNX or TorchScript file, a
-    SavedModel directory or a LoRA adapter, which stay whole files; or a model in a Hugging Face
-    cache. The digest depends on the model alone: not on the machine, the time, or the packer.
+    PATH is a directory of diffusers or Transformers, of which each tensor becomes a blob, so that
+    models share equal tensors; or a GGUF, ONNX or TorchScript file, a SavedModel directory or a
+    LoRA adapter, which are packed as whole files; or a model in a Hugging Face cache. The digest
+    depends on the model alone, not on the machine or the time.
     """
     from clowder_aimage.create import create as create_aimage
     from clowder_aimage.importer import Provenance, Recipe
@@ -193,7 +192,6 @@ def create(
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
-    """Take a model over from ollama's store, and say what it is."""
     from clowder_aimage.importer.ollama_store import adopt
 
     chosen = settings()
@@ -311,7 +309,6 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
 
 
 def _what(value: Mapping[str, Any]) -> str:
-    """Tensors and files, or the format of what is whole files."""
     files, parameters = plural(value["files"], "file"), number(value["parameters"])
     if value["tensors"]:
         return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"

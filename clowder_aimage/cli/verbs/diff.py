@@ -68,7 +68,6 @@ def _lines(found: Difference, limit: int | None) -> Iterator[str]:
 
 
 def _sums(found: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], int, int]:
-    """Return the tensors or files of a kind, and their bytes in A and in B."""
     these = [one for one in getattr(found, kind) if one.is_tensor == is_tensor]
     return these, sum(one.before for one in these), sum(one.after for one in these)
 

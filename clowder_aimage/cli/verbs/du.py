@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 @verb
 @references_argument(required=False)
 def du(references: tuple[Reference, ...]) -> None:
-    """Show what REF..., else all names in the store, take on disk.
+    """Show the disk usage of REF..., else of all names in the store.
 
-    UNIQUE is what no other manifest needs: what rm and gc would free. Several names of one
-    manifest are one line and count once.
+    UNIQUE is what no other manifest needs, and rm and gc would free. Several names of one manifest
+    are one line and count once.
     """
     from clowder_aimage.usage import usage
 

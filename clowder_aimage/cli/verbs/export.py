@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 @click.option(
     "--links",
     is_flag=True,
-    help="Let whole files share their bytes with the store, where the file system can.",
+    help="Share the bytes of whole files with the store, where the file system can.",
 )
 def export(reference: Reference, place: str, links: bool) -> None:
-    """Write the AImage REF, which is in the store, as the directory DIR; print its path.
+    """Write the AImage REF in the store as the model directory DIR; print its path.
 
-    DIR must not exist, or be empty; it is there whole or not at all. Tensors are gathered into the
-    files that the model's library looks for; all other files are as they were, byte for byte.
-    Every blob is verified on the way.
+    DIR must be empty or not exist; it is written whole or not at all. Tensors are gathered into the
+    files that the model's library looks for; all other files keep their bytes. Every blob is
+    verified.
     """
     from clowder_aimage.export import export as export_aimage
+    from clowder_aimage.exporter.directory import LinkMethod
 
     chosen = settings()
     if not place:
@@ -47,15 +48,8 @@ def export(reference: Reference, place: str, links: bool) -> None:
             on_plan=lambda plan: progress.begin(plan.size),
             on_written=progress.advance,
         )
-    remark(text(directory, exported, links))
-    result(summary(reference, directory, exported), str(directory))
-
-
-def summary(reference: Reference, directory: Path, exported: ExportSummary) -> dict[str, Any]:
-    """Return the result for programs."""
-    from clowder_aimage.exporter.directory import LinkMethod
-
-    return {
+    remark(_text(directory, exported, links))
+    value = {
         "path": str(directory),
         "reference": str(reference),
         "digest": str(exported.descriptor.digest),
@@ -65,10 +59,10 @@ def summary(reference: Reference, directory: Path, exported: ExportSummary) -> d
         **{way.value: exported.ways[way] for way in LinkMethod},
         "quantized": dict(exported.quantized),
     }
+    result(value, str(directory))
 
 
-def text(directory: Path, exported: ExportSummary, links: bool) -> str:
-    """Return the result for people, in a line or two."""
+def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
     from clowder_aimage.exporter.directory import LinkMethod
 
     weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""

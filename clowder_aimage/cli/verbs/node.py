@@ -161,22 +161,18 @@ def _percent(part: float) -> str:
 
 
 def _neighbours(found: list[_Json]) -> list[tuple[str, str]]:
-    """Return how many there are in each state, and those that do not answer."""
     if not found:
         return []
     counts = sorted(Counter(each["state"] for each in found).items())
-    silent = (each for each in found if each["state"] != "live")
+    silent = [
+        (f"{each['url']} is {each['state']}", each.get("reason"))
+        for each in found
+        if each["state"] != "live"
+    ]
     return [
         ("neighbours", ", ".join(f"{count} {state}" for state, count in counts)),
-        *(("", ": ".join(filter(None, (_silence(each), each.get("reason"))))) for each in silent),
+        *(("", ": ".join(filter(None, each))) for each in silent),
     ]
-
-
-def _silence(each: _Json) -> str:
-    return f"{each['url']} is {each['state']}"
-
-
-# -- one model
 
 
 def _row(model: _Json, now: datetime) -> tuple[str, ...]:
@@ -188,9 +184,7 @@ def _row(model: _Json, now: datetime) -> tuple[str, ...]:
 def state_of(model: _Json, now: datetime) -> str:
     """Return the state of a model in words."""
     state: str = model["state"]
-    parts = []
-    if model["reason"]:
-        parts.append(model["reason"])
+    parts = [model["reason"]] if model["reason"] else []
     if model["next"]:
         parts.append(f"next try {_after(model['next'], now)}")
     if state == "pulling":
@@ -202,7 +196,6 @@ def state_of(model: _Json, now: datetime) -> str:
 
 
 def _progress(model: _Json) -> str:
-    """Return the part that is here, rounded down, and the rate in powers of 1024."""
     done, total, rate = model["completed"], model["total"], model["rate"]
     text = f" {done * 100 // total} %" if total else ""
     if rate >= 2**20:
@@ -217,9 +210,6 @@ def _sources(sources: Mapping[str, int]) -> str:
     if len(found) < 2:
         return found[0][1] if found else "-"
     return ", ".join(f"{name} {max(1, -count * 100 // total)} %" for count, name in found)
-
-
-# -- words
 
 
 def _line(text: str) -> str:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @verb
 @references_argument(required=False)
 def pin(references: tuple[Reference, ...]) -> None:
-    """Keep the names REF... and what they name: neither 'gc' nor 'rm' takes them.
+    """Pin the names REF...: neither 'gc' nor 'rm' removes them or their content.
 
-    Without REF, list the names that are pinned.
+    Without REF, list the pinned names.
     """
     chosen = settings()
     names = [name for reference in references for name in _names(chosen.layout, reference)]
@@ -51,7 +51,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
 @verb
 @references_argument(required=True)
 def unpin(references: tuple[Reference, ...]) -> None:
-    """Pin the names REF... no longer. They stay until 'rm' or 'gc' takes them."""
+    """Remove the pins of the names REF...; the names stay until 'rm' or 'gc' removes them."""
     from clowder_aimage.layout.layout import index_name
 
     chosen = settings()

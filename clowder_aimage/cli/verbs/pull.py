@@ -125,7 +125,6 @@ def pull(
 
 
 def _pull_remotely(reference: Reference) -> None:
-    """Pull in a worker, and show its progress."""
     refuse_options("leave out --remote to pull into a store of this machine")
     client = worker()
     is_done = False
@@ -170,7 +169,6 @@ class _Sums:
 
 
 def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
-    """Return the model that a worker has by a name. Raises NotFoundError."""
     for model in models(client, "/api/tags"):
         if model["name"] == str(reference) or model["digest"] == str(reference.digest):
             return {"reference": str(reference), "digest": model["digest"], "size": model["size"]}
@@ -180,14 +178,12 @@ def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
 
 
 def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
-    """Return the command that fetches all of it."""
     options = {"--platform": platform, "--variant": variant}
     words = [word for option in options.items() if option[1] is not None for word in option]
     return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
 
 
 def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
-    """Print the result of a pull, and what is missing."""
     name, missing = pulled.name, pulled.missing
     value = {"reference": str(name), **plain(pulled.root)}
     if missing:
@@ -203,17 +199,16 @@ def _selector(platform: str | None, variant: str | None, whole: bool) -> Manifes
     """Return what to choose from an index; None is all of it. Raises UsageError."""
     from clowder_aimage.content.platform import ManifestSelector, Platform
 
-    if whole and (platform is not None or variant is not None):
+    if not whole:
+        return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
+    if platform is not None or variant is not None:
         raise UsageError("--whole leaves nothing for --platform or --variant to choose")
-    if whole:
-        return None
-    return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
+    return None
 
 
 def _selection(
     components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
 ) -> LayerSelection | None:
-    """Return the layers to fetch, None for all. Raises UsageError."""
     from clowder_aimage.dialect.selection import LayerSelection
 
     if not components and not patterns:
@@ -231,7 +226,6 @@ def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
 
 
 def _print_plan(planned: PullResult, layout: ImageLayout) -> None:
-    """Print the result of a dry run."""
     plan, left_out = planned.plan, planned.missing
     missing = plan.missing(layout)
     needed = sum(layout.missing_size(blob) for blob in missing)

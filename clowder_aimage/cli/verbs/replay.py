@@ -62,7 +62,6 @@ def _size(pixels: Any) -> str:
 
 
 def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
-    """Return the AImage that made the picture, by digest."""
     try:
         name = re.sub("@.*", "", str(facts["reference"]))
         return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))

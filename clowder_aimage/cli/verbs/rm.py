@@ -19,34 +19,31 @@ if TYPE_CHECKING:
 @references_argument(required=True)
 @remote_option
 def rm(references: tuple[Reference, ...], remote: bool) -> None:
-    """Forget the names REF... in the store. The blobs stay until 'aimage gc' removes them.
+    """Remove the names REF... from the store. The blobs stay until 'aimage gc' removes them.
 
-    With --remote a worker forgets them, and removes what nothing needs any more.
+    With --remote a worker removes the names, and what nothing needs any more.
     """
-    chosen = settings()
     if remote:
-        _forget_remotely(references)
+        _remove_remotely(references)
     else:
-        _forget(chosen.layout, references)
+        _remove(settings().layout, references)
     names = [str(reference) for reference in references]
     result({"removed": names}, "\n".join(names))
 
 
-def _forget(layout: ImageLayout, references: Sequence[Reference]) -> None:
+def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
     from clowder_aimage.layout.layout import index_name
 
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
-            raise UsageError(
-                f"{reference} is pinned", hint=f"let it go first: aimage unpin {reference}"
-            )
+            raise UsageError(f"{reference} is pinned", hint=f"first: aimage unpin {reference}")
     for reference in references:
         layout.untag(reference)
 
 
-def _forget_remotely(references: Sequence[Reference]) -> None:
-    """Have a worker forget names: all of them, or none where it does not have one."""
-    refuse_options("leave out --remote to forget a name in a store of this machine")
+def _remove_remotely(references: Sequence[Reference]) -> None:
+    """Remove all names from a worker, or none if it lacks one."""
+    refuse_options("leave out --remote to remove a name from a store of this machine")
     client = worker()
     known = {model["name"] for model in models(client, "/api/tags")}
     for reference in references:

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
 @connection_options
 def run(
     reference: Reference,
-    prompt: str,
     output: Path | None,
     show: bool | None,
     dtype: str | None,
@@ -105,9 +104,9 @@ def run(
             "leave it out, or unset AIMAGE_HOST to make the picture in this process",
             but=(*wishes, "count", "output", "show"),
         )
-        made = _by_worker(reference, prompt, wishes, count, announce)
+        made = _by_worker(reference, wishes, count, announce)
     else:
-        made = _here(reference, prompt, wishes | {"n": count}, dtype, announce)
+        made = _here(reference, wishes | {"n": count}, dtype, announce)
     written, facts = [], dict[str, Any]()
     with contextlib.closing(made):
         for picture in made:
@@ -123,7 +122,6 @@ def run(
 
 def _here(
     reference: Reference,
-    prompt: str,
     wishes: Mapping[str, Any],
     dtype: str | None,
     announce: Callable[[str], None],
@@ -134,7 +132,7 @@ def _here(
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.pipeline import GenerateRequest
 
-    request = GenerateRequest.for_model(stored.aimage, prompt, **wishes)
+    request = GenerateRequest.for_model(stored.aimage, **wishes)
     model = load_model(stored, dtype)
     events = model.generate(request)
     announce(f"computing on {model.backend}")
@@ -145,11 +143,7 @@ def _here(
 
 
 def _by_worker(
-    reference: Reference,
-    prompt: str,
-    wishes: Mapping[str, Any],
-    count: int,
-    announce: Callable[[str], None],
+    reference: Reference, wishes: Mapping[str, Any], count: int, announce: Callable[[str], None]
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in the worker in AIMAGE_HOST."""
     client, seed = worker(), wishes["seed"]
@@ -160,7 +154,6 @@ def _by_worker(
     yield from pictures(
         client,
         reference,
-        prompt,
         {**wishes, "png_facts": True},  # so that the picture can be replayed
         count,
         on_accepted=lambda: announce(f"the worker at {client.endpoint} computes"),

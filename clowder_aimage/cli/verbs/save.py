@@ -59,7 +59,6 @@ def _stdout() -> BinaryIO:
 
 
 def _say(file: str, saved: SaveResult, chosen: VerbSettings) -> None:
-    """Print the result; as an event where the archive goes to stdout."""
     value: dict[str, Any] = {
         "file": file,
         "size": saved.size,

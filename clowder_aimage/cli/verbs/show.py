@@ -79,7 +79,6 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
-    """Return the facts of an index, and of each manifest that can be chosen from it."""
     index = parse_document(read_all(layout.open(descriptor), descriptor), descriptor.media_type)
     found = candidates_in(layout, index) if isinstance(index, Index) else []
     return {

@@ -31,8 +31,8 @@ def validate(what: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
 
     FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON; - is stdin), a
-    safetensors file, or the directory of an OCI image layout. All violations are listed, each with
-    its place, and make it fail with exit code 5.
+    safetensors file, or the directory of an OCI image layout. All violations are listed with their
+    places. The exit code is 5 if there are any.
     """
     try:
         documents = _check(what, schema)
