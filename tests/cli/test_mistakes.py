@@ -1,4 +1,4 @@
-"""Likely mistakes: a sentence and an exit code, never a traceback (tests.process asserts that)."""
+"""Likely mistakes get a sentence and an exit code (tests.process refuses tracebacks)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ def _one_sentence(err: str) -> str:
     return first
 
 
-@pytest.mark.parametrize("verb", [("show",), ("push",), ("rm",), ("tag",), ("run",)])
-def test_an_unknown_reference(verb, aimage):
-    arguments = {"tag": ("x", "y"), "run": ("x", "a prompt")}.get(verb[0], ("x",))
-    code = 2 if verb == ("push",) else 3  # a name without a host cannot be pushed at all
-    done = aimage()(*verb, *arguments, code=code)
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("push", "x"), 2), (("rm", "x"), 3), (("run", "x", "a prompt"), 3)],
+    ids=["push", "rm", "run"],
+)
+def test_an_unknown_reference(arguments, code, aimage):
+    done = aimage()(*arguments, code=code)
     assert "x:latest" in _one_sentence(done.err)
     assert done.out == ""
 
@@ -50,16 +52,12 @@ def test_a_local_name_is_never_pulled(aimage):
     [
         ("Upper/Case", "names are lower case: upper/case"),
         ("localhost:5000/Team/Model:V1", "localhost:5000/team/model:V1"),
-        ("../climb", "cannot be a repository"),
         ("a/../b", "cannot be a repository"),
         ("x:", "cannot be a tag"),
-        ("x:a b", "cannot be a tag"),
         ("x@sha256:abc", "not a sha256 digest"),
-        ("", "cannot be a repository"),
-        ("a//b", "cannot be a repository"),
     ],
 )
-def test_a_name_that_cannot_be(name, said, aimage, tiny):
+def test_invalid_names_are_refused(name, said, aimage, tiny):
     here = aimage()
     assert said in here("create", name, tiny, code=2).err
     assert said in here("pull", name, code=2).err
@@ -81,6 +79,7 @@ def test_a_host_that_does_not_exist(aimage):
     assert "cannot reach registry.invalid" in done.err
 
 
+@pytest.mark.integration
 def test_a_registry_that_never_answers_is_given_up_within_ten_seconds(aimage):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -227,6 +226,7 @@ def test_ctrl_c_in_the_middle_of_a_pull(aimage):
     assert here("ls", "--json").value == []
 
 
+@pytest.mark.integration
 def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
     """A pipe for a weight file would hang; a slow disk is played by a stopped process."""
     here = aimage()
@@ -244,9 +244,8 @@ def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
         assert list(layout.tags()) == []
 
 
-def test_a_closed_pipe_is_no_error(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_closed_pipe_is_no_error(stocked):
+    here = stocked()
     shell = " ".join(PROGRAM) + " show x --layers | head -1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", shell],
@@ -269,31 +268,26 @@ def test_usage(aimage):
     ("arguments", "said"),
     [
         (("--width", 100), "width must be a multiple of 16"),
-        (("--height", 0), "height must be a multiple of 16"),
         (("--steps", 0), "steps must be"),
-        (("--seed", -1), "seed must be"),
         (("--dtype", "float16"), "float16"),
         (("--negative", "blur"), "--negative needs --guidance"),
         (("-o", "x.jpg"), "PNG"),
-        (("-n", 0), "n must be"),
     ],
 )
-def test_a_picture_that_cannot_be(arguments, said, aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_invalid_options_of_a_picture(arguments, said, stocked):
+    here = stocked()
     done = here("run", "x", "a fox", *arguments, code=2)
     assert said in done.err
     assert not list(here.home.glob("*.png"))
 
 
-def test_an_output_place_that_is_not_there(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_an_output_place_that_is_not_there(stocked):
+    here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
     assert "there is no directory no/such/place" in done.err
 
 
-def test_replay_of_what_is_not_ours(aimage):
+def test_replay_of_a_file_that_is_not_a_picture(aimage):
     here = aimage()
     (here.home / "x.png").write_bytes(b"not a picture")
     assert "not a PNG" in here("replay", "x.png", code=2).err
@@ -314,10 +308,10 @@ def test_a_damaged_store_is_found_out_before_it_spreads(aimage, tiny, repository
     assert largest["digest"] in done.err
 
 
-def test_limits_are_ours_to_bear(aimage, tiny):
+@pytest.mark.integration
+def test_run_with_256_open_files(stocked):
     """256 open files are macOS's default."""
-    here = aimage()
-    here("create", "x", tiny)
+    here = stocked()
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
     done = subprocess.run(
         [*PROGRAM, "run", "x", "a fox", "--steps", "1", "-o", "x.png"],
@@ -330,7 +324,7 @@ def test_limits_are_ours_to_bear(aimage, tiny):
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_asked_where_nobody_can_answer(aimage):
+def test_login_without_a_terminal_needs_options(aimage):
     done = aimage()("login", "localhost:1", code=2)
     assert "give --username" in done.err
     done = aimage()("login", "localhost:1", "-u", "x", code=2)
@@ -341,19 +335,16 @@ def test_nothing_is_asked_where_nobody_can_answer(aimage):
     "change",
     [
         {"defaults": [1]},
-        {"defaults": {"steps": None}},
         {"defaults": {"width": 17}},
         {"components": []},
-        {"components": {"vae": "x"}},
         {"parameters": 10**400},
         {"license": "\x1b]0;title\x07"},
     ],
     ids=str,
 )
-def test_a_config_that_lies(change, aimage, tiny):
-    """What anybody can push must not bring a command down, nor move the terminal's cursor."""
-    here = aimage()
-    here("create", "x", tiny)
+def test_an_invalid_config(change, stocked):
+    """Configs from a registry neither crash a command nor control the terminal."""
+    here = stocked()
     layout = ImageLayout(here.store)
     stored = read_aimage(layout, Reference.parse("x"))
     config = json.dumps({**stored.aimage.properties, **change}).encode()
@@ -366,9 +357,8 @@ def test_a_config_that_lies(change, aimage, tiny):
     assert here("run", "evil", "a fox", "--steps", 1, code=code).code == code
 
 
-def test_a_model_does_not_choose_the_prompt_or_the_seed(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_model_does_not_choose_the_prompt_or_the_seed(stocked):
+    here = stocked()
     layout = ImageLayout(here.store)
     stored = read_aimage(layout, Reference.parse("x"))
     changed = {**stored.aimage.properties, "defaults": {"prompt": "ad", "seed": 1, "width": 32}}
@@ -381,9 +371,8 @@ def test_a_model_does_not_choose_the_prompt_or_the_seed(aimage, tiny):
     assert facts["dtype"] == "float32"
 
 
-def test_a_picture_on_a_full_disk(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_picture_on_a_full_disk(stocked):
+    here = stocked()
     small = here.home / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(small)]

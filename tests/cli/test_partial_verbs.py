@@ -132,8 +132,8 @@ def test_a_component_may_be_a_part_of_a_larger_one():
     assert len(chosen(layers, ["adapters"])) == 3
 
 
-@pytest.mark.parametrize("name", ["", "/", "top.json", "ne", "net/a", "NET", "*"])
-def test_what_is_no_component(name):
+@pytest.mark.parametrize("name", ["", "top.json", "ne", "NET"])
+def test_unknown_components_are_refused(name):
     with pytest.raises(NotFoundError, match="has no component"):
         chosen(AIMAGE.layers, [name])
 

@@ -1,4 +1,4 @@
-"""Progress: calm bars on a terminal, lines in logs, events for programs; nothing is left behind."""
+"""Progress: bars on a terminal, lines in logs, events for programs."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_retry_does_not_move_the_events_back():
     assert [event["lost"] for event in watched.events if event["event"] == "retry"] == [6_000_000]
 
 
-def test_what_an_earlier_run_left_is_no_speed():
+def test_bytes_of_an_earlier_run_do_not_count_as_speed():
     watched = Watched(BarView)
     content = blob(1, 10_000_000_000)
     with watched.progress as progress:
@@ -287,7 +287,7 @@ def test_a_log_gets_lines():
     assert watched.stream.getvalue() == f"{task}: 10%, 1 MB of 10 MB, 200 kB/s, ETA 0:45\n"
 
 
-def test_steps():
+def test_steps_have_a_position_a_rate_and_an_eta():
     clock, stream = Clock(), Terminal()
     view = BarView(stream)
     view.interval = NEVER
@@ -362,7 +362,7 @@ def test_titles_of_any_kind_fit_the_terminal(columns, monkeypatch):
     assert all(cell_len(line) <= columns and line.isprintable() for line in lines)
 
 
-def test_durations():
+def test_duration_formats_seconds():
     assert [duration(s) for s in (0, 59.4, 61, 3700, 1e9, None)] == [
         *("0:00", "0:59", "1:01", "1:01:40", "-:--", "-:--")
     ]
@@ -407,14 +407,6 @@ class OnTerminal:
         return self.process.returncode, shown(self.text)
 
 
-@pytest.fixture
-def pushed(aimage, tiny, repository):
-    here = aimage("here")
-    here("create", repository, tiny, "-q")
-    here("push", repository, "-q")
-    return repository
-
-
 def test_a_pull_on_a_terminal(aimage, pushed):
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "500k")
     assert run.read_until(r"pulling \d+/293 blobs +[━╸╺ ]* +[\d.]+ .?B of +1.2 MB")
@@ -424,6 +416,7 @@ def test_a_pull_on_a_terminal(aimage, pushed):
     assert re.fullmatch("pulled 293 blobs, .* in all", screen[0])
 
 
+@pytest.mark.integration
 def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "20k")
     assert run.read_until(r"pulling \d+/293 blobs")
@@ -439,7 +432,8 @@ def test_a_pull_that_has_nothing_to_do_draws_nothing(aimage, pushed):
     assert re.fullmatch("pulled 0 blobs, 293 already there, .* in all\n", done.err)
 
 
-def test_a_dumb_terminal_gets_no_movements(aimage, pushed, tmp_path):
+@pytest.mark.integration
+def test_a_dumb_terminal_gets_no_movements(aimage, pushed):
     here = aimage("there")
     here.environment["TERM"] = "dumb"
     master, slave = pty.openpty()

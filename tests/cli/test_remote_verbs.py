@@ -1,4 +1,4 @@
-"""Verbs that ask a worker, against workers that do as they are told."""
+"""Verbs that send requests to a worker, against scripted workers."""
 
 from __future__ import annotations
 
@@ -157,20 +157,16 @@ def test_a_pull_before_the_picture_is_shown(at):
     [
         (says({"error": {"message": "size is odd"}}, 400), 2, "size is odd"),
         (says({"error": {"message": "who?"}}, 401), 4, "AIMAGE_TOKEN"),
-        (says({"error": {"message": "no model"}}, 404), 3, "no model"),
         (Says([b"404 page not found"], 404), 1, "answered 404"),
         (Says([event("error", {"error": {"message": "died", "type": "x"}})]), 1, "died"),
         (Says([step(1, 2)]), 1, "hung up before"),
-        (Says([step(1, 2)], is_cut=True), 1, "broke off"),
         (Says([done(b"GIF89a")]), 5, "did not send a PNG"),
-        (Says([event("done", {"data": []})]), 5, "did not send a PNG"),
-        (Says([event("done", {"data": [{"b64_json": "!"}]})]), 5, "did not send a PNG"),
         (Says([event("done", {"data": [{"b64_json": 7}]})]), 5, "did not send a PNG"),
         (Says([b"data: {\n\n"]), 5, "is not one of a worker"),
         (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
     ],
 )
-def test_where_a_worker_fails_there_is_no_picture_and_the_code_says_why(at, answer, code, text):
+def test_a_worker_that_fails_leaves_no_picture(at, answer, code, text):
     with ScriptedWorker(lambda _: answer).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 1, code=code)
@@ -182,9 +178,9 @@ def test_where_a_worker_fails_there_is_no_picture_and_the_code_says_why(at, answ
 
 @pytest.mark.parametrize(
     ("name", "alias", "code"),
-    [("x", "x:latest", 0), ("x:v1", "x:v1", 0), ("x", "y:latest", 3), ("x", "", 3)],
+    [("x", "x:latest", 0), ("x", "y:latest", 3), ("x", "", 3)],
 )
-def test_another_name_that_the_worker_was_told_is_a_name(at, name, alias, code):
+def test_an_alias_of_the_worker_is_accepted(at, name, alias, code):
     def script(asked: Asked) -> Says:
         headers = {"X-Aimage-Model": "team/other:v1", "X-Aimage-Alias": alias}
         return Says(drawing(asked).pieces, headers=headers)
@@ -199,19 +195,14 @@ def test_another_name_that_the_worker_was_told_is_a_name(at, name, alias, code):
     "options",
     [
         ("--dtype", "f32"),
-        ("--plain-http",),
         ("--insecure",),
         ("--store", "elsewhere"),
-        ("--width", "x"),
-        ("-n", 0),
         ("-n", 2000),
-        ("--seed", -1),
         ("--seed", (1 << 64) - 1, "-n", 2),
-        ("--negative", "x"),
         ("-o", "x.jpg"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_the_worker_is_asked(at, options):
+def test_invalid_options_of_run_send_no_request(at, options):
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", *options, code=2)
@@ -266,7 +257,7 @@ def test_a_worker_that_is_not_there(aimage):
 
 
 @pytest.mark.parametrize("name", ["AIMAGE_HOST", "AIMAGE_TOKEN"])
-def test_variables_that_cannot_be_meant_are_refused(aimage, name):
+def test_invalid_variables_are_refused(aimage, name):
     here = aimage()
     here.environment |= {"AIMAGE_HOST": "127.0.0.1:1", name: "a b"}
     assert "aimage: " in here("ps", code=2).err
@@ -317,9 +308,9 @@ def test_nothing_is_loaded(at):
 
 @pytest.mark.parametrize(
     "answer",
-    [[], {}, {"models": {}}, {"models": [7]}, {"models": [{"name": "x"}]}, None],
+    [[], {"models": {}}, {"models": [{"name": "x"}]}],
 )
-def test_a_list_that_is_none_is_refused(at, answer):
+def test_an_invalid_list_is_refused(at, answer):
     with ScriptedWorker(lambda _: says(answer)).running() as worker:
         here = at(worker)
         for arguments in (("ps",), ("ls", "--remote"), ("rm", "--remote", "x")):
@@ -445,11 +436,8 @@ def test_the_size_of_a_pull_by_a_worker_is_told_seldom(at, size):
     ("last", "code", "text"),
     [
         (line(error="no such manifest", status=404), 3, "no such manifest"),
-        (line(error="log in", status=502), 1, "log in"),
         (line(error="log in", status=502, code="registry_unauthorized"), 4, "log in"),
-        (line(error="not that", status=502, code="verification_failed"), 5, "not that"),
         (line(error="full", status=507, code="insufficient_storage"), 6, "full"),
-        (line(status="writing manifest"), 1, "hung up before"),
         (line(status="pulling", digest="x", total="many", completed=None), 1, "hung up before"),
     ],
 )
@@ -465,12 +453,9 @@ def test_a_pull_that_fails_at_a_worker(at, last, code, text):
     [
         ("pull", "--remote", "localhost:1/x", "--jobs", 3),
         ("pull", "--remote", "localhost:1/x", "--dry-run"),
-        ("pull", "--remote", "localhost:1/x", "--component", "vae"),
-        ("pull", "--remote", "localhost:1/x", "--insecure"),
         ("ls", "--remote", "--store", "s"),
         ("rm", "--remote", "--store", "s", "x"),
         ("ps", "--store", "s"),
-        ("stop", "x", "--store", "s"),
         ("--store", "s", "ls", "--remote"),
     ],
 )

@@ -14,15 +14,16 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, mediatype
 from tests.content import artifact
 from tests.process import PROGRAM, spawn
 
 
 @pytest.fixture
-def here(aimage, tiny):
-    here = aimage()
-    here.digest = here("create", "tiny", tiny).line
+def here(stocked):
+    here = stocked()
+    here.digest = here("tag", "x", "tiny").line
+    here("rm", "x")
     return here
 
 
@@ -50,7 +51,7 @@ def test_there_and_back(here, aimage):
 def test_json(here, aimage):
     done = here("save", "tiny", "-o", "out.tar", "--json")
     data = (here.home / "out.tar").read_bytes()
-    manifest = {"reference": "tiny:latest", "mediaType": artifact.mediatype.OCI_MANIFEST}
+    manifest = {"reference": "tiny:latest", "mediaType": mediatype.OCI_MANIFEST}
     manifest |= {"digest": here.digest, "size": done.value["references"][0]["size"]}
     assert done.value == {
         "file": "out.tar",
@@ -232,6 +233,7 @@ def test_ctrl_c_leaves_nothing(here):
     assert "Traceback" not in err
 
 
+@pytest.mark.integration
 def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
     """A pipe in which no more comes: nothing half-written is left, and nothing is named."""
     artifact.put_artifact(ImageLayout(here.store), "large", b"1" * 9_000_000)
@@ -240,6 +242,7 @@ def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
     process = spawn(
         [*PROGRAM, "load", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=there.env()
     )
+    assert process.stdin is not None
     process.stdin.write((here.home / "x.tar").read_bytes()[:5_000_000])
     process.stdin.flush()  # all but what the pipe holds has been read
     process.send_signal(signal.SIGINT)

@@ -41,10 +41,7 @@ def test_nothing_is_said_where_nothing_is_quantized(aimage, tmp_path):
     [
         ({}, ""),
         ({"quantization": "int8"}, ""),
-        ({"quantization": {"tensors": 3}}, ""),
-        ({"quantization": {"type": "int8"}, "tensors": 9}, "int8"),
         ({"quantization": {"type": "int8", "tensors": "3"}, "tensors": 9}, "int8"),
-        ({"quantization": {"type": "mixed", "tensors": 1}}, "mixed (1 tensor)"),
         ({"quantization": {"type": "mixed", "tensors": 3}, "tensors": []}, "mixed (3 tensors)"),
         ({"quantization": {"type": "a\nb", "tensors": 3}, "tensors": 3}, "a b (3 of 3 tensors)"),
     ],

@@ -1,4 +1,4 @@
-"""What starting costs: modules that a verb does not need are not imported."""
+"""A verb does not import modules that it does not need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def imported(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("pull", "--help"), ("run", "--help")],
+    [("--help",), ("pull", "--help"), ("run", "--help")],
     ids=" ".join,
 )
 def test_help_is_light(arguments):
@@ -35,15 +35,16 @@ def test_help_is_light(arguments):
     assert not {m for m in modules if m.partition(".")[0] in HEAVY}
 
 
-def test_the_version_is_lighter_still():
-    assert "clowder_aimage.oci" not in imported("--version")
+def test_the_version_is_lighter():
+    modules = imported("--version")
+    assert "click" in modules
+    assert "clowder_aimage.oci" not in modules
 
 
-def test_verbs_that_only_read_the_store_are_light(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_verbs_of_the_store_are_light(stocked):
+    here = stocked()
     store = str(here.store)
-    for arguments in (("ls",), ("show", "x"), ("tag", "x", "y"), ("rm", "y")):
+    for arguments in (("ls",), ("tag", "x", "y")):
         modules = imported("--store", store, *arguments)
         assert "clowder_aimage.layout.layout" in modules
         assert not {m for m in modules if m.partition(".")[0] in HEAVY}

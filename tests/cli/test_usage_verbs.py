@@ -82,10 +82,9 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def two(aimage, tiny):
+def two(stocked, tiny):
     """Two AImages that share all layers, one of them with two names."""
-    here = aimage()
-    here("create", "x", tiny)
+    here = stocked()
     here("create", "y", tiny, "--license", "mit")
     here("tag", "x", "also")
     return here
@@ -440,11 +439,12 @@ def test_each_document_is_read_once(store, monkeypatch):
         store.name(store.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
     opened = []
     real = ImageLayout.open
-    monkeypatch.setattr(
-        ImageLayout,
-        "open",
-        lambda self, content, *rest: opened.append(content) or real(self, content, *rest),
-    )
+
+    def record(self, content, *rest):
+        opened.append(content)
+        return real(self, content, *rest)
+
+    monkeypatch.setattr(ImageLayout, "open", record)
     assert len(store.usage.shares) == 40
     documents = [content.digest for content in opened if str(content.digest) != config["digest"]]
     assert len(documents) == len(set(documents)) == 40
@@ -452,6 +452,7 @@ def test_each_document_is_read_once(store, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.integration
 def test_a_thousand_aimages_of_1200_layers(aimage):
     """90 % of the layers are shared: 120,000 blobs, 400 MB of manifests."""
     here = aimage()
@@ -475,5 +476,5 @@ def test_a_thousand_aimages_of_1200_layers(aimage):
     took = time.monotonic() - start
     assert len(value["manifests"]) == 1000
     assert value["total"]["blobs"] == 1080 + 1000 * 122
-    assert took < 15, took  # seconds; 3 on a machine with nothing else to do
+    assert took < 30, took  # seconds; 3 on a machine with nothing else to do
     assert Reference.parse(value["manifests"][0]["references"][0]).repository.startswith("team/")

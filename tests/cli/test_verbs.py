@@ -106,8 +106,8 @@ def test_pictures(aimage, tiny):
     assert paths == ["x-5.png", "x-6.png"]
     with Image.open(here.home / "x-5.png") as picture:
         assert picture.size == (64, 64)  # the model's size
-        facts = json.loads(picture.text["aimage"])
-        assert picture.text["Description"] == "a fox"
+        facts = json.loads(picture.info["aimage"])
+        assert picture.info["Description"] == "a fox"
     assert facts["prompt"] == "a fox"
     assert facts["seed"] == 5
     assert facts["steps"] == 1
@@ -120,26 +120,26 @@ def test_pictures(aimage, tiny):
     assert (here.home / "named-2.png").exists()
 
 
-def test_a_drawn_seed_is_told(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_drawn_seed_is_told(stocked):
+    here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "one.png")
     (seed,) = [line.split()[1] for line in done.err.splitlines() if line.startswith("seed ")]
     here("run", "x", "a fox", "--steps", 1, "--seed", seed, "-o", "two.png")
     assert (here.home / "one.png").read_bytes() == (here.home / "two.png").read_bytes()
 
 
-def test_replay_tells_a_changed_picture(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_replay_tells_a_changed_picture(stocked):
+    here = stocked()
     path = here.home / here("run", "x", "a fox", "--steps", 2, "--width", 96).line
     assert here("replay", path).line == "equal"
     from PIL.PngImagePlugin import PngInfo
 
     with Image.open(path) as picture:
         info = PngInfo()
-        info.add_itxt("aimage", picture.text["aimage"])
-        red, green, blue = picture.getpixel((3, 3))
+        info.add_itxt("aimage", picture.info["aimage"])
+        pixel = picture.getpixel((3, 3))
+        assert isinstance(pixel, tuple)
+        red, green, blue = pixel
         picture.putpixel((3, 3), (red ^ 8, green, blue))
         picture.save(path, pnginfo=info)
     done = here("replay", path, "--json", code=5)
@@ -149,9 +149,8 @@ def test_replay_tells_a_changed_picture(aimage, tiny):
     assert "by up to 8/255" in here("replay", path, code=5).out
 
 
-def test_progress_is_plain_without_a_terminal(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_progress_is_plain_without_a_terminal(stocked):
+    here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "--seed", 1)
     assert "\r" not in done.err
     assert "\x1b" not in done.err

@@ -1,10 +1,11 @@
-"""``aimage verify``: what is wrong is found, named, and mended where it can be."""
+"""``aimage verify`` finds and names damage, and repairs it."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 
 import pytest
 
@@ -18,14 +19,12 @@ GONE = "127.0.0.1:1"  # nothing listens there
 
 
 @pytest.fixture
-def stored(aimage, tiny, registry):
-    """A store with an AImage that its registry has too, and one that only it has."""
+def stored(aimage, pushed_store):
+    """A store with an AImage that its registry has too, under two names."""
     here = aimage()
-    name = f"{registry.host}/verify/tiny:v1"
-    here("create", name, tiny)
-    here("push", name)
-    here("tag", name, "mine")
-    here.name = name
+    store, here.name = pushed_store
+    shutil.copytree(store, here.store)
+    here("tag", here.name, "mine", "-q")
     return here
 
 
@@ -72,7 +71,7 @@ def test_one_flipped_bit(stored):
     assert done.value["problems"][0]["names"] == [stored.name, "mine:latest"]
 
 
-def test_only_what_is_asked_for_is_read(stored, tiny):
+def test_only_the_named_aimages_are_read(stored, tiny):
     stored("create", "other", tiny, "--license", "mit")
     flip(path_of(stored, digest(stored)))  # its manifest: the other one is another
     stored("verify", "other")
@@ -80,7 +79,7 @@ def test_only_what_is_asked_for_is_read(stored, tiny):
 
 
 @pytest.mark.parametrize("what", ["layer", "config", "manifest"])
-def test_what_is_missing_is_fetched_again(stored, what):
+def test_repair_fetches_missing_blobs(stored, what):
     manifest = json.loads(path_of(stored, digest(stored)).read_bytes())
     encoded = {
         "layer": blobs(stored)[0],
@@ -94,7 +93,7 @@ def test_what_is_missing_is_fetched_again(stored, what):
     assert stored("--json", "verify").value["problems"] == []
 
 
-def test_what_is_damaged_is_fetched_again_whatever_its_tag_means_by_now(stored, tiny):
+def test_repair_fetches_by_digest_when_the_tag_has_moved(stored, tiny):
     encoded = blobs(stored)[3]
     before = digest(stored)
     elsewhere = stored.home / "elsewhere"
@@ -106,9 +105,8 @@ def test_what_is_damaged_is_fetched_again_whatever_its_tag_means_by_now(stored, 
     stored("verify")
 
 
-def test_what_no_registry_has_stays_a_problem(aimage, tiny):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_blob_that_no_registry_has_stays_missing(stocked):
+    here = stocked()
     here.name = "x"
     path_of(here, blobs(here)[0]).unlink()
     done = here("verify", "--repair", code=5)
@@ -158,7 +156,7 @@ def test_a_damaged_blob_stays_where_no_registry_has_it(name, what, aimage, tiny)
     assert set_aside(here.store) == []
 
 
-def test_one_that_can_be_mended_and_one_that_cannot(stored, tiny):
+def test_repair_goes_on_after_a_blob_that_cannot_be_fetched(stored, tiny):
     """The registry has lost one of two blobs."""
     other = f"{GONE}/team/other:v1"
     stored("create", other, tiny, "--license", "mit")
@@ -177,10 +175,8 @@ def test_one_that_can_be_mended_and_one_that_cannot(stored, tiny):
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", f"sha256:{theirs[:12]}")]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt])
-def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(error, aimage, tiny, monkeypatch):
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(stocked, monkeypatch):
+    here = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
     flip(path)
@@ -190,20 +186,19 @@ def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(error, aimage, ti
 
     def fetch(*_):
         assert not path.exists()  # it would be in the way
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "_fetch", fetch)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         verify.repair(layout, report, ClientOptions(docker_config=here.home))
     assert path.read_bytes() == before
     assert set_aside(here.store) == []
 
 
 @pytest.fixture
-def refused(aimage, tiny, monkeypatch):
-    """A store with a blob that is as it should be, and cannot be opened: ``refused(errno)``."""
-    here = aimage()
-    here("create", "x", tiny)
+def refused(stocked, monkeypatch):
+    """A store with an intact blob that cannot be opened: ``refused(errno)``."""
+    here = stocked()
     here.name = "x"
 
     def refuse(code, what="layer"):
@@ -229,8 +224,7 @@ def refused(aimage, tiny, monkeypatch):
     ],
     ids=["permission", "disk"],
 )
-def test_what_cannot_be_read_is_not_called_damaged(code, kind, refused):
-    """Unless it is the disk that says so."""
+def test_a_blob_that_cannot_be_read(code, kind, refused):
     store, path = refused(code)
     (problem,) = verify.verify(ImageLayout(store)).problems
     assert (problem.kind, problem.what) == (kind, f"sha256:{path.name}")
@@ -244,7 +238,7 @@ def test_a_manifest_that_may_not_be_read(refused):
 
 
 @pytest.mark.parametrize("repair", [[], ["--repair"]], ids=["look", "repair"])
-def test_what_may_not_be_read_is_a_problem_and_is_left(repair, refused, capsys):
+def test_repair_leaves_a_blob_without_permission(repair, refused, capsys):
     store, path = refused(errno.EACCES)
     before = path.stat()
     arguments = ["--store", str(store), "--json", "verify", *repair]
@@ -256,10 +250,8 @@ def test_what_may_not_be_read_is_a_problem_and_is_left(repair, refused, capsys):
     assert set_aside(store) == []
 
 
-def test_a_directory_in_the_place_of_a_blob_is_left(aimage, tiny):
-    """And nobody says that it was mended."""
-    here = aimage()
-    here("create", "x", tiny)
+def test_a_directory_in_the_place_of_a_blob_is_left(stocked):
+    here = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
     path.unlink()
@@ -274,7 +266,7 @@ def test_a_directory_in_the_place_of_a_blob_is_left(aimage, tiny):
 # -- what is no blob
 
 
-def test_what_is_no_blob_is_noted_and_left(stored):
+def test_a_file_that_is_not_a_blob_is_noted_and_left(stored):
     (stored.store / "blobs" / "sha256" / "README").write_text("hello")
     done = stored("verify")
     assert "README" in done.out

@@ -1,0 +1,51 @@
+"""Stores that are made once, and copied for each test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.real_registry import RealRegistry
+
+from tests.process import Aimage
+
+
+@pytest.fixture(scope="session")
+def pushed_store(
+    tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry, tiny: Path
+) -> tuple[Path, str]:
+    """A store with the tiny model, and its name, which the registry has as well."""
+    home = tmp_path_factory.mktemp("pushed")
+    here, name = Aimage(home, home / "store"), f"{registry.host}/cli/tiny:v1"
+    here("create", name, tiny, "-q")
+    here("push", name, "-q")
+    return here.store, name
+
+
+@pytest.fixture
+def pushed(pushed_store: tuple[Path, str]) -> str:
+    """The name of the tiny model in the registry."""
+    return pushed_store[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A store with the tiny model as ``x``."""
+    home = tmp_path_factory.mktemp("tiny")
+    here = Aimage(home, home / "store")
+    here("create", "x", tiny, "-q")
+    return here.store
+
+
+@pytest.fixture
+def stocked(aimage: Callable[[], Aimage], tiny_store: Path) -> Callable[[], Aimage]:
+    """``stocked()``: the command line on a store of its own that has the tiny model as ``x``."""
+
+    def make() -> Aimage:
+        here = aimage()
+        shutil.copytree(tiny_store, here.store)
+        return here
+
+    return make
