@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 BUDGETS = {
     ".": 2_980,
     "api": 2_540,
-    "cli": 4_640,
+    "cli": 4_560,
     "content": 2_470,
     "dialect": 1_440,
     "distribution": 2_040,

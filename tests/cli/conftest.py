@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.real_registry import RealRegistry
 
 from tests.process import Aimage
+from tests.real_registry import RealRegistry
 
 
 @pytest.fixture(scope="session")

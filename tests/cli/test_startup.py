@@ -50,6 +50,7 @@ def test_verbs_of_the_store_are_light(stocked):
         assert not {m for m in modules if m.partition(".")[0] in HEAVY}
 
 
+@pytest.mark.integration
 def test_the_base_install_can_create_push_and_pull(aimage, tiny, repository):
     """Nothing of the extras is imported on the way."""
     here = aimage()

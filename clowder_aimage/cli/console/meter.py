@@ -55,8 +55,12 @@ class BlobProgress:
     @property
     def figures(self) -> dict[str, str]:
         """The position and the rate, formatted."""
-        position = f"{size(self.shown):>7} of {size(self.total):>7}"
-        return {"position": position, "rate": f"{size(self.speed.value)}/s", "eta": ""}
+        return _figures(self.shown, self.total, self.speed.value, "")
+
+
+def _figures(done: int, total: int, rate: float, eta: str) -> dict[str, str]:
+    position = f"{size(done):>7} of {size(total):>7}"
+    return {"position": position, "rate": f"{size(rate)}/s", "eta": eta}
 
 
 class Meter:
@@ -152,8 +156,7 @@ class Meter:
         """The position, the rate and the remaining time, formatted."""
         eta = f"ETA {duration(self.eta)}"
         if not self.stepwise:
-            position = f"{size(self.shown):>7} of {size(self.total):>7}"
-            return {"position": position, "rate": f"{size(self.rate)}/s", "eta": eta}
+            return _figures(self.shown, self.total, self.rate, eta)
         rate = f"{1 / self.rate:.3g} s/step" if 0 < self.rate < 1 else f"{self.rate:.3g} steps/s"
         position = f"{self.shown:>{len(str(self.total))}} of {plural(self.total, 'step')}"
         return {"position": position, "rate": rate, "eta": eta}
@@ -161,11 +164,9 @@ class Meter:
 
 def name_of(content: Descriptor) -> str | None:
     """Return the name in a descriptor: its title, its AImage name, or ollama's."""
-    for name in (
+    named = (
         content.annotations.get(_TITLE),
         content.annotations.get(NAME),
         content.extra.get("name"),
-    ):
-        if isinstance(name, str) and name:
-            return name
-    return None
+    )
+    return next((name for name in named if isinstance(name, str) and name), None)

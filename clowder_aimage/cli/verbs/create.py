@@ -194,16 +194,9 @@ def create(
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
     from clowder_aimage.importer.ollama_store import adopt
 
-    chosen = settings()
     with Progress("taking over", reference) as progress:
-        adopted = adopt(
-            chosen.layout,
-            reference,
-            directory,
-            name,
-            on_plan=progress.begin,
-            on_done=progress.advance,
-        )
+        watch = {"on_plan": progress.begin, "on_done": progress.advance}
+        adopted = adopt(settings().layout, reference, directory, name, **watch)
     remark(
         f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
         f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
@@ -274,18 +267,17 @@ def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
             "size": sum(layer.descriptor.size for layer in shared),
         },
     }
-    if report.quantized:
-        value["quantization"] = dict(report.quantized)
-    if report.cast:
-        value["cast"] = [
-            {"from": source, "to": target, "tensors": count}
-            for (source, target), count in sorted(report.cast.items())
-        ]
-    if report.saved:
-        value["saved"] = report.saved
-    if report.ignored:
-        value["ignored"] = report.ignored
-    return value
+    cast = [
+        {"from": source, "to": target, "tensors": count}
+        for (source, target), count in sorted(report.cast.items())
+    ]
+    changes = {
+        "quantization": dict(report.quantized),
+        "cast": cast,
+        "saved": report.saved,
+        "ignored": report.ignored,
+    }
+    return value | {key: change for key, change in changes.items() if change}
 
 
 def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
