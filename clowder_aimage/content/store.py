@@ -1,8 +1,8 @@
 """The protocols of stores of content.
 
 A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content in files of this
-machine. The layout, a repository in a registry, a tar and the memory store implement them, and
-pass one contract suite (tests/contract).
+machine. The layout, a repository in a registry and the memory store of the tests pass one contract
+suite (tests/contract); a tar is a target that is written once.
 """
 
 from __future__ import annotations

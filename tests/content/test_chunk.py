@@ -32,7 +32,7 @@ def blob(clock):
     return made
 
 
-def test_nobody_joins_before_it_shows_how_fast_it_is(blob, clock):
+def test_no_connection_joins_before_the_speed_is_known(blob, clock):
     taken = blob.claim(3)
     clock[0] += 5  # the registry took its time
     assert not blob.may_be_joined
@@ -55,7 +55,7 @@ def test_a_connection_that_nothing_holds_back_stays_alone(blob, clock):
     assert blob.may_be_joined
 
 
-def test_two_that_share_a_fast_link_are_not_joined_by_a_third(blob, clock):
+def test_a_third_connection_does_not_join_a_fast_link(blob, clock):
     first, second = blob.claim(3), blob.claim(3)
     blob.readers = 2
     blob.began(ranges=True)
@@ -67,7 +67,7 @@ def test_two_that_share_a_fast_link_are_not_joined_by_a_third(blob, clock):
     assert not blob.may_be_joined
 
 
-def test_one_without_ranges_is_never_joined(blob, clock):
+def test_a_blob_without_ranges_is_never_joined(blob, clock):
     blob.claim(3)
     blob.began(ranges=False)
     clock[0] += 60

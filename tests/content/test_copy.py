@@ -66,7 +66,7 @@ def test_under_another_name():
         target.resolve(NAME)
 
 
-def test_what_is_there_is_skipped_and_the_sums_are_right():
+def test_blobs_of_the_target_are_skipped_and_counted():
     source, target = MemoryStore(), Recorder()
     put_artifact(source, "a:v1", b"x" * 1000, b"y" * 500, b"z" * 70)
     put(target, b"y" * 500)
@@ -238,7 +238,7 @@ def test_indexes_of_indexes_are_read_once_each_and_end_somewhere():
         copy(source, NAME, target)
 
 
-def test_leaving_stops_the_copies_between_two_reads():
+def test_an_interrupt_stops_the_copy_between_two_reads():
     """Ctrl-C in the caller's thread: what is being read ends with the read it is in."""
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"x" * 100, b"x" * 50)

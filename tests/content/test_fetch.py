@@ -411,7 +411,7 @@ def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(lay
     assert left_over(layout) == []
 
 
-def test_no_bytes_that_are_wrong_end_a_fetch(layout):
+def test_an_empty_blob_of_another_digest_is_refused(layout):
     """A manifest may call anything empty."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
     engine = BlobDownload(Counted(), layout, [content], CopyOptions(2, Watch()))
@@ -441,7 +441,7 @@ def ended(engine):
         raise error
 
 
-def test_one_that_joins_too_late_finishes_the_blob(layout):
+def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
     """There was something left when it came, and nothing when it took its part: those that had
     it all are gone by then."""
     late = threading.Event()

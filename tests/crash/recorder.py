@@ -36,7 +36,11 @@ from typing import Any
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _WRITING = set("wax+")
-_APART = ("clowder_aimage.model", "clowder_aimage.distribution", "clowder_aimage.generate")
+# Not used by the commands, or slow to import
+_APART = tuple(
+    f"clowder_aimage.{name}"
+    for name in "api cli.__main__ distribution engine generate http model node".split()
+)
 
 
 class Layer:
@@ -355,7 +359,7 @@ def _import_all() -> None:
     import clowder_aimage
 
     for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
-        if not module.name.startswith((*_APART, "clowder_aimage.cli.__main__")):
+        if not module.name.startswith(_APART):
             importlib.import_module(module.name)
     importlib.import_module("jsonschema")
 

@@ -14,7 +14,7 @@ from tests.crash.conftest import sampled
 from tests.crash.scene import Job, Places, check_finished, side_by_side
 
 VERBS = "tag retag pin pull create pull-new create-new tag-foreign pin-foreign".split()
-FEW = 3  # moments of a command
+FEW = 2  # moments of a command
 NO_SPACE = 6
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 

@@ -13,7 +13,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from tests.crash.scene import KILLED, Job, Places, check_sound, names, side_by_side
 
-FEW = 4  # kills of a command
+FEW = 3  # kills of a command
 
 
 def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Where locks lie: flock says yes to everybody. Some bytes may be fetched twice; no byte is wrong,
+"""File systems where flock has no effect. Some bytes may be fetched twice; no byte is wrong,
 and no name is lost."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def together(*calls) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("locks", [True, False])
-def test_that_locks_lie_is_noticed(place: Place, make_job, locks):
+def test_a_lock_without_effect_is_noticed(place: Place, make_job, locks):
     """Else the other tests would show nothing: a blob then comes in under a name of its own."""
     job = make_job("pull")
     assert place.run(*job.argv, kill=job.calls // 2, locks=locks).code == KILLED
@@ -115,7 +115,7 @@ def test_collections_beside_four_that_pull(place, remote, make_job):
 
 
 @pytest.mark.integration
-def test_what_collections_without_grace_take_is_found_and_fetched_again(place, remote, make_job):
+def test_blobs_taken_by_collections_without_grace_are_fetched_again(place, remote, make_job):
     """Nothing keeps a collection from looking away while a pull begins."""
     before = place.names()
     collect_beside(place, "--grace", "0", pull=lambda: place.run("-q", "pull", remote, locks=False))

@@ -22,7 +22,7 @@ from tests.crash.power import (
 )
 from tests.crash.scene import Job, Places, side_by_side
 
-FEW = 2  # moments of a command
+FEW = 1  # moments of a command
 STATES = ["pessimistic", "torn", "empty"]
 
 
@@ -216,13 +216,13 @@ def test_one_call_may_synchronise_everything():
     ],
     ids=["written", "blob removed", "manifest removed", "forgotten", "index in place"],
 )
-def test_what_breaks_a_promise_is_told(change, said):
+def test_violations_names_what_breaks_a_promise(change, said):
     made = name_one()
     change(made)
     assert any(said in text for text in found(made.calls))
 
 
-def test_a_blob_of_another_name_is_told():
+def test_violations_names_a_blob_of_another_name():
     made = Calls()
     prepare(made)
     made.write(f"{INGEST}/x", b"other")
@@ -258,7 +258,7 @@ def test_a_journal_notes_what_is_on_the_disk(order, said):
     assert said in str(told) if said else told == []
 
 
-def test_what_is_left_by_a_power_cut():
+def test_states_of_a_disk_after_a_power_cut():
     disk, made = Disk(), Calls()
     prepare(made)
     made.write(PARTIAL, b"01234")

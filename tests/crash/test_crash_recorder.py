@@ -88,7 +88,7 @@ def test_everything_that_is_written_is_seen(top, tmp_path):
     assert len(calls) > 30
 
 
-def test_what_would_go_unseen_is_refused(top):
+def test_calls_that_are_not_watched_are_refused(top):
     done = run(top, "os.writev(os.open('x', os.O_WRONLY | os.O_CREAT), [b'x'])")
     assert "AssertionError: writev is not watched" in done.stderr
 
@@ -100,7 +100,7 @@ def test_what_would_go_unseen_is_refused(top):
         ({"kill": 3, "torn": True}, b"012345"),
     ],
 )
-def test_it_ends_before_a_call(top, order, left):
+def test_the_process_is_killed_before_a_call(top, order, left):
     program = """
 fd = os.open("x", os.O_WRONLY | os.O_CREAT)
 os.write(fd, b"0123")

@@ -208,7 +208,7 @@ def test_layers_that_live_elsewhere_may_be_absent(server: Server) -> None:
         (manifest_of(schemaVersion=1), OCI_MANIFEST),
     ],
 )
-def test_what_is_not_a_manifest_is_refused(server: Server, raw: bytes, media_type: str) -> None:
+def test_put_refuses_what_is_not_a_manifest(server: Server, raw: bytes, media_type: str) -> None:
     server.push_blob(b"{}")
     answer = server.put_manifest(raw, "t", "not/a-manifest", media_type)
     assert error_of(answer) == (400, "MANIFEST_INVALID")
