@@ -78,8 +78,9 @@ def again(store, tmp_path, source, **options):
     return files_in(tmp_path / "out")
 
 
-@pytest.mark.parametrize("license_", ["mit", None])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "license_"), [*((name, "mit") for name in FILES), ("said.gguf", None), ("style", None)]
+)
 def test_a_file(store, tmp_path, name, license_):
     source = write(tmp_path / "source", {name: FILES[name]}) / name
     card = {"README.md": MIT} if license_ else {}
@@ -97,7 +98,7 @@ def test_a_savedmodel(store, tmp_path, license_):
     assert found == SAVED | ({"README.md": MIT} if license_ else {})
 
 
-@pytest.mark.parametrize("card", [CARD, MIT, b"# Words\n"])
+@pytest.mark.parametrize("card", [CARD, b"# Words\n"])
 def test_a_savedmodel_with_a_card(store, tmp_path, card):
     source = write(tmp_path / "source", SAVED | {"README.md": card})
     assert again(store, tmp_path, source) == SAVED | {"README.md": card}
@@ -127,7 +128,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ["gguf", "nested", "savedmodel", "transformers", "lora"])
 def test_adapters_that_travel_along(store, tmp_path, kind):
     """Of PEFT's directory, and a lone file of any name."""
     source = write(tmp_path / "source", SOURCES[kind])
@@ -164,18 +165,17 @@ def test_a_model_of_diffusers_with_an_adapter(store, tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("kind", "files", "said"),
     [
-        ({"adapters/notes.txt": b"words"}, "it is a file"),
-        ({"adapters/style.safetensors": LORA}, "lies in a directory of its own|it is a file"),
-        ({"adapters/style/notes.txt": b"words", "adapters/style/more": b""}, "it has 0"),
-        ({"adapters/style/a.safetensors": LORA, "adapters/style/b.safetensors": LORA}, "it has 2"),
-        ({"adapters/style/adapter_model.bin": b"x", "adapters/style/more": b""}, "pickled"),
-        ({"adapters/-style/a.safetensors": LORA}, "no adapter can have that name"),
+        ("transformers", {"adapters/notes.txt": b"words"}, "it is a file"),
+        ("gguf", {"adapters/s.safetensors": LORA}, "lies in a directory of its own|it is a file"),
+        ("onnx", {"adapters/style/notes.txt": b"", "adapters/style/more": b""}, "it has 0"),
+        ("onnx", {"adapters/s/a.safetensors": LORA, "adapters/s/b.safetensors": LORA}, "it has 2"),
+        ("gguf", {"adapters/s/adapter_model.bin": b"x", "adapters/s/more": b""}, "pickled"),
+        ("torchscript", {"adapters/-s/a.safetensors": LORA}, "no adapter can have that name"),
     ],
     ids=["file", "lora", "words", "two", "pickled", "name"],
 )
-@pytest.mark.parametrize("kind", ["transformers", "gguf", "torchscript", "onnx"])
 def test_what_would_be_left_out_is_told(store, tmp_path, kind, files, said):
     source = write(tmp_path / "source", SOURCES[kind] | files)
     with pytest.raises(ModelError, match=said) as caught:

@@ -170,8 +170,16 @@ class Full:
         return call
 
 
-@pytest.mark.parametrize("name", ["pwrite", "write", "ftruncate", "fsync"])
-@pytest.mark.parametrize(("left", "is_there"), [(0, False), (1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("name", "left", "is_there"),
+    [
+        ("pwrite", 0, False),
+        ("write", 1, True),
+        ("write", 3, False),
+        ("ftruncate", 0, True),
+        ("fsync", 1, False),
+    ],
+)
 def test_a_full_disk(full, monkeypatch, name, left, is_there):
     if is_there:
         full.out.mkdir()
@@ -250,8 +258,7 @@ def test_what_says_nothing_of_its_size_may_not_fill_the_disk(artifact, monkeypat
     artifact.check_nothing_left()
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize(("moment", "is_there"), [(0, False), (1, True), (3, False)])
 def test_an_interrupt_leaves_nothing(full, is_there, moment):
     if is_there:
         full.out.mkdir()

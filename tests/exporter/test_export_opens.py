@@ -12,7 +12,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import tensors_in
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 NAME = Reference.parse("model")
 
 

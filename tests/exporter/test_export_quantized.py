@@ -50,7 +50,7 @@ def test_what_was_quantized_here_comes_back_in_the_same_blobs(tmp_path, kind):
     assert said == model.read(config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
     """config.json says how it is quantized then, and needs no other word."""
     make_valued(tmp_path / "model").make(quantize=kind)
@@ -61,8 +61,10 @@ def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
     assert exported.quantized == {"transformer": MLX}
 
 
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [*((kind, "quantization") for kind in CONFIGS), ("int8", "quantization_config")],
+)
 def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
     model = make_valued(tmp_path / "model", transformer=mlx(kind) | REST)
     model.write("transformer/config.json", {"dim": 4, key: CONFIGS[kind]})
@@ -74,7 +76,7 @@ def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
     assert tensors_in(out / WEIGHTS) == mlx(kind) | REST
 
 
-@pytest.mark.parametrize("said", [{}, {"quantization": {"group_size": 64, "bits": 4}}, {"x": 1}])
+@pytest.mark.parametrize("said", [{"quantization": {"group_size": 64, "bits": 4}}, {"x": 1}])
 def test_a_config_that_does_not_say_the_truth_is_put_right(tmp_path, said):
     model = make_valued(tmp_path / "model")
     model.write("transformer/config.json", said)
@@ -151,7 +153,7 @@ def modelopt(factor=0.25, shape=()):
     }
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (16,), (16, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(), (16, 1)], ids=str)
 def test_nvfp4_with_a_global_scale_is_in_modelopts_form(tmp_path, shape):
     said = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     model = make_valued(tmp_path / "model", transformer=modelopt(shape=shape) | REST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import tarfile
 from dataclasses import replace
@@ -38,8 +37,7 @@ def refused(
     artifact.check_nothing_left()
 
 
-@pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
-@pytest.mark.parametrize("kind", [KIT, PACK])
+@pytest.mark.parametrize(("kind", "compression"), [(KIT, "gzip"), (PACK, "zstd"), (PACK, "")])
 def test_what_is_in_a_tar_is_in_the_directory(artifact, kind, compression):
     long = "d" * 120 + "/" + "n" * 200
     members = [("Kitfile", b"manifest"), ("./model/w.gguf", b"weights" * 9999), (long, b"long")]
@@ -109,18 +107,17 @@ SAFETENSORS = blob({"x": ("U8", (1,), b"x")})
 
 
 @pytest.mark.parametrize(
-    ("dialect", "weights", "docs"),
+    ("dialect", "weights", "docs", "card"),
     [
-        ("kitops", "vnd.kitops.modelkit.model.v1.raw", "vnd.kitops.modelkit.docs.v1.tar"),
-        ("modelpack", "vnd.cncf.model.weight.v1.raw", "vnd.cncf.model.doc.v1.tar"),
-        ("docker", "vnd.docker.ai.safetensors", "vnd.docker.ai.dir.tar"),
+        ("kitops", "kitops.modelkit.model.v1.raw", "kitops.modelkit.docs.v1.tar", "README.md"),
+        ("modelpack", "cncf.model.weight.v1.raw", "cncf.model.doc.v1.tar", "notes.md"),
+        ("docker", "docker.ai.safetensors", "docker.ai.dir.tar", "notes.md"),
     ],
 )
-@pytest.mark.parametrize("card", ["README.md", "notes.md"])
 def test_neighbours_keep_their_own_card_or_none(artifact, dialect, weights, docs, card):
     layers = [
-        (f"application/{weights}", "model.safetensors", SAFETENSORS),
-        (f"application/{docs}", "docs", tar_of((card, b"# Theirs"))),
+        (f"application/vnd.{weights}", "model.safetensors", SAFETENSORS),
+        (f"application/vnd.{docs}", "docs", tar_of((card, b"# Theirs"))),
     ]
     made = neighbour(artifact, dialect, "mit", *layers)
     said = read_aimage(made.store, NAME).aimage.properties
@@ -140,7 +137,7 @@ def test_what_is_ours_gets_a_card_where_the_name_is_free(artifact, dialect):
     assert artifact.finish(dialect).exported() == {"model.pt": b"weights", "README.md": CARD}
 
 
-@pytest.mark.parametrize("name", ["README.md", "readme.MD", "README.md/inside"])
+@pytest.mark.parametrize("name", ["readme.MD", "README.md/inside"])
 def test_a_card_is_not_written_over_anything(artifact, name):
     artifact.config |= {"format": "onnx", "license": "mit"}
     artifact.add(name, b"mine")
@@ -153,8 +150,8 @@ def test_a_card_is_not_written_beside_a_tar(artifact):
     assert artifact.finish().exported() == {"a": b"1"}
 
 
-@pytest.mark.parametrize("name", ["n" * 256, "d/" + "n" * 300])
-def test_a_member_with_a_name_that_is_too_long(artifact, name):
+def test_a_member_with_a_name_that_is_too_long(artifact):
+    name = "d/" + "n" * 256
     refused(artifact, (name, b"x"), said=r"has a part of \d+ bytes, and .* at most 255")
     assert name not in (path.name for path in artifact.home.iterdir())
 
@@ -169,7 +166,7 @@ def test_a_symbolic_link_to_what_no_system_could_name(artifact):
 
 
 def test_many_members(artifact):
-    members = [(f"d{n % 7}/{n}", b"%d" % n) for n in range(300)]
+    members = [(f"d{n % 7}/{n}", b"%d" % n) for n in range(60)]
     artifact.add_tar(*members)
     assert artifact.finish().exported() == dict(members)
 
@@ -203,28 +200,28 @@ def test_links_that_stay_inside(artifact):
     assert artifact.out.joinpath("hard").read_bytes() == b"content"
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/passwd", "../out", "a/../../out", "a/..", "a\\b", "a\nb", "//x", "x" * 2000]
-)
+@pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/..", "a\\b", "x" * 2000])
 def test_names_that_lead_out_or_are_none(artifact, name):
     refused(artifact, (name, b"evil"))
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["/etc/passwd", "..", "../x", "../../x", "d/../..", "d/../../x", "./../x", "", "a/../../../x"],
+    ("name", "target"),
+    [
+        ("link", "/etc/passwd"),
+        ("link", ".."),
+        ("./link", "./../x"),
+        ("link", "d/../../x"),
+        ("link", ""),
+        ("d/link", "../../x"),
+        ("d/link", "../d/../x"),
+    ],
 )
-@pytest.mark.parametrize("name", ["link", "./link"])
 def test_symbolic_links_that_lead_out(artifact, name, target):
     refused(artifact, entry(name, tarfile.SYMTYPE, target), said="leads out of it")
 
 
-@pytest.mark.parametrize("target", ["../../x", "../../../etc", "../d/../../../x"])
-def test_symbolic_links_from_below_that_lead_out(artifact, target):
-    refused(artifact, entry("d/link", tarfile.SYMTYPE, target), said="leads out of it")
-
-
-@pytest.mark.parametrize("target", ["/etc/passwd", "../x", "missing", "link", "d"])
+@pytest.mark.parametrize("target", ["../x", "missing", "link", "d"])
 def test_hard_links_to_what_is_no_file_of_the_archive(artifact, target):
     refused(
         artifact,
@@ -238,9 +235,8 @@ def test_a_hard_link_does_not_reach_what_lies_in_the_store(artifact):
     refused(artifact, entry("hard", tarfile.LNKTYPE, str(artifact.home / "store/index.json")))
 
 
-@pytest.mark.parametrize("target", [".", "/tmp", "other"])
-def test_nothing_is_written_through_a_link(artifact, target):
-    members = [entry("d", tarfile.SYMTYPE, target), ("d/file", b"evil")]
+def test_nothing_is_written_through_a_link(artifact):
+    members = [entry("d", tarfile.SYMTYPE, "other"), ("d/file", b"evil")]
     refused(artifact, *members)
 
 
@@ -248,7 +244,7 @@ def test_a_link_does_not_replace_a_directory(artifact):
     refused(artifact, ("d/file", b"x"), entry("d", tarfile.SYMTYPE, "e"), said="is a file, and")
 
 
-@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"Z"])
+@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z"])
 def test_devices_and_pipes(artifact, kind):
     refused(artifact, entry("x", kind), said="a device, a pipe")
 
@@ -256,7 +252,6 @@ def test_devices_and_pipes(artifact, kind):
 @pytest.mark.parametrize(
     "members",
     [
-        [("a", b"1"), ("a", b"2")],
         [("a", b"1"), ("./a", b"2")],
         [("A", b"1"), ("a", b"2")],
         [("D/x", b"1"), ("d/y", b"2")],
@@ -295,7 +290,7 @@ def test_a_size_that_lies(artifact):
     artifact.check_nothing_left()
 
 
-@pytest.mark.parametrize("cut", [100, 512, 700, 1024, 2000])
+@pytest.mark.parametrize("cut", [100, 512, 700])
 def test_an_archive_that_breaks_off(artifact, cut):
     artifact.add("kit", tar_of(("a", b"x" * 600), ("b", b"y"))[:cut], KIT)
     with pytest.raises(FormatError):
@@ -329,7 +324,7 @@ def test_a_damaged_tar(artifact):
 
 def test_a_header_without_end_takes_no_memory(artifact):
     info = entry("x" * 90, tarfile.GNUTYPE_LONGNAME, size=1 << 30)
-    artifact.add("kit", gzip.compress(info.tobuf() + bytes(50 << 20)), f"{KIT}+gzip")
+    artifact.add("kit", gzip.compress(info.tobuf() + bytes(1 << 20)), f"{KIT}+gzip")
     with pytest.raises(FormatError, match="a header of more than 65536 bytes"):
         artifact.finish().export()
     artifact.check_nothing_left()
@@ -341,13 +336,9 @@ def test_more_members_than_any_model_has(artifact, monkeypatch):
 
 
 def test_a_tar_that_is_a_bomb(artifact):
-    out = io.BytesIO()
-    with gzip.GzipFile(fileobj=out, mode="wb") as file:
-        file.write(entry("big", size=1 << 28).tobuf())
-        for _ in range(256):
-            file.write(bytes(1 << 20))
-        file.write(bytes(1024))
-    artifact.add("kit", out.getvalue(), f"{KIT}+gzip")
+    zeros = gzip.compress(bytes(16 << 20))
+    data = gzip.compress(entry("big", size=1 << 28).tobuf()) + 16 * zeros
+    artifact.add("kit", data, f"{KIT}+gzip")
     with pytest.raises(FormatError, match="unpacks to more than"):
         artifact.finish().export()
     artifact.check_nothing_left()

@@ -45,6 +45,7 @@ def test_saved_loaded_and_exported_elsewhere(aimage, model, tiny, tmp_path):
     assert third("create", "again", "out").line == digest
 
 
+@pytest.mark.integration
 def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, repository):
     here, there = aimage("here"), aimage("there")
     name = f"{repository}:v1"
@@ -58,7 +59,7 @@ def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, rep
     assert there("create", "again", "out").line == digest
 
 
-@pytest.mark.parametrize("dialect", ["ollama", "container", "modelpack", "custom"])
+@pytest.mark.parametrize("dialect", ["ollama", "container", "custom"])
 def test_every_dialect_gives_the_same_directory(aimage, tiny, tmp_path, dialect):
     here = aimage()
     options = ["--manifest-type", "custom"] if dialect == "custom" else ["--dialect", dialect]
@@ -129,28 +130,21 @@ def test_quantized(aimage, tiny):
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["tiny", "full"], 2, "aimage: full is not empty"),
-        (["tiny", "file"], 2, "aimage: file is a file"),
-        (["tiny", "no/where"], 2, "aimage: there is no directory no to make where in"),
-        (["none", "out"], 3, "aimage: no none:latest in the store"),
-        (["tiny"], 2, "Missing argument 'DIR'"),
-        (["a b", "out"], 2, "aimage: "),
-        (["tiny", ""], 2, "aimage: DIR is empty"),
-    ],
-    ids=str,
-)
-def test_mistakes(aimage, tiny, arguments, code, said):
+def test_mistakes(aimage, tiny):
     here = aimage()
     here("create", "tiny", tiny)
     (here.home / "full").mkdir()
     (here.home / "full/mine").touch()
-    (here.home / "file").touch()
-    done = here("export", *arguments, code=code)
-    assert said in done.err
-    assert done.out == ""
+    for arguments, code, message in (
+        (["tiny", "full"], 2, "aimage: full is not empty"),
+        (["tiny", "no/where"], 2, "aimage: there is no directory no to make where in"),
+        (["none", "out"], 3, "aimage: no none:latest in the store"),
+        (["a b", "out"], 2, "aimage: "),
+        (["tiny", ""], 2, "aimage: DIR is empty"),
+    ):
+        done = here("export", *arguments, code=code)
+        assert message in done.err
+        assert done.out == ""
     assert not (here.home / "out").exists()
     assert [path for path in here.home.iterdir() if ".export-" in path.name] == []
 

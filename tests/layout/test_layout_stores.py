@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+
+from tests.process import Aimage
 
 NOBODY = 65534
 # another user may not be allowed to read the code: it is read before we are that user
@@ -30,21 +31,27 @@ def files(root):
     return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny):
+    """A home with a store."""
+    home = tmp_path_factory.mktemp("made")
+    Aimage(home, home / "other")("create", "theirs", tiny)
+    return home
+
+
 @pytest.fixture
-def two(aimage, tiny):
-    """A store of one's own beside one that only another may write."""
-    here = aimage()
-    other = here.home / "other"
-    here("--store", other, "create", "theirs", tiny)
-    here("--store", here.store, "create", "mine", tiny, "--license", "mit")
-    here.environment["AIMAGE_STORE"] = f"{here.home / 'first'}{os.pathsep}{other}"
-    here.other = other
+def two(made, tmp_path):
+    """A store of one's own, still empty, beside one that only another may write."""
+    home = tmp_path / "home"
+    shutil.copytree(made, home)
+    here = Aimage(home, home / "other")
+    here.environment["AIMAGE_STORE"] = f"{home / 'first'}{os.pathsep}{here.store}"
     return here
 
 
-def run(here, *arguments, code=0, program=("-m", "clowder_aimage.cli")):
+def as_nobody(here, *arguments, code=0):
     done = subprocess.run(
-        [sys.executable, *program, *map(str, arguments)],
+        [sys.executable, "-c", AS_NOBODY, *map(str, arguments)],
         capture_output=True,
         text=True,
         env=here.env(),
@@ -56,18 +63,18 @@ def run(here, *arguments, code=0, program=("-m", "clowder_aimage.cli")):
 
 
 def test_all_are_read_and_the_first_is_written(two):
-    before = files(two.other)
+    before = files(two.store)
     first = two.home / "first"
-    run(two, "tag", "theirs", "again")
-    assert json.loads(run(two, "--json", "ls"))[0]["reference"] == "again:latest"
-    assert "again:latest" not in run(two, "--store", two.other, "ls")
-    run(two, "show", "theirs")
-    run(two, "verify", "again")
+    two("tag", "theirs", "again")
+    assert two("ls", "--json").value[0]["reference"] == "again:latest"
+    assert "again:latest" not in two("--store", two.store, "ls").out
+    two("show", "theirs")
+    two("verify", "again")
     assert len(list((first / "blobs").rglob("*"))) == 0  # it needs the other one
-    run(two, "rm", "theirs", code=3)  # not ours
-    run(two, "rm", "again")
-    run(two, "gc", "--grace", "0")
-    assert {path: at for path, at in files(two.other).items() if ".aimage" not in path.parts} == {
+    two("rm", "theirs", code=3)  # not ours
+    two("rm", "again")
+    two("gc", "--grace", "0")
+    assert {path: at for path, at in files(two.store).items() if ".aimage" not in path.parts} == {
         path: at for path, at in before.items() if ".aimage" not in path.parts
     }
 
@@ -81,8 +88,8 @@ def test_a_name_that_is_only_read_is_not_said_to_be_missing(two, verb):
         names[f"theirs@{digest}"] = f"theirs@{digest}"
     for name, told in names.items():
         done = two(verb, name, code=3)
-        assert f"{told} is in the store {two.other}, which is only read" in done.err
-        assert f"aimage --store {two.other} {verb} {told}" in done.err
+        assert f"{told} is in the store {two.store}, which is only read" in done.err
+        assert f"aimage --store {two.store} {verb} {told}" in done.err
     assert "no mine:latest in the store" in two(verb, "mine", code=3).err
     two("tag", "theirs", "theirs")
     two(verb, "theirs")  # that of our own
@@ -99,33 +106,31 @@ def test_a_collection_lets_go_of_no_name_that_is_only_read(two):
 
 
 def test_what_another_store_has_is_not_written_again(two, tiny):
-    run(two, "create", "mine", tiny)
+    two("create", "mine", tiny)
     blobs = [path for path in (two.home / "first" / "blobs").rglob("*") if path.is_file()]
     assert blobs == []
-    shutil.rmtree(two.other)
-    assert "missing" in run(two, "verify", code=5)
+    shutil.rmtree(two.store)
+    assert "missing" in two("verify", code=5).out
 
 
 def test_the_first_that_has_a_name_says_what_it_means(two, tiny):
-    run(two, "create", "theirs", tiny, "--license", "mit")
-    rows = json.loads(run(two, "--json", "ls"))
+    two("create", "theirs", tiny, "--license", "mit")
+    rows = two("ls", "--json").value
     assert [row["reference"] for row in rows] == ["theirs:latest"]
-    ours = run(two, "--json", "show", "theirs")
-    assert json.loads(ours)["digest"] == rows[0]["digest"]
-    assert (
-        rows[0]["digest"] != json.loads(run(two, "--store", two.other, "--json", "ls"))[0]["digest"]
-    )
+    assert two("show", "theirs", "--json").value["digest"] == rows[0]["digest"]
+    assert rows[0]["digest"] != two("--store", two.store, "ls", "--json").value[0]["digest"]
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_users_store_can_be_listed_shown_and_verified(two):
     for path in (two.home, *two.home.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)
-    before = files(two.other)
-    theirs, program = ("--store", two.other), ("-c", AS_NOBODY)
+    before = files(two.store)
+    theirs = ("--store", two.store)
     for verb in (["ls"], ["show", "theirs"], ["verify"], ["verify", "theirs"]):
-        assert "theirs" in run(two, *theirs, *verb, program=program) or verb[0] == "verify"
-    run(two, *theirs, "tag", "theirs", "x", code=1, program=program)
-    run(two, *theirs, "gc", code=1, program=program)
-    assert files(two.other) == before
+        assert "theirs" in as_nobody(two, *theirs, *verb) or verb[0] == "verify"
+    as_nobody(two, *theirs, "tag", "theirs", "x", code=1)
+    as_nobody(two, *theirs, "gc", code=1)
+    assert files(two.store) == before

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_blobs import FolderStore, import_directory
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from tests.model.model_blobs import FolderStore, import_directory
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from model_blobs import FolderStore
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.model.backend import Embedding, Linear, Network, RMSNorm, mx
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import QUANT_TYPES, Quantization, encode_header
+from tests.model.model_blobs import FolderStore
 
 Part = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
 COMPONENT = "net"

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from model_blobs import FolderStore
-from quantized_blobs import bits, blob, quantize
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.model.backend import mx, tree_flatten
@@ -23,6 +21,8 @@ from clowder_aimage.model.zimage.transformer import Transformer
 from clowder_aimage.model.zimage.vae import Vae
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Quantization, read_header
+from tests.model.model_blobs import FolderStore
+from tests.model.quantized_blobs import bits, blob, quantize
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 CHANGES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_blobs import FolderStore
-from quantized_blobs import (
+
+from clowder_aimage.dialect.aimage import Layer
+from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.model.backend import Conv2d, Network, RMSNorm, mx
+from clowder_aimage.model.stored_tensor import WeightBlob
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.oci import mediatype
+from clowder_aimage.tensor import Quantization, read_header
+from tests.model.model_blobs import FolderStore
+from tests.model.quantized_blobs import (
     MATRICES,
     NAME,
     VECTORS,
@@ -25,14 +33,6 @@ from quantized_blobs import (
     values,
 )
 
-from clowder_aimage.dialect.aimage import Layer
-from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.model.backend import Conv2d, Network, RMSNorm, mx
-from clowder_aimage.model.stored_tensor import WeightBlob
-from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.oci import mediatype
-from clowder_aimage.tensor import Quantization, read_header
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
@@ -41,19 +41,11 @@ def store(tmp_path: Path) -> FolderStore:
 
 GOOD = {NAME + part: bits(value) for part, value in quantize(MATRICES[NAME], "int8").items()}
 INT8 = {"quant_type": "int8", "group_size": "64"}
-U8_SCALE = GOOD | {f"{NAME}.scale": ("U8", (8, 1), bytes(8))}
 BAD: dict[str, tuple[bytes, str]] = {
     "truncated": (blob(GOOD, INT8)[:-1], "not|fill"),
     "unknown type": (blob(GOOD, INT8 | {"quant_type": "int3"}), "unknown quantization 'int3'"),
-    "no type": (blob(GOOD), "does not say of what kind"),
     "another group size": (blob(GOOD, INT8 | {"group_size": "32"}), r"has .* \[8, 2\]"),
-    "an impossible group size": (blob(GOOD, INT8 | {"group_size": "48"}), "not of '48'"),
-    "no number": (blob(GOOD, INT8 | {"group_size": "six"}), "not of 'six'"),
-    "a type with fewer bits": (blob(GOOD, INT8 | {"quant_type": "int4"}), r"has .* \[8, 2\]"),
-    "a type without biases": (blob(GOOD, {"quant_type": "mxfp8"}), "has groups of 32"),
     "no biases": (blob({k: v for k, v in GOOD.items() if ".bias" not in k}, INT8), "has biases"),
-    "scales of another kind": (blob(U8_SCALE, INT8), r"U8 \[8, 1\], where int8"),
-    "no scales": (blob({NAME: GOOD[NAME]}, INT8), "has no scales"),
     "another name": (blob({k.replace("fc", "up"): v for k, v in GOOD.items()}, INT8), "instead"),
     "another tensor as well": (
         blob(GOOD | {"model.other": bits(mx.ones((2,)))}, INT8),
@@ -97,11 +89,8 @@ def test_bad_blobs_load_nothing(store: FolderStore, data: bytes, message: str) -
 @pytest.mark.parametrize(
     "layer",
     [
-        {"dtype": "int4"},
         {"dtype": "BF16"},
-        {"shape": (8, 16)},
         {"shape": (64, 8)},
-        {"dtype": "U32", "shape": (8, 8)},
         {"dtype": "U32", "shape": (8, 64)},
     ],
 )
@@ -146,7 +135,7 @@ def test_what_is_not_the_size_that_its_layer_says(store: FolderStore) -> None:
         weights.apply(Net())
 
 
-@pytest.mark.parametrize("length", [64, 4080, 4088, 4096, 5000])
+@pytest.mark.parametrize("length", [64, 4088, 5000])
 def test_a_header_of_any_length(store: FolderStore, length: int) -> None:
     """What the short way reads is what the long way reads, and refuses the same."""
     text = b'{"w":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}'.ljust(length)
@@ -190,10 +179,13 @@ class Strange(Network):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind"),
-    [("conv.weight", "Conv2d"), ("norm.weight", "RMSNorm"), ("token", "Strange")],
+    ("wrong", "kind", "keep"),
+    [
+        ("conv.weight", "Conv2d", True),
+        ("norm.weight", "RMSNorm", False),
+        ("token", "Strange", True),
+    ],
 )
-@pytest.mark.parametrize("keep", [True, False])
 def test_layers_that_cannot_take_codes(
     store: FolderStore, wrong: str, kind: str, keep: bool
 ) -> None:
@@ -237,8 +229,7 @@ def test_mlx_may_say_how_one_module_is_quantized(store: FolderStore) -> None:
     np.testing.assert_array_equal(weights.numpy("two.weight"), judge(values(4, 64), "int8", 32))
 
 
-@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
-@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize(("size", "mode"), [(32, "affine"), (64, "nvfp4")])
 def test_mlx_may_say_no_more_than_the_bits_of_a_module(
     store: FolderStore, size: int, mode: str
 ) -> None:
@@ -263,8 +254,9 @@ def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
         opened(maker).numpy("x.weight")
 
 
-@pytest.mark.parametrize("promised", [("F32", (2, 64)), ()], ids=["told", "untold"])
-@pytest.mark.parametrize("name", ["x.scales", "x.weight_scale"])
+@pytest.mark.parametrize(
+    ("name", "promised"), [("x.scales", ("F32", (2, 64))), ("x.weight_scale", ())]
+)
 def test_floats_are_not_codes_whatever_stands_beside_them(
     store: FolderStore, name: str, promised: tuple[Any, ...]
 ) -> None:

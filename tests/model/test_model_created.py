@@ -6,22 +6,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantized_blobs import judge
-from random_model import weights, write_directory
 
+from clowder_aimage.content import bytes_body
 from clowder_aimage.create import create
+from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.generate import find, load
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import Quantization
+from tests.conftest import TINY
+from tests.model.quantized_blobs import judge
+from tests.model.random_model import weights, write_directory
 
-REQUEST = GenerateRequest("a red fox", 64, 64, 8, seed=42)
+REQUEST = GenerateRequest("a red fox", 48, 48, 4, seed=42)
 NAME = Reference.parse("random")
 
 
@@ -45,7 +49,7 @@ def latents(
 
 @pytest.mark.parametrize(
     ("quantize", "bound"),
-    [("int8", 0.99), ("transformer=nvfp4,text_encoder=int4", 0.98), ("mxfp8", 0.99)],
+    [("transformer=nvfp4,text_encoder=int4", 0.98), ("mxfp8", 0.99)],
 )
 def test_pictures_of_created_ones(
     directory: Path, tmp_path: Path, quantize: str, bound: float
@@ -53,7 +57,7 @@ def test_pictures_of_created_ones(
     store = ImageLayout(tmp_path)
     exact, found = latents(directory, store, None), latents(directory, store, quantize)
     assert bound < np.corrcoef(exact.ravel(), found.ravel())[0, 1] < 1 - 1e-7
-    for dialect in ("ollama", "container"):
+    for dialect in ("ollama",) if "nvfp4" in quantize else ("container",):
         np.testing.assert_array_equal(latents(directory, store, quantize, dialect), found)
 
 
@@ -69,7 +73,7 @@ def test_the_model_has_the_names_of_checkpoints(directory: Path) -> None:
         assert f'"{name}"'.encode() in path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> None:
     """Bit for bit what MLX makes of the same numbers."""
     store, name = ImageLayout(tmp_path), "layers.0.attention.to_q.weight"
@@ -81,17 +85,8 @@ def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> N
     assert found.quantization("layers.0.attention_norm1.weight") is None
 
 
-def test_whole_files_of_tensors_are_read_as_well(tmp_path):
+def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
     """As ModelPack and others pack a directory of diffusers: the same picture."""
-    from clowder_aimage.content import bytes_body
-    from clowder_aimage.create import create
-    from clowder_aimage.dialect import DIALECTS, AImage, Layer
-    from clowder_aimage.generate import find, load
-    from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.model.pipeline import GenerateRequest, Image
-    from clowder_aimage.oci import Descriptor, Reference, mediatype
-    from tests.conftest import TINY
-
     store = ImageLayout(tmp_path / "store")
     made = create(store, Reference.parse("tensors"), TINY).aimage
     layers = []

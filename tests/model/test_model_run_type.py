@@ -7,27 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
-import pytest
 
 from tests.process import Aimage
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
-PROMPT = ("a red fox", "--steps", "2", "--seed", "3")
+PROMPT = ("a red fox", "--steps", "1", "--seed", "3")
 
 
-@pytest.mark.parametrize("made", [(), ("--quantize", "int8")], ids=["plain", "int8"])
-def test_run_computes_in_the_type_that_is_asked_for(
-    aimage: Callable[[], Aimage], made: tuple[str, ...]
-) -> None:
+def test_run_computes_in_the_type_that_is_asked_for(aimage: Callable[[], Aimage]) -> None:
     here = aimage()
-    here("create", "tiny", TINY, *made)
+    here("create", "tiny", TINY, "--quantize", "int8")
     pictures = {}
-    for name, whole in (("f32", "float32"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")):
+    for name, whole in (("f32", "float32"), ("bf16", "bfloat16")):
         done = here("run", "tiny", *PROMPT, "--dtype", name, "-o", f"{name}.png", "--json")
         assert done.value["dtype"] == whole
         with PIL.Image.open(here.home / f"{name}.png") as picture:
             pictures[name] = np.asarray(picture).astype(float)
     off = np.abs(pictures["f32"] - pictures["bf16"])
     assert 0 < off.mean() < 16  # of 255: rounded otherwise, and the same picture
-    np.testing.assert_array_equal(pictures["bf16"], pictures["bfloat16"])
     assert "float16" in here("run", "tiny", *PROMPT, "--dtype", "f16", code=2).err

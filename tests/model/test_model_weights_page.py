@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from model_blobs import FolderStore, into_layout
-from random_model import pack
+
+from tests.model.model_blobs import FolderStore, into_layout
+from tests.model.random_model import pack
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 EXPECTED = """(128, 128) Quantization(
@@ -22,6 +23,7 @@ torch.Size([16, 16, 3, 3])
 """
 
 
+@pytest.mark.integration
 def test_the_programs_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     blobs = FolderStore(tmp_path / "blobs")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_oracle import CASES, differences, excess, ours
 
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from tests.model.model_oracle import CASES, differences, excess, ours
 
 FOLDER = Path(__file__).parent / "oracle"
 

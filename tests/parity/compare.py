@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import ZImagePipeline as Reference
-from model_oracle import TIME, Outputs, inputs
 
 from clowder_aimage.model.pipeline import GenerateRequest
+from tests.model.model_oracle import TIME, Outputs, inputs
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "model"))
+sys.path.insert(0, str(HERE.parents[1]))
 
-from compare import theirs  # noqa: E402
-from make_model import reference  # noqa: E402
-from model_oracle import CASES  # noqa: E402
+from tests.model.model_oracle import CASES  # noqa: E402
+from tests.parity.compare import theirs  # noqa: E402
+from tests.parity.make_model import reference  # noqa: E402
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ pytest.importorskip("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
-    from compare import run
-    from make_model import draw, make
+
+    from tests.parity.compare import run
+    from tests.parity.make_model import draw, make
 from PIL import Image
 
 from clowder_aimage.model.pipeline import GenerateRequest

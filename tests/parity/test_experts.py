@@ -16,9 +16,10 @@ pytest.importorskip("transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
-    from make_model import make
     from safetensors.torch import load_file
     from transformers import MixtralConfig, MixtralModel, Qwen3MoeConfig, Qwen3MoeModel
+
+    from tests.parity.make_model import make
 
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe

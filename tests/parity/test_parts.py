@@ -23,15 +23,16 @@ with warnings.catch_warnings():
         calculate_shift,
         get_default_z_image_sigmas,
     )
-    from make_model import CHAT_TEMPLATE, OTHER_TEMPLATE, make_tokenizer
     from transformers import AutoTokenizer, Qwen2Tokenizer
 
+    from tests.parity.make_model import CHAT_TEMPLATE, OTHER_TEMPLATE, make_tokenizer
+
 import numpy as np
-from model_blobs import import_directory
 
 from clowder_aimage.model.zimage.noise import randn
 from clowder_aimage.model.zimage.scheduler import Scheduler
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
+from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
@@ -59,8 +60,12 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("config", SCHEDULERS, ids=str)
-def test_sigmas(config: dict[str, Any]) -> None:
+def test_sigmas_are_those_of_diffusers() -> None:
+    for config in SCHEDULERS:
+        check_sigmas(config)
+
+
+def check_sigmas(config: dict[str, Any]) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(**config)
     ours = Scheduler.parse("scheduler_config.json", dict(theirs.config))
     for steps in (1, 2, 3, 4, 8, 9, 17, 50):
@@ -76,7 +81,7 @@ def test_sigmas(config: dict[str, Any]) -> None:
             np.testing.assert_allclose(schedule.times, times.numpy(), atol=2e-7)
 
 
-@pytest.mark.parametrize("shift", [1.0, 2.5, 7.0])
+@pytest.mark.parametrize("shift", [1.0, 7.0])
 def test_shift_of_the_request(shift: float) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     theirs.set_shift(shift)
@@ -98,9 +103,16 @@ def test_noise() -> None:
                 assert (ours == theirs).all(), message
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE], ids=["qwen", "other"])
-@pytest.mark.parametrize("legacy", [False, True], ids=["transformers 5", "transformers 4"])
-@pytest.mark.parametrize("kind", ["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize(
+    ("template", "legacy", "kind"),
+    [
+        (CHAT_TEMPLATE, False, "tokenizer.json"),
+        (OTHER_TEMPLATE, True, "tokenizer.json"),
+        (CHAT_TEMPLATE, False, "vocab.json"),
+        (OTHER_TEMPLATE, True, "vocab.json"),
+    ],
+    ids=["5", "4, another template", "5, vocab.json", "4, vocab.json, another template"],
+)
 def test_tokens(tmp_path: Path, template: str, legacy: bool, kind: str) -> None:
     folder = tmp_path / "files" / "tokenizer"
     theirs = make_tokenizer(template)

@@ -19,7 +19,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import network
     import torch
-    from make_model import reference
+
+    from tests.parity.make_model import reference
 
 from composing import compose, held_out_scenes
 
