@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan, WeightBlob, blame
@@ -41,7 +41,7 @@ class Catalogue:
 
     def __init__(
         self,
-        store: ContentStore,
+        store: BlobFiles,
         component: str,
         layers: Mapping[str, Layer],
         stated: QuantizationConfig,

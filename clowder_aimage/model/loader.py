@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import compute_dtype
@@ -12,7 +12,7 @@ from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 
 def load_pipeline(
-    store: ContentStore,
+    store: BlobFiles,
     aimage: AImage,
     *,
     dtype: str | None = None,

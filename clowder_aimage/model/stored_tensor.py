@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.oci import Descriptor
@@ -64,7 +64,7 @@ class WeightBlob:
     header: Header
 
     @classmethod
-    def read(cls, store: ContentStore, layer: Layer) -> WeightBlob:
+    def read(cls, store: BlobFiles, layer: Layer) -> WeightBlob:
         """Read and check the header.
 
         Raises:

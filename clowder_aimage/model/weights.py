@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError
 from clowder_aimage.model import tensor_view
@@ -34,7 +34,7 @@ class ModelWeights:
 
     def __init__(
         self,
-        store: ContentStore,
+        store: BlobFiles,
         component: str,
         layers: Mapping[str, Layer],
         config: Mapping[str, Any],
@@ -47,7 +47,7 @@ class ModelWeights:
         self.config = config
 
     @classmethod
-    def open(cls, store: ContentStore, aimage: AImage, component: str = "") -> ModelWeights:
+    def open(cls, store: BlobFiles, aimage: AImage, component: str = "") -> ModelWeights:
         """Find the tensors of ``component`` and read its ``config.json``; no weight is read.
 
         Language models have no components: their files stand at the top, which is "". Whole files
@@ -204,7 +204,7 @@ def _keeps(requested: bool | None) -> bool:
     return on_gpu() if requested is None else requested
 
 
-def find(store: ContentStore, aimage: AImage, name: str) -> bytes | None:
+def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
     """Return the bytes of the file ``name`` (such as ``vae/config.json``), or None.
 
     Raises:
@@ -221,13 +221,13 @@ def find(store: ContentStore, aimage: AImage, name: str) -> bytes | None:
         return file.read()
 
 
-def find_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any] | None:
+def find_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any] | None:
     """Return the JSON object in the file ``name``, or None. Raises as ``find`` does."""
     data = find(store, aimage, name)
     return None if data is None else parse_object(name, data)
 
 
-def read_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
+def read_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any]:
     """Return the JSON object in the file ``name``.
 
     Raises:

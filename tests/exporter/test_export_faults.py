@@ -24,7 +24,6 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.export import export
 from clowder_aimage.exporter import directory as place
-from clowder_aimage.exporter import export_writer
 from clowder_aimage.oci import Reference, mediatype
 from tests.content.artifact import index, put_artifact
 from tests.exporter.conftest import NAME, files_in
@@ -229,7 +228,7 @@ def test_the_space_is_looked_at_first(full, monkeypatch):
     def usage(_):
         return shutil._ntuple_diskusage(1, 1, needed - 1)
 
-    monkeypatch.setattr(export_writer.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     heard = []
     with pytest.raises(NoSpaceError, match=rf"takes \d+ bytes, and .* has room for {needed - 1}"):
         full.export(on_written=heard.append)
@@ -241,7 +240,7 @@ def test_what_is_linked_needs_no_space(artifact, monkeypatch):
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA) - 1)
-    monkeypatch.setattr(export_writer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(NoSpaceError):
         artifact.export()
     artifact.export(links=True)
@@ -252,7 +251,7 @@ def test_what_says_nothing_of_its_size_may_not_fill_the_disk(artifact, monkeypat
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA))
-    monkeypatch.setattr(export_writer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(FormatError, match=f"unpacks to more than {len(DATA) * 95 // 100}"):
         artifact.export()
     artifact.check_nothing_left()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import os
+import sys
 
 import pytest
 
@@ -190,8 +192,8 @@ def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypat
         asked.append(request)
         os.write(made, os.pread(source, len(DATA), 0))
 
-    monkeypatch.setattr(directory.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(directory.sys, "platform", "linux")
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(sys, "platform", "linux")
     exported = artifact.finish().export(links=True)
     assert exported.ways == {LinkMethod.REFLINKED: 1}
     assert asked == [0x40049409]
@@ -207,7 +209,7 @@ def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EMLINK, "Too many links")
 
-    monkeypatch.setattr(directory.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(directory, "_reflink", lambda *_: False)
     exported = artifact.finish().export(links=True, on_written=counted.append)
     assert exported.ways == {LinkMethod.COPIED: 1}

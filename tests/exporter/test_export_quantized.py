@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.importer.test_importer_prequantized import CONFIGS, NAME, REST, STEM,
 from tests.importer.valued import as_dtype, make_valued
 
 MODEL = Reference.parse("m")
+STATED: dict[str, Any] = {**CONFIGS}
 KINDS = ["int8", "int4", "mxfp8", "nvfp4"]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
@@ -46,7 +48,7 @@ def test_what_was_quantized_here_comes_back_in_the_same_blobs(tmp_path, kind):
     after = {layer for layer in again.aimage.layers if layer.name != config}
     assert after == before
     said = json.loads((out / config).read_text())
-    assert said.pop("quantization") == {"mode": "affine"} | CONFIGS[kind]
+    assert said.pop("quantization") == {"mode": "affine"} | STATED[kind]
     assert said == model.read(config)
 
 
@@ -63,11 +65,11 @@ def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [*((kind, "quantization") for kind in CONFIGS), ("int8", "quantization_config")],
+    [*((kind, "quantization") for kind in STATED), ("int8", "quantization_config")],
 )
 def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
     model = make_valued(tmp_path / "model", transformer=mlx(kind) | REST)
-    model.write("transformer/config.json", {"dim": 4, key: CONFIGS[kind]})
+    model.write("transformer/config.json", {"dim": 4, key: STATED[kind]})
     made = model.make()
     _, out, _, again = round_trip(tmp_path, model.store)
     assert again.descriptor == made.descriptor
@@ -94,7 +96,7 @@ def test_several_kinds_in_one_component(tmp_path):
     stem = STEM.replace("to_q", "to_v")
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     model.write(
-        "transformer/config.json", {"quantization": CONFIGS["int8"] | {stem: CONFIGS["mxfp4"]}}
+        "transformer/config.json", {"quantization": STATED["int8"] | {stem: STATED["mxfp4"]}}
     )
     made = model.make()
     artifact = read_aimage(ImageLayout(model.store), MODEL).aimage
@@ -190,8 +192,8 @@ def test_nvfp4_of_compressed_tensors_becomes_modelopts(tmp_path):
             "ignore": [],
         },
     }
-    tensors = [layer for layer in made.aimage.layers if layer.is_tensor]
-    assert tensors == [layer for layer in again.aimage.layers if layer.is_tensor]
+    packed = [layer for layer in made.aimage.layers if layer.is_tensor]
+    assert packed == [layer for layer in again.aimage.layers if layer.is_tensor]
 
 
 def test_a_quantized_tensor_that_is_no_weight_has_no_form(artifact):
@@ -212,7 +214,7 @@ def test_codes_in_layers_of_their_own_are_joined(artifact):
     codes, scales, biases = mlx("int4").values()
     for name, tensor in ((NAME, codes), (f"{STEM}.scales", scales), (f"{STEM}.biases", biases)):
         artifact.add_tensors(f"transformer/{name}", {name: tensor})
-    said = json.dumps({"quantization": CONFIGS["int4"]}).encode()
+    said = json.dumps({"quantization": STATED["int4"]}).encode()
     artifact.add("transformer/config.json", said)
     artifact.config["components"] = {"transformer": {"library": "diffusers"}}
     exported = artifact.finish().export()
@@ -230,7 +232,7 @@ def test_what_was_said_of_another_way_of_quantizing_goes(artifact):
     artifact.add("transformer/config.json", json.dumps(said).encode())
     files = artifact.finish().exported()
     config = json.loads(files["transformer/config.json"])
-    assert config == {"dim": 4, "quantization": CONFIGS["mxfp8"]}
+    assert config == {"dim": 4, "quantization": STATED["mxfp8"]}
 
 
 def test_a_component_without_a_configuration_gets_one(artifact):
@@ -238,7 +240,7 @@ def test_a_component_without_a_configuration_gets_one(artifact):
     parts = {NAME: codes, f"{NAME}.scale": scales}
     artifact.add_tensors(f"transformer/{NAME}", parts, quant_type="mxfp8", group_size="32")
     files = artifact.finish().exported()
-    assert json.loads(files["transformer/config.json"]) == {"quantization": CONFIGS["mxfp8"]}
+    assert json.loads(files["transformer/config.json"]) == {"quantization": STATED["mxfp8"]}
 
 
 def test_a_whole_model_of_transformers_can_be_quantized(artifact):
@@ -250,5 +252,5 @@ def test_a_whole_model_of_transformers_can_be_quantized(artifact):
     assert set(files) == {"config.json", "model.safetensors"}
     assert json.loads(files["config.json"]) == {
         "model_type": "llama",
-        "quantization": CONFIGS["mxfp8"],
+        "quantization": STATED["mxfp8"],
     }

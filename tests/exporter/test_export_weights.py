@@ -68,7 +68,7 @@ def test_shards_with_an_index(tmp_path, most):
     for component, tensors in WEIGHTS.items():
         files = sorted((out / component).glob("*.safetensors"))
         stem = weights_name(component)
-        sizes = {name: len(data_of((name, *rest), component)) for name, *rest in tensors}
+        sizes = {tensor[0]: len(data_of(tensor, component)) for tensor in tensors}
         found = {}
         for number, path in enumerate(files, 1):
             held = tensors_in(path)

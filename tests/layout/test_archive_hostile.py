@@ -24,7 +24,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import MAX_INDEX_SIZE
 from clowder_aimage.load import load
-from clowder_aimage.oci import Descriptor, Digest, Index, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from tests.content import artifact
 
 LAYOUT = ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
@@ -137,7 +137,7 @@ def test_a_name_that_is_missing_can_be_given(layout, file):
     members = [LAYOUT, index((MADE, {})), *BLOBS]
     with pytest.raises(UsageError, match=f"no name for {MADE.digest}") as raised:
         load_all(layout, file, *members)
-    assert "--as NAME" in advice(raised.value)
+    assert "--as NAME" in (advice(raised.value) or "")
     wanted = Reference.parse("y")
     assert load_all(layout, file, *members, wanted=wanted).names[0][0] == wanted
     assert layout.resolve(wanted).digest == MADE.digest
@@ -196,7 +196,7 @@ def test_what_is_compressed_otherwise_says_how_to_unpack(layout, file):
         file.write_bytes(data)
         with pytest.raises(FormatError, match="which is not read here") as raised:
             load(layout, file)
-        assert tool in advice(raised.value)
+        assert tool in (advice(raised.value) or "")
 
 
 # -- what is not complete
@@ -422,7 +422,7 @@ def test_an_empty_tar_and_the_older_format_of_docker(layout, file):
     for members in ([], [("manifest.json", b"[]"), ("abc/layer.tar", b"x")]):
         with pytest.raises(FormatError, match=r"no index\.json") as raised:
             load_all(layout, file, *members)
-        assert "docker-archive" in advice(raised.value)
+        assert "docker-archive" in (advice(raised.value) or "")
 
 
 @pytest.mark.parametrize(
@@ -457,11 +457,11 @@ def test_a_layer_that_calls_itself_a_manifest(layout, file):
 
 
 def test_indexes_in_indexes_without_end(layout, file):
-    made, members = MADE, list(BLOBS)
+    made, members = artifact.index([MADE.descriptor]), list(BLOBS)
     for _ in range(8):
-        made = artifact.index([made.descriptor])
         members.append(blob(made.raw))
-    assert isinstance(made, Index)
+        made = artifact.index([made.descriptor])
+    members.append(blob(made.raw))
     loaded = load_all(layout, file, *members, index((made, called("x"))))
     assert loaded.names == ()
     assert "nested" in loaded.problem.message
@@ -473,7 +473,7 @@ def test_a_bomb_is_not_unpacked(layout, file, monkeypatch):
     file.write_bytes(gzip.compress(tar_of(*GOOD, blob(zeros))))
     with pytest.raises(FormatError, match="more than 200 times") as raised:
         load(layout, file)
-    assert "gzip -dc FILE | aimage load -" in advice(raised.value)
+    assert "gzip -dc FILE | aimage load -" in (advice(raised.value) or "")
     assert list(layout.tags()) == []
     assert unfinished(layout) == []
     file.write_bytes(tar_of(*GOOD, blob(zeros)))
@@ -492,7 +492,7 @@ def test_a_file_that_is_not_there(layout, file, tmp_path):
         load(layout, file)
     with pytest.raises(UsageError, match="is a directory") as raised:
         load(layout, tmp_path)
-    assert "--store" in advice(raised.value)
+    assert "--store" in (advice(raised.value) or "")
     file.write_bytes(tar_of(*GOOD))
     layout.root.write_text("in the way")
     with pytest.raises(StoreError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -85,9 +86,8 @@ def test_cache_checks_again_what_is_missing_or_failed(store, made, check):
         cache.find("one", check)
     check.error = None
     assert cache.find("one", check).is_complete and check.calls == 2
-    missing = [Completeness(made.descriptor, 1, (made.layers[0],)), Completeness()]
-    for each in missing:
-        assert cache.find("two", lambda each=each: each) is each
+    for missing in (Completeness(made.descriptor, 1, (made.layers[0],)), Completeness()):
+        assert cache.find("two", partial(lambda found: found, missing)) is missing
     assert cache.find("two", check).is_complete and check.calls == 3
 
 

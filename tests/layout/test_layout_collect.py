@@ -8,12 +8,13 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import VerificationError
-from clowder_aimage.layout import ImageLayout, gc
+from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout.gc import GRACE, STALE, Collector
 from clowder_aimage.layout.stored_aimage import hold
 from clowder_aimage.oci import Digest, Reference, mediatype
@@ -56,7 +57,7 @@ def all_of(made):
 def add_entry(layout, descriptor, name="", **fields):
     """List a manifest as another tool does: in index.json, and nowhere else."""
     path = layout.root / "index.json"
-    value = {"schemaVersion": 2, "manifests": []}
+    value: dict[str, Any] = {"schemaVersion": 2, "manifests": []}
     if path.exists():
         value = json.loads(path.read_bytes())
     entry = descriptor.to_json() | fields
@@ -82,7 +83,7 @@ def foreign(layout, layers, config=None, **fields):
 
 def before_sweeping(monkeypatch, hook):
     """Have something happen between the marking and the sweeping."""
-    held = gc.held
+    held = lock.held
 
     def wrapped(root, name, **options):
         hook()

@@ -180,7 +180,7 @@ def test_it_is_not_closed_while_a_write_is_under_way(tmp_path, monkeypatch):
     thread.start()
     assert not closed.wait(0.05)
     go.set()
-    assert writing.result(10) == 16 * PAGE
+    assert writing is not None and writing.result(10) == 16 * PAGE
     thread.join(10)
     assert closed.is_set()
     assert file.begin(0, new_buffer(16 * PAGE)) is None

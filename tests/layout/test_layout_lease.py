@@ -16,7 +16,7 @@ import pytest
 
 from clowder_aimage import generate
 from clowder_aimage.cli.main import cli
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import atomic_file, bytes_body, copy
 from clowder_aimage.create import create
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout, gc, lock
@@ -89,6 +89,7 @@ def holder(layout, stray):
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()
@@ -248,7 +249,7 @@ def test_a_lease_that_may_not_be_read_stops_a_collection(layout, stray, monkeypa
 def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     """Who then asks whether the blob is there hears the truth."""
     waiting, said = threading.Event(), []
-    flock = lock.flock
+    flock = atomic_file.flock
 
     def noted(fd, operation):
         if operation == fcntl.LOCK_SH:
@@ -278,7 +279,7 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
 def test_what_is_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
     other = put(layout, b"other")
     taken = []
-    held = gc.held
+    held = lock.held
 
     def wrapped(*arguments, **options):
         taken.append(layout.lease(stray.digest))
@@ -438,6 +439,7 @@ def test_a_lease_is_not_kept_by_a_child(layout, stray):
         stdout=subprocess.PIPE,
         close_fds=False,
     ) as child:
+        assert child.stdout is not None
         assert child.stdout.readline() == b"here\n"
         os.close(lease._fd)  # as if we had ended
         lease._fd = -1

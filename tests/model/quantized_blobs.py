@@ -65,11 +65,11 @@ def judge(
 ) -> np.ndarray:
     """What the codes of ``values`` in ``dtype`` stand for, by MLX, in float32."""
     parts = quantize(values, kind, group_size, dtype)
-    floats = [parts[""], parts[".scale"]]
-    if ".bias" in parts:
-        floats = [parts[""], parts[".scale"].astype(mx.float32), parts[".bias"].astype(mx.float32)]
+    scales, biases = parts[".scale"], parts.get(".bias")
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     how = words(Quantization.parse(kind, group_size))
-    return np.array(mx.dequantize(*floats, **how, dtype=mx.float32))
+    return np.array(mx.dequantize(parts[""], scales, biases, dtype=mx.float32, **how))
 
 
 def blob(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -152,8 +152,8 @@ class Maker:
                 if not layout.endswith("unsized"):
                     self.index["group_size"] = how.group_size
                 suffixes = {"": "", ".scale": "_scale", ".bias": "_qbias"}
-                for part, value in parts.items():
-                    self.add(name + suffixes[part], blob({"data": value}))
+                for key, part in parts.items():
+                    self.add(name + suffixes[key], blob({"data": part}))
 
     def aimage(self) -> AImage:
         """What has been added, with the files that tell about it."""

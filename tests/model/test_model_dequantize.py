@@ -78,9 +78,10 @@ def test_the_lowest_bits_are_the_first_value() -> None:
 @pytest.mark.parametrize("shape", [(), (4, 1)])
 def test_a_factor_for_all_or_for_each_row(shape: tuple[int, ...]) -> None:
     values = np.random.RandomState(3).standard_normal((4, 32)).astype(np.float32)
-    parts = numpy_parts(values, "nvfp4", None)
-    factor = np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32).reshape(shape) / 8
-    found = dequantize(Quantization.parse("nvfp4"), *parts, None, factor)
+    codes, scales = numpy_parts(values, "nvfp4", None)
+    factor = np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    factor = factor / np.float32(8)
+    found = dequantize(Quantization.parse("nvfp4"), codes, scales, None, factor)
     rows = np.broadcast_to(factor.reshape(-1), (4,))[:, None]
     same(found, judge(values, "nvfp4") * rows)
 

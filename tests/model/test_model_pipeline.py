@@ -89,7 +89,13 @@ def test_what_changes_the_picture(pipeline: ZImagePipeline) -> None:
     base = pixels()
     assert (pixels() == base).all()
     assert (pixels(negative="ignored without guidance") == base).all()
-    changed = [{"seed": 1}, {"prompt": "an owl"}, {"steps": 3}, {"shift": 9.0}, {"guidance": 4.0}]
+    changed: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"prompt": "an owl"},
+        {"steps": 3},
+        {"shift": 9.0},
+        {"guidance": 4.0},
+    ]
     for changes in changed:
         assert (pixels(**changes) != base).any(), changes
     guided = pixels(guidance=4.0)

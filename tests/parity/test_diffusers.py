@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from tests.parity.make_model import OTHER_TEMPLATE, draw, make
 
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.model.model_blobs import import_directory
 from tests.model.model_oracle import CASES, differences, excess, ours
@@ -130,7 +130,7 @@ def test_several_pictures_take_consecutive_seeds(pair: Pair) -> None:
     _, _, first, _, _, second = pair.pipeline.generate(ask)
     for image, seed in ((first, 5), (second, 6)):
         single = GenerateRequest("a fox", 64, 64, 2, seed=seed)
-        assert image.seed == seed
+        assert isinstance(image, Image) and image.seed == seed
         found = differences(
             {"picture": image.pixels}, {"picture": theirs(pair.reference, single)["picture"]}
         )

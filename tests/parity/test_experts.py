@@ -27,6 +27,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
+from clowder_aimage.tensor import Quantization
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
@@ -90,7 +91,7 @@ def test_experts_that_transformers_saved(directory: Path, tmp_path: Path, quanti
     for name, value in saved.items():
         read = weights.numpy(name).astype(np.float32)
         if quantize and name in experts:
-            assert weights.quantization(name).type.name == "int8"
+            assert weights.quantization(name) == Quantization.parse("int8")
             step = np.ptp(value, axis=-1).max() / 255
             assert np.abs(read - value).max() < 2 * step
             assert not np.array_equal(read, value)

@@ -17,12 +17,15 @@ pytest.importorskip("transformers")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import network
+    import network  # type: ignore[import-not-found]  # of examples/shapes
     import torch
 
     from tests.parity.make_model import reference
 
-from composing import compose, held_out_scenes
+from composing import (  # type: ignore[import-not-found]
+    compose,
+    held_out_scenes,
+)
 
 from benchmarks import quality
 from clowder_aimage.layout import ImageLayout
@@ -62,11 +65,11 @@ def test_guidance_leads_away_from_what_learned_for_a_short_time() -> None:
     def answer(network: float, noisy: torch.Tensor, *_: object) -> torch.Tensor:
         return noisy * network
 
-    import train
+    import train  # type: ignore[import-not-found]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "embed", lambda *_: None)
-        aim = train.guided((3.0, 0.0), (2.0, 0.0), answer)  # type: ignore[arg-type]
+        aim = train.guided((3.0, 0.0), (2.0, 0.0), answer)
         said = aim(torch.ones(2), torch.ones(1), torch.ones(1), torch.ones(1))
     assert said.tolist() == [3.0 + train.GUIDANCE * (3.0 - 2.0)] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -27,13 +28,17 @@ INT4 = {"quant_type": "int4", "group_size": "32"}
 NVFP4 = {"quant_type": "nvfp4", "group_size": "16"}
 
 
-def read(tensors: list[Tensor], metadata: dict[str, str] | None = None) -> dict[str, BlobTensor]:
+def read(
+    tensors: Sequence[Tensor], metadata: dict[str, str] | None = None
+) -> dict[str, BlobTensor]:
     raw = encode_header(tensors, metadata)
     size = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
     return read_tensors(read_header(io.BytesIO(raw), len(raw) + size))
 
 
-def refused(message: str, tensors: list[Tensor], metadata: dict[str, str] | None = None) -> None:
+def refused(
+    message: str, tensors: Sequence[Tensor], metadata: dict[str, str] | None = None
+) -> None:
     with pytest.raises(FormatError, match=message):
         read(tensors, metadata)
 

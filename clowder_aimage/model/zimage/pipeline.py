@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
@@ -88,7 +88,7 @@ class ZImagePipeline:
     @classmethod
     def load(
         cls,
-        store: ContentStore,
+        store: BlobFiles,
         aimage: AImage,
         dtype: mx.Dtype,
         *,

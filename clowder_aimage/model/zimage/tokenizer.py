@@ -20,7 +20,7 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.weights import find, find_object
@@ -52,7 +52,7 @@ class Tokenizer:
             raise ModelError(f"the chat template cannot be read: {error}") from error
 
     @classmethod
-    def load(cls, store: ContentStore, aimage: AImage) -> Tokenizer:
+    def load(cls, store: BlobFiles, aimage: AImage) -> Tokenizer:
         """Read the files below ``tokenizer/``.
 
         Raises:
@@ -96,7 +96,7 @@ class Tokenizer:
         return tokens
 
 
-def _backend(store: ContentStore, aimage: AImage) -> tokenizers.Tokenizer:
+def _backend(store: BlobFiles, aimage: AImage) -> tokenizers.Tokenizer:
     """From tokenizer.json, or built from vocab.json and merges.txt as Qwen's is."""
     data = find(store, aimage, f"{FOLDER}/tokenizer.json")
     if data is not None:
@@ -142,7 +142,7 @@ def _add_tokens(
         backend.add_tokens([AddedToken(fields["content"], **options)])
 
 
-def _template(store: ContentStore, aimage: AImage, config: Mapping[str, Any]) -> str:
+def _template(store: BlobFiles, aimage: AImage, config: Mapping[str, Any]) -> str:
     """Return chat_template.jinja, else the (default) one in the configuration or its own JSON."""
     data = find(store, aimage, f"{FOLDER}/chat_template.jinja")
     if data is not None:
