@@ -81,7 +81,7 @@ def again(store, tmp_path, source, **options):
 @pytest.mark.parametrize(
     ("name", "license_"), [*((name, "mit") for name in FILES), ("said.gguf", None), ("style", None)]
 )
-def test_a_file(store, tmp_path, name, license_):
+def test_single_file_models_round_trip(store, tmp_path, name, license_):
     source = write(tmp_path / "source", {name: FILES[name]}) / name
     card = {"README.md": MIT} if license_ else {}
     if name == "said.gguf":
@@ -92,26 +92,26 @@ def test_a_file(store, tmp_path, name, license_):
 
 
 @pytest.mark.parametrize("license_", ["mit", None])
-def test_a_savedmodel(store, tmp_path, license_):
+def test_savedmodel_round_trips(store, tmp_path, license_):
     source = write(tmp_path / "source", SAVED)
     found = again(store, tmp_path, source, provenance=Provenance(license=license_))
     assert found == SAVED | ({"README.md": MIT} if license_ else {})
 
 
 @pytest.mark.parametrize("card", [CARD, b"# Words\n"])
-def test_a_savedmodel_with_a_card(store, tmp_path, card):
+def test_savedmodel_with_a_card_round_trips(store, tmp_path, card):
     source = write(tmp_path / "source", SAVED | {"README.md": card})
     assert again(store, tmp_path, source) == SAVED | {"README.md": card}
 
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
-def test_a_directory_of_whole_files(store, tmp_path, compression):
+def test_directory_of_whole_files_round_trips(store, tmp_path, compression):
     source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
     form = ModelForm(whole_files=True, compression=compression)
     assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": MIT}
 
 
-def test_an_adapter_of_peft(store, tmp_path):
+def test_peft_adapter_round_trips(store, tmp_path):
     source = write(tmp_path / "source", PEFT | {"README.md": CARD})
     assert again(store, tmp_path, source) == PEFT | {"README.md": MIT}
 
@@ -129,7 +129,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("kind", ["gguf", "nested", "savedmodel", "transformers", "lora"])
-def test_adapters_that_travel_along(store, tmp_path, kind):
+def test_models_with_adapters_round_trip(store, tmp_path, kind):
     """Of PEFT's directory, and a lone file of any name."""
     source = write(tmp_path / "source", SOURCES[kind])
     write(tmp_path / "style", PEFT)
@@ -176,7 +176,7 @@ def test_a_model_of_diffusers_with_an_adapter(store, tmp_path, tiny):
     ],
     ids=["file", "lora", "words", "two", "pickled", "name"],
 )
-def test_what_would_be_left_out_is_told(store, tmp_path, kind, files, said):
+def test_create_refuses_malformed_adapter_directories(store, tmp_path, kind, files, said):
     source = write(tmp_path / "source", SOURCES[kind] | files)
     with pytest.raises(ModelError, match=said) as caught:
         create(store, ONE, source)
@@ -202,7 +202,7 @@ def test_a_damaged_adapter(store, tmp_path, kind):
         create(store, ONE, source)
 
 
-def test_models_that_lie_there_are_no_adapters(store, tmp_path):
+def test_other_files_in_adapters_belong_to_the_model(store, tmp_path):
     files = {"model.onnx": pb.plain_model(), "adapters/small/model.onnx": pb.plain_model()}
     source = write(tmp_path / "source", files)
     assert again(store, tmp_path, source) == files

@@ -69,7 +69,7 @@ def check(artifact, found):
 
 
 @pytest.mark.parametrize("links", [False, True])
-def test_they_are_unpacked_on_the_way_and_the_store_stays_as_it_is(full, links):
+def test_compressed_layers_are_unpacked_without_changing_the_store(full, links):
     before = set((full.store.root / "blobs/sha256").iterdir())
     planned, counted = [], []
     found = full.exported(
@@ -91,7 +91,7 @@ def test_a_store_that_cannot_be_written(full, monkeypatch):
     check(full, full.exported())
 
 
-def test_pull_and_run_bring_them_back(full):
+def test_inflate_restores_compressed_layers(full):
     inflate(full.store, read_aimage(full.store, NAME))
     for layer in full.layers:
         assert full.store.exists(layer.descriptor)
@@ -108,7 +108,7 @@ def test_two_layers_of_one_blob(artifact, kind):
     assert artifact.store.exists(artifact.layers[0].descriptor)
 
 
-def test_what_shrinks_to_nothing_comes_back(artifact, kind):
+def test_inflate_of_known_size_has_no_ratio_limit(artifact, kind):
     """The size is known: no ratio is held against it."""
     artifact.add("zeros", ZEROS)
     recompressed(artifact, kind)
@@ -117,7 +117,7 @@ def test_what_shrinks_to_nothing_comes_back(artifact, kind):
 
 
 @pytest.mark.parametrize(("cut", "is_exported"), [(0, False), (-1, True)])
-def test_what_breaks_off_is_refused(artifact, kind, cut, is_exported):
+def test_truncated_layers_are_refused(artifact, kind, cut, is_exported):
     artifact.add("notes.txt", DATA)
     recompressed(artifact, kind, lambda data: data[:cut])
     with pytest.raises(FormatError, match="breaks off"):
@@ -134,7 +134,7 @@ def test_what_breaks_off_is_refused(artifact, kind, cut, is_exported):
     [(DATA[:-1], False), (DATA[::-1], False), (ZEROS, True)],
     ids=["shorter", "other", "bomb exported"],
 )
-def test_what_is_something_else_is_refused(artifact, kind, other, is_exported):
+def test_layers_of_other_content_are_refused(artifact, kind, other, is_exported):
     artifact.add("notes.txt", DATA)
     recompressed(artifact, kind, lambda _: pack(other, kind))
     with pytest.raises(VerificationError):
@@ -162,7 +162,7 @@ def test_a_compression_that_is_not_known(artifact, is_exported):
     assert caught.value.hint
 
 
-def test_what_is_not_there_in_any_form(full):
+def test_missing_layers_are_reported(full):
     for came in read_aimage(full.store, NAME).manifest.layers:
         full.store.path(came).unlink()
     with pytest.raises(NotFoundError, match="is not complete"):

@@ -67,7 +67,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(full):
     assert files_in(full.out) == {".hidden": b"mine"}
 
 
-def test_what_is_there_once_is_not_written_again(full):
+def test_export_refuses_a_filled_directory(full):
     full.export()
     with pytest.raises(UsageError, match="is not empty"):
         full.export()
@@ -81,7 +81,7 @@ def test_a_file_is_no_directory(full):
     assert full.out.read_text() == "mine"
 
 
-def test_a_place_that_is_not_there(full):
+def test_export_needs_an_existing_parent(full):
     with pytest.raises(UsageError, match="there is no directory"):
         export(full.store, NAME, full.home / "no" / "where")
     full.check_nothing_left()
@@ -127,7 +127,7 @@ def test_the_umask_counts(full):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_a_killed_export_left_is_removed_by_the_next(full, is_there):
+def test_export_removes_leftovers_of_killed_ones(full, is_there):
     if is_there:
         full.out.mkdir()
     parent = full.out if is_there else full.home
@@ -139,7 +139,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(full, is_there):
     assert sorted(files_in(full.out)) == NAMES
 
 
-def test_what_a_running_export_writes_is_left_alone(full):
+def test_export_leaves_locked_directories(full):
     own = full.home / ".out.export-0123456789abcdef"
     lock = place._create(own)
     full.export()
@@ -236,7 +236,7 @@ def test_the_space_is_looked_at_first(full, monkeypatch):
     full.check_nothing_left()
 
 
-def test_what_is_linked_needs_no_space(artifact, monkeypatch):
+def test_linked_files_need_no_space(artifact, monkeypatch):
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA) - 1)
@@ -247,7 +247,7 @@ def test_what_is_linked_needs_no_space(artifact, monkeypatch):
     assert (artifact.out / "w.gguf").read_bytes() == DATA
 
 
-def test_what_says_nothing_of_its_size_may_not_fill_the_disk(artifact, monkeypatch):
+def test_content_of_unknown_size_is_bounded_by_the_disk(artifact, monkeypatch):
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA))
@@ -314,7 +314,7 @@ def test_an_interrupt_from_the_keyboard(full):
 # -- what is missing
 
 
-def test_what_is_missing_is_named(full):
+def test_missing_layers_are_named(full):
     gone = [layer for layer in full.layers if layer.name in ("w.gguf", "unet/x")]
     for layer in gone:
         full.store.path(layer.descriptor).unlink()

@@ -202,7 +202,7 @@ def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypat
     assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
 
 
-def test_what_cannot_be_linked_is_copied(artifact, monkeypatch):
+def test_files_that_cannot_be_linked_are_copied(artifact, monkeypatch):
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     counted = []
 

@@ -38,7 +38,7 @@ def round_trip(tmp_path, store, number=1, name=MODEL):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_quantized_here_comes_back_in_the_same_blobs(tmp_path, kind):
+def test_own_quantization_round_trips_to_the_same_blobs(tmp_path, kind):
     model = make_valued(tmp_path / "model")
     made = model.make(quantize=kind)
     exported, out, _, again = round_trip(tmp_path, model.store)
@@ -53,7 +53,7 @@ def test_what_was_quantized_here_comes_back_in_the_same_blobs(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
+def test_second_round_trip_has_the_same_manifest(tmp_path, kind):
     """config.json says how it is quantized then, and needs no other word."""
     make_valued(tmp_path / "model").make(quantize=kind)
     _, first, store, made = round_trip(tmp_path, tmp_path / "store")
@@ -67,7 +67,7 @@ def test_from_then_on_it_is_the_same_manifest(tmp_path, kind):
     ("kind", "key"),
     [*((kind, "quantization") for kind in STATED), ("int8", "quantization_config")],
 )
-def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
+def test_mlx_quantization_round_trips(tmp_path, kind, key):
     model = make_valued(tmp_path / "model", transformer=mlx(kind) | REST)
     model.write("transformer/config.json", {"dim": 4, key: STATED[kind]})
     made = model.make()
@@ -79,7 +79,7 @@ def test_what_mlx_quantized_comes_back_as_it_was(tmp_path, kind, key):
 
 
 @pytest.mark.parametrize("said", [{"quantization": {"group_size": 64, "bits": 4}}, {"x": 1}])
-def test_a_config_that_does_not_say_the_truth_is_put_right(tmp_path, said):
+def test_wrong_quantization_in_a_config_is_corrected(tmp_path, said):
     model = make_valued(tmp_path / "model")
     model.write("transformer/config.json", said)
     model.make(quantize="int8")
@@ -223,7 +223,7 @@ def test_codes_in_layers_of_their_own_are_joined(artifact):
     assert exported.tensors == 1
 
 
-def test_what_was_said_of_another_way_of_quantizing_goes(artifact):
+def test_outdated_quantization_config_is_removed(artifact):
     """Else nobody would read the directory: the weights are no longer in that form."""
     codes, scales = mlx("mxfp8").values()
     parts = {NAME: codes, f"{NAME}.scale": scales}

@@ -38,7 +38,7 @@ def refused(
 
 
 @pytest.mark.parametrize(("kind", "compression"), [(KIT, "gzip"), (PACK, "zstd"), (PACK, "")])
-def test_what_is_in_a_tar_is_in_the_directory(artifact, kind, compression):
+def test_tar_layers_are_unpacked(artifact, kind, compression):
     long = "d" * 120 + "/" + "n" * 200
     members = [("Kitfile", b"manifest"), ("./model/w.gguf", b"weights" * 9999), (long, b"long")]
     data = tar_of(entry("./", tarfile.DIRTYPE), entry("model/", tarfile.DIRTYPE), *members)
@@ -131,7 +131,7 @@ def test_without_a_tar_a_neighbour_gets_no_card_either(artifact):
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "modelpack", "container"])
-def test_what_is_ours_gets_a_card_where_the_name_is_free(artifact, dialect):
+def test_own_models_get_a_card_where_the_name_is_free(artifact, dialect):
     artifact.config |= {"format": "torchscript", "license": "mit"}
     artifact.add("model.pt", b"weights", mediatype.AIMAGE_TORCHSCRIPT)
     assert artifact.finish(dialect).exported() == {"model.pt": b"weights", "README.md": CARD}
@@ -161,7 +161,7 @@ def test_other_members_with_names_that_are_too_long(artifact, kind):
     refused(artifact, entry("n" * 256, kind, "x"), said="has a part of 256 bytes")
 
 
-def test_a_symbolic_link_to_what_no_system_could_name(artifact):
+def test_overlong_link_target_is_refused(artifact):
     refused(artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="a link to what has")
 
 
@@ -201,7 +201,7 @@ def test_links_that_stay_inside(artifact):
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/..", "a\\b", "x" * 2000])
-def test_names_that_lead_out_or_are_none(artifact, name):
+def test_member_names_that_lead_out_are_refused(artifact, name):
     refused(artifact, (name, b"evil"))
 
 
@@ -222,7 +222,7 @@ def test_symbolic_links_that_lead_out(artifact, name, target):
 
 
 @pytest.mark.parametrize("target", ["../x", "missing", "link", "d"])
-def test_hard_links_to_what_is_no_file_of_the_archive(artifact, target):
+def test_hard_links_to_other_places_are_refused(artifact, target):
     refused(
         artifact,
         entry("d", tarfile.DIRTYPE),
@@ -260,7 +260,7 @@ def test_devices_and_pipes(artifact, kind):
     ],
     ids=str,
 )
-def test_two_of_one_name(artifact, members):
+def test_colliding_member_names_are_refused(artifact, members):
     refused(artifact, *members)
 
 
@@ -282,7 +282,7 @@ def test_a_sparse_file_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_size_that_lies(artifact):
+def test_false_member_size_is_refused(artifact):
     data = entry("big", size=1 << 40).tobuf() + bytes(4096)
     artifact.add("kit", data, KIT)
     with pytest.raises(FormatError, match="and there is room for"):
@@ -298,7 +298,7 @@ def test_an_archive_that_breaks_off(artifact, cut):
     artifact.check_nothing_left()
 
 
-def test_a_header_in_the_middle_that_is_none(artifact):
+def test_damaged_header_is_refused(artifact):
     data = bytearray(tar_of(("a", b"x"), ("b", b"y")))
     data[1024:1536] = b"?" * 512
     artifact.add("kit", bytes(data), KIT)
@@ -307,7 +307,7 @@ def test_a_header_in_the_middle_that_is_none(artifact):
     artifact.check_nothing_left()
 
 
-def test_what_is_no_tar(artifact):
+def test_other_files_are_refused_as_tar(artifact):
     artifact.add("kit", b"not a tar" * 200, KIT)
     with pytest.raises(FormatError, match="layer kit is not a tar archive"):
         artifact.finish().export()

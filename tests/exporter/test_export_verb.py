@@ -8,6 +8,23 @@ import shutil
 import pytest
 
 from tests.exporter.conftest import files_in, tensors_in
+from tests.process import Aimage
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """A store with the embedded model, called ``tiny``."""
+    home = tmp_path_factory.mktemp("made")
+    Aimage(home, home / "store")("create", "tiny", tiny)
+    return home / "store"
+
+
+@pytest.fixture
+def here(aimage, made):
+    """The command line on a copy of it."""
+    found = aimage()
+    shutil.copytree(made, found.store)
+    return found
 
 
 @pytest.fixture
@@ -68,9 +85,8 @@ def test_every_dialect_gives_the_same_directory(aimage, tiny, tmp_path, dialect)
     check_same(tiny, tmp_path / "out")
 
 
-def test_json(aimage, tiny, tmp_path):
-    here = aimage()
-    digest = here("create", "tiny", tiny).line
+def test_json(here, tmp_path):
+    digest = here("show", "tiny", "--json").value["digest"]
     done = here("export", "tiny", "out", "--json")
     assert done.value == {
         "path": "out",
@@ -94,9 +110,7 @@ def test_json(aimage, tiny, tmp_path):
     assert events[-1]["event"] == "note"
 
 
-def test_links(aimage, tiny, tmp_path):
-    here = aimage()
-    here("create", "tiny", tiny)
+def test_links(here, tiny, tmp_path):
     done = here("export", "tiny", "out", "--links")
     linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
     if linked:
@@ -111,9 +125,7 @@ def test_links(aimage, tiny, tmp_path):
     check_same(tiny, tmp_path / "out")
 
 
-def test_quiet(aimage, tiny):
-    here = aimage()
-    here("create", "tiny", tiny)
+def test_quiet(here):
     done = here("export", "tiny", "out", "-q")
     assert (done.out, done.err) == ("out\n", "")
 
@@ -130,9 +142,7 @@ def test_quantized(aimage, tiny):
     }
 
 
-def test_mistakes(aimage, tiny):
-    here = aimage()
-    here("create", "tiny", tiny)
+def test_mistakes(here):
     (here.home / "full").mkdir()
     (here.home / "full/mine").touch()
     for arguments, code, message in (
@@ -149,9 +159,7 @@ def test_mistakes(aimage, tiny):
     assert [path for path in here.home.iterdir() if ".export-" in path.name] == []
 
 
-def test_a_damaged_blob(aimage, tiny):
-    here = aimage()
-    here("create", "tiny", tiny)
+def test_a_damaged_blob(here):
     layers = here("show", "tiny", "--json").value["layers"]
     digest = next(x["digest"] for x in layers if x["name"].endswith("to_q.weight"))
     path = here.store / "blobs/sha256" / digest.removeprefix("sha256:")

@@ -50,7 +50,7 @@ def test_the_same_aimage_gives_the_same_bytes(tmp_path):
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
-def test_the_libraries_names(tmp_path):
+def test_weight_files_have_the_names_of_libraries(tmp_path):
     model = model_at(tmp_path)
     model.create()
     export(ImageLayout(model.store), NAME, tmp_path / "out")
@@ -160,7 +160,7 @@ def test_a_transformers_directory_has_its_weights_at_the_top(artifact):
     ],
     ids=str,
 )
-def test_who_says_what_library_a_component_is_of(artifact, config, files, stem):
+def test_library_of_a_component_names_its_files(artifact, config, files, stem):
     artifact.config["components"] = {"unet": config}
     artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
     for name, value in files.items():

@@ -58,7 +58,7 @@ def kind(request) -> str:
 
 
 @pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
-def test_what_was_packed_comes_out(kind, content):
+def test_open_plain_decompresses(kind, content):
     assert read(PACK[kind](DATA), kind, content) == DATA
 
 
@@ -67,7 +67,7 @@ def test_a_layer_that_is_not_compressed_is_itself():
     assert read(packed, "") == packed
 
 
-def test_nothing_packed_is_nothing(kind):
+def test_open_plain_of_empty_content(kind):
     assert read(PACK[kind](b""), kind) == b""
 
 
@@ -96,13 +96,13 @@ def test_zstd_without_a_size_and_with_a_checksum():
     ("cut", "content"),
     [(0, None), (17, PLAIN), (200_000, None), (-1, PLAIN)],
 )
-def test_what_breaks_off_is_refused(kind, cut, content):
+def test_open_plain_refuses_truncated_data(kind, cut, content):
     with pytest.raises(FormatError, match=f"breaks off: it is not a whole {kind}"):
         read(PACK[kind](DATA)[:cut], kind, content)
 
 
 @pytest.mark.parametrize("junk", [b"x", b"\0\0x" * 500])
-def test_what_follows_and_is_none_is_refused(kind, junk):
+def test_open_plain_refuses_trailing_data(kind, junk):
     with pytest.raises(FormatError, match=f"cannot be read as {kind}|breaks off"):
         read(PACK[kind](DATA) + junk, kind)
 
@@ -178,7 +178,7 @@ def test_a_bomb_is_refused_early_and_takes_no_memory(kind):
     assert grown < 300 << 20
 
 
-def test_a_bomb_that_admits_it_is_unpacked(kind):
+def test_bomb_of_stated_size_is_unpacked(kind):
     zeros = bytes(65 << 20)
     content = Descriptor(KIND, Digest.of(zeros), len(zeros))
     data = PACK[kind](zeros)
@@ -186,13 +186,13 @@ def test_a_bomb_that_admits_it_is_unpacked(kind):
     assert len(read(data, kind, content)) == len(zeros)
 
 
-def test_a_bomb_that_says_less_stops_there(kind):
+def test_bomb_of_understated_size_is_stopped(kind):
     content = Descriptor(KIND, Digest("sha256", hashlib.sha256(bytes(9)).hexdigest()), 9)
     with pytest.raises(VerificationError, match="unpacks to more than 9"):
         read(PACK[kind](bytes(9_000_000)), kind, content)
 
 
-def test_no_more_than_the_caller_has_room_for(kind):
+def test_open_plain_keeps_the_limit_of_the_caller(kind):
     with pytest.raises(FormatError, match="unpacks to more than 799999"):
         read(PACK[kind](DATA), kind, limit=799_999)
     with pytest.raises(FormatError, match="unpacks to more than 799999"):

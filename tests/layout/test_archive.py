@@ -83,7 +83,7 @@ def put_index(layout, name, *children, absent=()):
     return made
 
 
-def test_there_and_back(here, there, file):
+def test_save_and_load_round_trip(here, there, file):
     made = artifact.put_artifact(here, "a.b/x:v1", b"one", b"", b"x" * 3_000_001)
     saved = save(here, names("a.b/x:v1"), file, is_hashed=True)
     assert saved.size == file.stat().st_size
@@ -95,7 +95,7 @@ def test_there_and_back(here, there, file):
     assert next(there.tags())[1].annotations == next(here.tags())[1].annotations
 
 
-def test_what_a_reader_of_the_stream_needs_comes_first(here, file):
+def test_save_writes_index_and_manifests_first(here, file):
     one = artifact.put_artifact(here, "x", b"common", b"1")
     two = artifact.put_artifact(here, "y", b"common", b"2")
     save(here, names("y", "x"), file)
@@ -107,7 +107,7 @@ def test_what_a_reader_of_the_stream_needs_comes_first(here, file):
     assert len(found) == len(set(found)) == len(first) + 5  # the common blob is there once
 
 
-def test_headers_say_nothing_of_who_and_when(here, file):
+def test_save_writes_neutral_headers(here, file):
     artifact.put_artifact(here, "x", b"1")
     save(here, names("x"), file)
     for member in members(file):
@@ -219,7 +219,7 @@ def test_a_file_that_exists_is_replaced_whole(here, file):
     assert members(file)
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_one(here, file):
+def test_save_removes_leftovers_of_killed_ones(here, file):
     """And nothing else: not what another process is writing, nor what is called otherwise."""
     artifact.put_artifact(here, "x", b"1")
     left, busy = (file.with_name(f".x.tar.{digit * 16}") for digit in "1a")

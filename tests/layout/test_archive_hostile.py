@@ -153,7 +153,7 @@ def test_one_name_is_not_for_two(layout, file):
     assert [name for name, _ in loaded.names] == [Reference.parse("y")]
 
 
-def test_what_has_no_name_beside_what_has_one(layout, file):
+def test_load_reports_unnamed_manifests(layout, file):
     other = artifact.manifest(artifact.blob(CONFIG), [])
     both = index((MADE, called("a")), (other, called("Not A Name")))
     loaded = load_all(layout, file, both, *BLOBS, blob(other.raw))
@@ -184,7 +184,7 @@ def test_a_pipe_is_read_to_its_end(layout):
     assert planned == [len(MADE.raw) + len(CONFIG) + len(LAYER)]
 
 
-def test_what_is_compressed_otherwise_says_how_to_unpack(layout, file):
+def test_load_of_other_compressions_says_how_to_unpack(layout, file):
     import bz2
     import lzma
 
@@ -202,7 +202,7 @@ def test_what_is_compressed_otherwise_says_how_to_unpack(layout, file):
 # -- what is not complete
 
 
-def test_only_what_is_whole_gets_its_name(layout, file):
+def test_load_names_only_complete_artifacts(layout, file):
     other = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(b"away")])
     away = artifact.manifest(artifact.blob(b"c"), [])
     both = index((other, called("a")), (MADE, called("b")), (away, called("c")))
@@ -224,7 +224,7 @@ def test_an_index_may_lack_manifests_but_not_all(layout, file):
     assert f"none:latest lacks {away.digest}" in loaded.problem.message
 
 
-def test_what_the_store_has_need_not_be_in_the_archive(layout, file):
+def test_load_takes_missing_blobs_from_the_store(layout, file):
     artifact.put(layout, LAYER)
     assert load_all(layout, file, *GOOD[:4]).problem is None
 
@@ -321,7 +321,7 @@ def test_an_index_twice(layout, file):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_no_layout_has(layout, file, member, said):
+def test_load_refuses_malformed_layouts(layout, file, member, said):
     members = [member, *GOOD] if member[0] != "index.json" else [member, *BLOBS]
     assert_refused(layout, FormatError, said, lambda: load_all(layout, file, *members))
 
@@ -373,7 +373,7 @@ def test_a_negative_size(layout, file):
     ],
     ids=str,
 )
-def test_pax_headers_that_trick(layout, file, pax):
+def test_load_refuses_deceptive_pax_headers(layout, file, pax):
     members = [*GOOD[:4], (entry(path_of(LAYER), size=len(LAYER), pax_headers=pax), LAYER)]
     file.write_bytes(tar_of(*members))
     try:
@@ -397,14 +397,14 @@ def test_a_sparse_file_of_old_gnu_tar(layout, file):
     assert_refused(layout, FormatError, "a sparse file", lambda: load(layout, file))
 
 
-def test_headers_without_end(layout, file):
+def test_load_bounds_headers(layout, file):
     """Each extends the next: neither the stack nor the memory is theirs."""
     block = entry("x", tarfile.XHDTYPE, size=0).tobuf(tarfile.USTAR_FORMAT)
     file.write_bytes(block * 10_000)
     assert_refused(layout, FormatError, "header of more than", lambda: load(layout, file))
 
 
-def test_a_header_in_the_middle_that_is_none(layout, file):
+def test_load_refuses_a_damaged_header(layout, file):
     raw = bytearray(tar_of(*GOOD))
     second = 1024  # oci-layout takes two blocks
     raw[second] ^= 1
@@ -413,7 +413,7 @@ def test_a_header_in_the_middle_that_is_none(layout, file):
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"x" * 5000, b"PK\x03\x04" + bytes(3000)])
-def test_what_is_no_tar(layout, file, data):
+def test_load_refuses_other_files(layout, file, data):
     file.write_bytes(data)
     assert_refused(layout, FormatError, "not a tar archive", lambda: load(layout, file))
 
@@ -480,7 +480,7 @@ def test_a_bomb_is_not_unpacked(layout, file, monkeypatch):
     assert load(layout, file).names
 
 
-def test_what_cannot_fit_is_not_begun(layout, file, monkeypatch):
+def test_load_checks_the_free_space_first(layout, file, monkeypatch):
     monkeypatch.setattr(ImageLayout, "free", lambda self: 16 * 1024 * 1024 + 3000)
     with pytest.raises(NoSpaceError):
         load_all(layout, file, *GOOD)

@@ -93,7 +93,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_comes_or_goes_makes_it_another_one(store, later, change):
+def test_fingerprint_changes_with_names_and_blobs(store, later, change):
     before = fingerprint(store.roots)
     assert before is not None and fingerprint(store.roots) == before
     time.sleep(0.02)  # longer than a step of the file system's clock
@@ -101,7 +101,7 @@ def test_whatever_comes_or_goes_makes_it_another_one(store, later, change):
     assert fingerprint(store.roots) != before
 
 
-def test_what_only_reads_leaves_it_the_same(store, later):
+def test_fingerprint_is_unchanged_by_reads(store, later):
     before = fingerprint(store.roots)
     found = store.resolve(Reference.parse(NAME))
     store.read(found)
@@ -111,7 +111,7 @@ def test_what_only_reads_leaves_it_the_same(store, later):
     assert fingerprint(store.roots) == before
 
 
-def test_it_is_not_told_while_blobs_wait_that_count_as_here(store, later):
+def test_fingerprint_is_none_while_commits_are_pending(store, later):
     with store.batch():
         assert store.fingerprint() == fingerprint(store.roots)
         waiting = put(store, b"three")
@@ -121,18 +121,18 @@ def test_it_is_not_told_while_blobs_wait_that_count_as_here(store, later):
     assert store.fingerprint() == fingerprint(store.roots) is not None
 
 
-def test_it_is_not_told_right_after_a_change(store):
+def test_fingerprint_is_none_right_after_a_change(store):
     assert fingerprint(store.roots) is None
 
 
-def test_it_is_told_of_a_store_that_is_not_there(tmp_path, later):
+def test_fingerprint_of_a_missing_store(tmp_path, later):
     assert fingerprint([tmp_path / "none"]) == fingerprint([tmp_path / "none"]) is not None
     before = fingerprint([tmp_path / "none"])
     put_artifact(ImageLayout(tmp_path / "none"), NAME, b"one")
     assert fingerprint([tmp_path / "none"]) != before
 
 
-def test_of_several_stores_each_counts(store, tmp_path, later):
+def test_fingerprint_covers_all_stores(store, tmp_path, later):
     both = LayeredStore([tmp_path / "first", store.root])
     before = fingerprint(both.roots)
     time.sleep(0.02)

@@ -56,7 +56,7 @@ def complete(layout, ingest):
     assert not any(path.exists() for path in files(layout))
 
 
-def test_what_was_noted_is_not_missing(layout):
+def test_journaled_spans_are_not_missing(layout):
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     write(ingest, 8 * MIB, 9 * MIB)
@@ -68,7 +68,7 @@ def test_what_was_noted_is_not_missing(layout):
     complete(layout, ingest)
 
 
-def test_what_is_suspended_goes_on(layout):
+def test_suspended_ingest_is_continued(layout):
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     ingest.suspend()
@@ -160,7 +160,7 @@ def test_no_entry_is_made_for_data_that_could_not_be_synchronised(layout, monkey
     ],
     ids=["empty", "third", "newline"],
 )
-def test_a_torn_last_line_is_not_believed_and_does_not_spoil_the_next(line, missing, layout):
+def test_torn_last_journal_line_is_ignored(line, missing, layout):
     ingest = begin(layout)
     write(ingest, 0, 4 * MIB)
     ingest.checkpoint()
@@ -188,7 +188,7 @@ def test_a_torn_last_line_is_not_believed_and_does_not_spoil_the_next(line, miss
     ],
     ids=["half", "beyond", "backwards", "empty"],
 )
-def test_a_journal_that_makes_no_sense_is_not_believed_now_or_later(journal, layout):
+def test_malformed_journal_is_discarded(journal, layout):
     ingest = begin(layout)
     write(ingest, 0, 8 * MIB)
     killed(ingest)
@@ -302,7 +302,7 @@ def test_a_checkpoint_under_way_does_not_outlive_its_ingest(end, layout, monkeyp
 
 
 @pytest.mark.parametrize("end", ["commit", "suspend"])
-def test_a_checkpoint_that_comes_too_late_does_nothing(end, layout):
+def test_checkpoint_after_the_end_does_nothing(end, layout):
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     getattr(ingest, end)(*([CONTENT] if end == "commit" else []))
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_comes_too_late_does_nothing(end, layout):
     assert [path.exists() and path.read_bytes() for path in files(layout)] == before
 
 
-def test_what_comes_while_a_checkpoint_is_under_way_is_noted_by_it(layout, monkeypatch):
+def test_checkpoint_includes_writes_made_meanwhile(layout, monkeypatch):
     """Its writer did not wait: the bytes would be lost by a kill although it has gone on."""
     ingest = begin(layout)
     write(ingest, 0, MIB)

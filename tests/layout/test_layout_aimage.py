@@ -126,7 +126,7 @@ def test_compressed_layers_come_back(layout, media_type):
     ],
     ids=["other", "torn", "shorter", "bomb"],
 )
-def test_what_does_not_unpack_to_its_diff_id_is_refused(layout, pack, error):
+def test_inflate_refuses_content_of_another_diff_id(layout, pack, error):
     recompressed(layout, pack=pack)
     stored = read_aimage(layout, REFERENCE)
     with pytest.raises(error):
@@ -185,7 +185,7 @@ def test_skopeo_writes_into_our_layout_and_we_go_on(layout, skopeo, tmp_path):
 
 
 @pytest.mark.integration
-def test_what_skopeo_compresses_is_read_again(layout, skopeo, tmp_path):
+def test_layers_compressed_by_skopeo_are_inflated(layout, skopeo, tmp_path):
     manifest = keep(layout, "container")
     other = ImageLayout(tmp_path / "other")
     source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"

@@ -33,7 +33,7 @@ def is_here(layout, content):
     return ImageLayout(layout.root).exists(content)
 
 
-def test_who_leaves_first_has_what_it_brought(layout):
+def test_batch_commits_for_the_first_to_leave(layout):
     with layout.batch():
         with layout.batch():
             content, ingest = begun(layout)
@@ -42,7 +42,7 @@ def test_who_leaves_first_has_what_it_brought(layout):
         assert is_here(layout, content)
 
 
-def test_who_leaves_last_has_what_it_brought_after_the_first_has_left(layout):
+def test_batch_commits_for_the_last_to_leave(layout):
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(layout.batch())
         second.enter_context(layout.batch())
@@ -53,7 +53,7 @@ def test_who_leaves_last_has_what_it_brought_after_the_first_has_left(layout):
         assert is_here(layout, content)
 
 
-def test_what_comes_after_all_have_left_is_published_at_once(layout):
+def test_closed_batch_commits_at_once(layout):
     with layout.batch():
         content, ingest = begun(layout)
     ingest.commit(content)
@@ -61,9 +61,7 @@ def test_what_comes_after_all_have_left_is_published_at_once(layout):
     layout.push(content, bytes_body(b""))  # nothing is locked either
 
 
-def test_blobs_that_could_not_be_kept_are_a_failure_for_all_who_share_the_batch(
-    layout, monkeypatch
-):
+def test_failed_commit_fails_all_users_of_a_batch(layout, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -95,7 +95,7 @@ def before_sweeping(monkeypatch, hook):
 # -- what goes and what stays
 
 
-def test_what_nothing_needs_goes_and_what_a_name_needs_stays(layout):
+def test_collection_removes_unneeded_and_keeps_named_blobs(layout):
     kept = put_artifact(layout, "kept:v1", b"shared", b"one")
     gone = put_artifact(layout, "gone:v1", b"shared", b"two")
     stray = put(layout, b"stray")
@@ -235,7 +235,7 @@ def test_docker_manifests_and_lists(layout):
     assert encoded(config, layer, made, listed) == blobs(layout)
 
 
-def test_letters_that_are_spelt_in_a_roundabout_way(layout):
+def test_digests_with_json_escapes_are_found(layout):
     config, layer = put(layout, b"{}", CONFIG), put(layout, b"layer")
     raw = json.dumps({"config": config.to_json(), "layers": [layer.to_json()]})
     inner = put_raw(layout, raw.replace("sha256:", "\\u0073ha256:").encode())
@@ -270,7 +270,7 @@ def test_an_entry_that_names_a_blob(layout):
 # -- time
 
 
-def test_what_came_lately_is_left_to_whoever_is_about_to_name_it(layout):
+def test_young_blobs_are_kept_for_the_grace_period(layout):
     stray = put(layout, b"stray")
     done = collected(layout, grace=GRACE)
     assert (done.blobs, done.young, done.young_size) == (0, 1, 5)
@@ -281,7 +281,7 @@ def test_what_came_lately_is_left_to_whoever_is_about_to_name_it(layout):
     assert blobs(layout) == set()
 
 
-def test_a_trial_removes_nothing(layout):
+def test_dry_run_removes_nothing(layout):
     put_artifact(layout, "old:v1", b"one")
     stray = put(layout, b"stray")
     ingest = layout.root / ".aimage" / "ingest" / ("ab" * 32)
@@ -329,7 +329,7 @@ def total(layout):
     return sum(path.stat().st_size for path in (layout.root / "blobs").rglob("*/*"))
 
 
-def test_what_was_not_used_for_long_is_forgotten(layout, aged):
+def test_names_unused_for_max_age_are_removed(layout, aged):
     done = collected(layout, max_age=1.5 * DAY)
     assert {one.name for one in done.forgotten} == {"b:v1", "c:v1"}
     assert "not used for 2 days" in [one.reason for one in done.forgotten]
@@ -337,7 +337,7 @@ def test_what_was_not_used_for_long_is_forgotten(layout, aged):
     assert blobs(layout) == all_of(aged["a:v1"])
 
 
-def test_use_counts(layout, aged):
+def test_use_makes_a_name_recent(layout, aged):
     layout.use(aged["c:v1"].descriptor)
     collected(layout, max_age=1.5 * DAY)
     assert names(layout) == {"a:v1", "c:v1"}
@@ -362,7 +362,7 @@ def test_the_least_recently_used_go_until_the_rest_fits(layout, aged):
     assert blobs(layout) == set()
 
 
-def test_what_is_shared_counts_once(layout, aged):
+def test_shared_blobs_count_once(layout, aged):
     """Three times 500 bytes would not fit; they lie there once, and nothing must go."""
     assert collected(layout, max_size=total(layout)).forgotten == []
     assert collected(layout, max_size=total(layout) - 1).blobs == 3  # not what is shared
@@ -376,13 +376,13 @@ def test_two_names_of_one_manifest_go_before_it_fits(layout, aged):
     assert names(layout) == {"a:v1", "b:v1"}
 
 
-def test_names_to_keep(layout, aged):
+def test_keep_patterns_protect_names(layout, aged):
     done = collected(layout, max_age=0.0, keep=["b*", "*:v9"])
     assert {one.name for one in done.forgotten} == {"a:v1", "c:v1"}
     assert names(layout) == {"b:v1"}
 
 
-def test_what_is_pinned_stays(layout, aged):
+def test_pinned_names_stay(layout, aged):
     layout.pins.put("c:v1", {}, durable=True)
     done = collected(layout, max_age=0.0)
     assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
@@ -398,7 +398,7 @@ def test_a_name_that_another_tool_wrote_short_is_pinned_all_the_same(layout):
     assert names(layout) == {"short"}
 
 
-def test_what_is_leased_is_not_forgotten(layout, aged):
+def test_leased_names_are_not_removed(layout, aged):
     with layout.lease(aged["c:v1"].digest):
         done = collected(layout, max_age=0.0)
         assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
@@ -439,7 +439,7 @@ def test_what_is_named_between_marking_and_sweeping_stays(layout, monkeypatch):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_what_comes_between_marking_and_sweeping_stays(layout, monkeypatch):
+def test_blob_added_between_marking_and_sweeping_stays(layout, monkeypatch):
     put(layout, b"stray")
     late = []
     before_sweeping(monkeypatch, lambda: late.append(put(layout, b"late")))
@@ -519,7 +519,7 @@ def test_a_damaged_manifest_in_an_index_stops_everything(layout):
     assert blobs(layout) == before
 
 
-def test_what_is_damaged_and_goes_does_not_matter(layout, aged):
+def test_damaged_unneeded_manifest_is_removed(layout, aged):
     damage(layout, aged["b:v1"].descriptor)
     layout.untag(Reference.parse("b:v1"))
     collected(layout)
@@ -576,7 +576,7 @@ def test_unfinished_downloads(layout, ingests):
     assert collected(layout).partials == 1  # nobody is at it any more
 
 
-def test_what_nobody_can_find_again_goes_at_once_unless_it_is_written(layout, ingests):
+def test_anonymous_ingests_are_removed_unless_locked(layout, ingests):
     abandoned = ingests / f"upload.{'0' * 16}"
     abandoned.write_bytes(b"x")
     alive = layout.ingest("upload")
@@ -604,7 +604,7 @@ def test_an_ingest_goes_on_after_a_collection(layout, ingests):
     assert layout.path(content).read_bytes() == b"0123456789"
 
 
-def test_what_killed_processes_left(layout):
+def test_files_of_killed_processes_are_removed(layout):
     made = put_artifact(layout, "a", b"one")
     private = layout.root / ".aimage"
     left = [
@@ -629,7 +629,7 @@ def test_what_killed_processes_left(layout):
     assert layout.pins.names() == set()
 
 
-def test_what_a_living_process_has_just_set_aside_stays(layout):
+def test_recent_damaged_blob_set_aside_stays(layout):
     """A damaged blob keeps its old time when 'verify --repair' moves it out of the way."""
     stray = put(layout, b"stray")
     path = layout.path(stray)
@@ -661,7 +661,7 @@ def test_a_lease_on_what_is_no_document_or_damaged_keeps_that_alone(layout):
         assert blobs(layout) == encoded(layer)
 
 
-def test_what_a_name_means_is_held_though_it_moves_and_is_collected_meanwhile(layout):
+def test_hold_leases_the_manifest_of_a_moving_name(layout):
     """The name moves, and a collection runs, between the first look and the lease."""
     reference = Reference.parse("h.io/a:v1")
     old = put_artifact(layout, str(reference), b"old")
@@ -696,7 +696,7 @@ def test_leases_of_dead_processes_are_removed(layout):
 # -- what else may lie there
 
 
-def test_what_is_no_blob_is_left(layout, tmp_path):
+def test_files_without_blob_names_are_left(layout, tmp_path):
     put(layout, b"stray")
     directory = layout.root / "blobs" / "sha256"
     secret = tmp_path / "secret"
@@ -719,7 +719,7 @@ def test_what_is_no_blob_is_left(layout, tmp_path):
     assert (directory / ("cd" * 32) / "file").exists()
 
 
-def test_what_is_no_download_among_the_downloads_is_left(layout, ingests, tmp_path):
+def test_other_files_among_ingests_are_left(layout, ingests, tmp_path):
     stray = put(layout, b"stray")
     secret = tmp_path / "secret"
     secret.write_text("mine")

@@ -68,7 +68,7 @@ def take_in(layout, expected, data, order=None):
     return ingest
 
 
-def test_what_is_in_order_goes_past_the_cache(layout, expected, data, written, tmp_path):
+def test_writes_in_order_use_direct_io(layout, expected, data, written, tmp_path):
     if not can_write_directly(tmp_path):
         pytest.skip("this file system has no other way than through the cache")
     take_in(layout, expected, data).commit(expected)
@@ -76,13 +76,13 @@ def test_what_is_in_order_goes_past_the_cache(layout, expected, data, written, t
     assert layout.path(expected).read_bytes() == data
 
 
-def test_what_must_be_read_again_for_the_hash_stays_in_it(layout, expected, data, written):
+def test_writes_out_of_order_use_the_cache(layout, expected, data, written):
     take_in(layout, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
     assert {offset for offset, _ in written} <= {0}
     assert layout.path(expected).read_bytes() == data
 
 
-def test_neither_are_other_buffers_and_offsets(layout, expected, data, written):
+def test_unaligned_writes_use_the_cache(layout, expected, data, written):
     ingest = layout.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     ingest.write_at(0, data[:MIB])  # bytes: nobody knows where they begin
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_meanwhile(layout, expected, data, monkeypatch):
     assert layout.path(expected).read_bytes() == data
 
 
-def test_it_is_not_closed_while_a_write_is_under_way(tmp_path, monkeypatch):
+def test_close_waits_for_pending_writes(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     begun, go, closed = threading.Event(), threading.Event(), threading.Event()

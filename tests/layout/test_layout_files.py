@@ -111,7 +111,7 @@ def test_a_truncated_blob_is_not_there_and_is_replaced(layout):
     assert path.read_bytes() == DATA
 
 
-def test_nothing_is_left_of_what_failed(layout):
+def test_failed_push_leaves_nothing(layout):
     made = put_artifact(layout, "a:v1", b"one")
     before = files(layout.root)
     for body in (
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_what_failed(layout):
         (b"0123456789x", "has 11 bytes instead of the 10"),
     ],
 )
-def test_it_says_what_was_wrong(layout, body, said):
+def test_verification_error_says_what_differs(layout, body, said):
     with pytest.raises(VerificationError, match=said):
         layout.push(blob(DATA), bytes_body(body))
 
@@ -217,7 +217,7 @@ def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced_not_doubled(layo
     assert [(n, d.digest) for n, d in layout.tags()] == [("a:latest", made.digest)]
 
 
-def test_by_digest_any_entry_will_do(layout):
+def test_resolve_by_digest_takes_any_entry(layout):
     made = put_artifact(layout, "a:v1", b"one")
     for text in (f"a@{made.digest}", f"b@{made.digest}", f"a:v9@{made.digest}"):
         assert layout.resolve(Reference.parse(text)).digest == made.digest

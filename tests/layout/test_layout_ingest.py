@@ -47,7 +47,7 @@ def test_from_front_to_back(layout, expected):
 
 @settings(max_examples=40)
 @given(st.permutations(range(10)), st.booleans())
-def test_in_any_order(order, known):
+def test_ranges_in_any_order(order, known):
     with tempfile.TemporaryDirectory() as directory:
         ingest = FileIngest(Path(directory), "key", CONTENT if known else None)
         written: set[int] = set()
@@ -64,7 +64,7 @@ def test_in_any_order(order, known):
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.binary(min_size=1, max_size=6)), max_size=8))
-def test_whatever_is_written_only_the_promised_bytes_are_committed(writes):
+def test_commit_accepts_only_the_expected_bytes(writes):
     promised = b"aabbcc"
     content = blob(promised)
     seen = bytearray()
@@ -157,9 +157,7 @@ def test_known_content_is_taken_in_by_one_at_a_time(layout):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_content_at_hand_is_not_waited_for_when_whoever_is_at_it_stands_still(
-    layout, monkeypatch, algorithm
-):
+def test_push_does_not_wait_for_a_stalled_ingest(layout, monkeypatch, algorithm):
     monkeypatch.setattr(layout_module, "_WRITE_TIMEOUT", 0.05)
     content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
     still = layout.ingest(content.digest.encoded, content)

@@ -120,7 +120,7 @@ def test_a_lease_ends_with_its_process(layout, stray, holder):
     assert leases(layout) == []
 
 
-def test_what_is_added_is_kept_until_the_lease_is_closed(layout, stray):
+def test_added_digests_are_kept_until_the_lease_closes(layout, stray):
     later = put(layout, b"later")
     with layout.lease(stray.digest) as lease:
         lease.add(later.digest)
@@ -165,7 +165,7 @@ def test_threads_add_to_one_lease(layout, stray):
     lease.close()  # again
 
 
-def test_a_lease_that_is_torn_keeps_what_can_be_read(layout, stray):
+def test_torn_lease_keeps_its_readable_digests(layout, stray):
     with layout.lease(stray.digest):
         (path,) = leases(layout)
         with path.open("ab") as file:
@@ -182,7 +182,7 @@ def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
         assert leased(layout.root, remove=True) == digests
 
 
-def test_where_no_store_is_there_none_is_made_to_keep_nothing(layout):
+def test_empty_lease_makes_no_store(layout):
     with layout.lease():
         assert not layout.root.exists()
 
@@ -201,7 +201,7 @@ def test_a_store_that_may_only_be_read(layout, stray, monkeypatch, code, what):
     assert leases(layout) == []
 
 
-def test_a_disk_that_fails_is_told(layout, stray, monkeypatch):
+def test_lease_on_a_failing_disk_is_an_error(layout, stray, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -276,7 +276,7 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     assert said == ["removed", False]
 
 
-def test_what_is_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
+def test_blob_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
     other = put(layout, b"other")
     taken = []
     held = lock.held
@@ -292,7 +292,7 @@ def test_what_is_leased_between_marking_and_sweeping_stays(layout, stray, monkey
     taken[0].close()
 
 
-def test_keeping_everything_for_a_moment(layout, stray):
+def test_keep_blocks_collections(layout, stray):
     with layout.keep():
         fd = os.open(layout.root / ".aimage" / COLLECTION, os.O_RDWR)
         with pytest.raises(BlockingIOError):
@@ -456,7 +456,7 @@ def test_the_manifest_of_a_lease_need_not_be_whole(layout):
         assert layout.exists(absent.config)
 
 
-def test_what_a_lease_keeps_is_no_reason_to_read_it(layout):
+def test_damaged_leased_manifest_does_not_stop_a_collection(layout):
     """A damaged manifest that is leased, being mended, stops nothing."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))

@@ -42,7 +42,7 @@ def layout(tmp_path):
 # -- locks
 
 
-def test_one_at_a_time_or_many_readers(layout):
+def test_lock_is_exclusive_or_shared(layout):
     layout.root.mkdir()
     with held(layout.root, "x", shared=True), held(layout.root, "x", shared=True):
         fd = os.open(layout.root / ".aimage" / "x", os.O_RDWR)
@@ -52,7 +52,7 @@ def test_one_at_a_time_or_many_readers(layout):
     os.close(fd)
 
 
-def test_a_lock_ends_with_what_was_done_under_it(layout):
+def test_lock_is_released_after_an_error(layout):
     layout.root.mkdir()
     with pytest.raises(ZeroDivisionError), held(layout.root, "x"):
         _ = 1 / 0
@@ -90,7 +90,7 @@ def test_everything_works_without_locks(layout, tmp_path, no_locks):
         assert Digest.of(path.read_bytes()).encoded == path.name
 
 
-def test_without_locks_two_that_fetch_one_blob_both_publish_what_is_right(layout, no_locks):
+def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
     """Each goes on as if it were alone: none may write over, or cut, what the other has."""
     content = blob(DATA)
     first = layout.ingest(content.digest.encoded, content)
@@ -106,7 +106,7 @@ def test_without_locks_two_that_fetch_one_blob_both_publish_what_is_right(layout
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
 
-def test_without_locks_a_lease_keeps_what_it_says(layout, no_locks):
+def test_without_locks_a_lease_counts(layout, no_locks):
     """Nobody can tell whether its process lives: its blobs stay."""
     stray = put(layout, b"stray")
     lease = layout.lease(stray.digest)
@@ -116,7 +116,7 @@ def test_without_locks_a_lease_keeps_what_it_says(layout, no_locks):
 
 
 @pytest.mark.parametrize("what", ["index", "ingest", "lease"])
-def test_what_else_is_wrong_with_a_lock_is_told(layout, monkeypatch, what):
+def test_other_lock_errors_are_raised(layout, monkeypatch, what):
     stray = put(layout, b"stray")
 
     def refuse(*_):
@@ -132,7 +132,7 @@ def test_what_else_is_wrong_with_a_lock_is_told(layout, monkeypatch, what):
         begin[what]()
 
 
-def test_with_locks_the_second_is_told_to_wait(layout):
+def test_second_ingest_of_a_blob_is_busy(layout):
     content = blob(DATA)
     first = layout.ingest(content.digest.encoded, content)
     with pytest.raises(IngestBusyError):
@@ -321,7 +321,7 @@ def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, re
     [False, pytest.param(True, marks=pytest.mark.integration)],
     ids=["small", "large"],
 )
-def test_what_another_user_left_unfinished_is_in_nobodys_way(shared, journaled):
+def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
     """Anna's process is killed in the middle of a blob; Bert wants the same one."""
     anna, bert = shared
     data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
@@ -354,6 +354,6 @@ def test_a_store_of_ones_own_is_not_opened_to_the_group(tmp_path):
             assert not path.stat().st_mode & 0o022, path
 
 
-def test_the_group_of_the_tests_is_nobodys():
+def test_group_of_the_tests_is_unused_here():
     """Else somebody on this machine could meddle."""
     assert GROUP not in {group.gr_gid for group in grp.getgrall()}

@@ -78,7 +78,7 @@ def test_a_name_that_another_tool_dropped_is_read_and_put_back(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
 
 
-def test_a_file_that_another_tool_removed(layout):
+def test_index_removed_by_another_tool_is_restored(layout):
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).unlink()
     assert names(layout) == {"a:v1"}
@@ -86,7 +86,7 @@ def test_a_file_that_another_tool_removed(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1"]
 
 
-def test_what_another_tool_names_anew_is_theirs(layout):
+def test_name_given_anew_by_another_tool_is_theirs(layout):
     ours = put_artifact(layout, "a:v1", b"one")
     theirs = put_artifact(layout, "b:v1", b"two")
     overwrite(layout, entry(theirs, "a:v1"))
@@ -96,7 +96,7 @@ def test_what_another_tool_names_anew_is_theirs(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1"]
 
 
-def test_what_a_name_meant_before_another_tool_gave_it_anew_does_not_come_back(layout):
+def test_old_meaning_of_a_name_given_anew_does_not_come_back(layout):
     """Once a command of ours has seen it; each name for itself, and the first entry of two."""
     ours = put_artifact(layout, "a:v1", b"one")
     theirs, third = (put_artifact(layout, name, name.encode()) for name in ("b:v1", "c:v1"))
@@ -154,7 +154,7 @@ def test_a_name_without_its_manifest_does_not_come_back(layout, left):
     assert names(layout) == {"b:v1"}
 
 
-def test_records_that_mean_nothing_are_passed_over(layout):
+def test_malformed_name_records_are_ignored(layout):
     put_artifact(layout, "a:v1", b"one")
     directory = layout.root / ".aimage" / "names"
     for number, raw in enumerate(
@@ -168,7 +168,7 @@ def test_records_that_mean_nothing_are_passed_over(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1"]
 
 
-def test_what_others_wrote_on_our_entry_comes_back_with_it(layout):
+def test_restored_entry_has_the_fields_of_other_tools(layout):
     """Once we have written it ourselves."""
     made = put_artifact(layout, "a:v1", b"one")
     overwrite(layout, entry(made, "a:v1", platform={"os": "linux"}), **{"x-top": [1]})
@@ -178,7 +178,7 @@ def test_what_others_wrote_on_our_entry_comes_back_with_it(layout):
     assert found[1].extra["platform"] == {"os": "linux"}
 
 
-def test_a_write_that_fails_gives_no_name(layout, monkeypatch):
+def test_failed_index_write_gives_no_name(layout, monkeypatch):
     one, two = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1"))
 
     def full(*_, **__):
@@ -199,7 +199,7 @@ def test_a_write_that_fails_gives_no_name(layout, monkeypatch):
 # -- written by another while we look, or write
 
 
-def test_a_file_that_is_being_written_in_place_is_waited_for(layout, monkeypatch):
+def test_index_being_written_in_place_is_waited_for(layout, monkeypatch):
     """Truncated, half there, whole: each look finds it further on."""
     made = put_artifact(layout, "a:v1", b"one")
     whole = file_of(layout).read_bytes()
@@ -210,7 +210,7 @@ def test_a_file_that_is_being_written_in_place_is_waited_for(layout, monkeypatch
     assert states == []
 
 
-def test_a_file_that_was_broken_long_ago_is_not_waited_for(layout, monkeypatch):
+def test_index_broken_long_ago_is_not_waited_for(layout, monkeypatch):
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
     os.utime(file_of(layout), (time.time() - 60,) * 2)
@@ -219,7 +219,7 @@ def test_a_file_that_was_broken_long_ago_is_not_waited_for(layout, monkeypatch):
         list(layout.tags())
 
 
-def test_a_file_that_stays_broken_is_told(layout, monkeypatch):
+def test_index_that_stays_broken_is_an_error(layout, monkeypatch):
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
     looks = []
@@ -229,7 +229,7 @@ def test_a_file_that_stays_broken_is_told(layout, monkeypatch):
     assert sum(looks) < 1
 
 
-def test_a_half_written_file_is_not_written_over(layout, monkeypatch):
+def test_half_written_index_is_not_overwritten(layout, monkeypatch):
     """Ours comes on top of what the other tool has to say."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = entry(put_artifact(layout, "b:v1", b"two"), "theirs:v1")
@@ -242,7 +242,7 @@ def test_a_half_written_file_is_not_written_over(layout, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["theirs:v1", "Not A Reference!", None, 7], ids=repr)
-def test_what_another_tool_adds_between_our_look_and_our_write_is_kept(layout, name):
+def test_entries_added_between_read_and_write_are_kept(layout, name):
     made = put_artifact(layout, "a:v1", b"one")
     before = json.loads(file_of(layout).read_bytes())["manifests"]
     added = entry(made, name, x=[None])
@@ -253,7 +253,7 @@ def test_what_another_tool_adds_between_our_look_and_our_write_is_kept(layout, n
     assert value == [*before, entry(made, "ours:v1"), added, "what", None]
 
 
-def test_whoever_names_it_last_wins(layout):
+def test_last_writer_of_a_name_wins(layout):
     """What another tool names anew while we write something else is theirs; the same name, ours."""
     one, two, three = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1", "c"))
     before = json.loads(file_of(layout).read_bytes())["manifests"]
@@ -265,7 +265,7 @@ def test_whoever_names_it_last_wins(layout):
     assert len(listed(layout)) == 3
 
 
-def test_another_tool_that_writes_again_and_again(layout, monkeypatch):
+def test_index_that_changes_repeatedly_is_merged(layout, monkeypatch):
     """Each of its entries is kept, however often the file changes under us."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = []
@@ -282,7 +282,7 @@ def test_another_tool_that_writes_again_and_again(layout, monkeypatch):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
 
 
-def test_a_file_that_another_tool_makes_while_we_make_it(layout):
+def test_index_created_by_both_at_once_is_merged(layout):
     made = put_artifact(layout, "a:v1", b"one")
     file_of(layout).unlink()
     with edit_index(layout.root) as index:

@@ -62,7 +62,7 @@ def as_nobody(here, *arguments, code=0):
     return done.stdout
 
 
-def test_all_are_read_and_the_first_is_written(two):
+def test_layered_store_reads_all_and_writes_the_first(two):
     before = files(two.store)
     first = two.home / "first"
     two("tag", "theirs", "again")
@@ -80,7 +80,7 @@ def test_all_are_read_and_the_first_is_written(two):
 
 
 @pytest.mark.parametrize("verb", ["rm", "pin"])
-def test_a_name_that_is_only_read_is_not_said_to_be_missing(two, verb):
+def test_rm_and_pin_of_a_read_only_name_name_its_store(two, verb):
     """Nor is it said to be kept: a collection of that store would not know."""
     digest = two("show", "theirs", "--json").value["digest"]
     names = {"theirs": "theirs:latest", "theirs:latest": "theirs:latest"}
@@ -97,7 +97,7 @@ def test_a_name_that_is_only_read_is_not_said_to_be_missing(two, verb):
         two("rm", "theirs", code=3)
 
 
-def test_a_collection_lets_go_of_no_name_that_is_only_read(two):
+def test_gc_removes_no_read_only_names(two):
     two("tag", "theirs", "ours")
     for options in (["--dry-run"], []):
         done = two("gc", "--max-age", "0s", *options, "--json").value
@@ -105,7 +105,7 @@ def test_a_collection_lets_go_of_no_name_that_is_only_read(two):
     assert [row["reference"] for row in two("ls", "--json").value] == ["theirs:latest"]
 
 
-def test_what_another_store_has_is_not_written_again(two, tiny):
+def test_blobs_of_another_store_are_not_copied(two, tiny):
     two("create", "mine", tiny)
     blobs = [path for path in (two.home / "first" / "blobs").rglob("*") if path.is_file()]
     assert blobs == []
@@ -113,7 +113,7 @@ def test_what_another_store_has_is_not_written_again(two, tiny):
     assert "missing" in two("verify", code=5).out
 
 
-def test_the_first_that_has_a_name_says_what_it_means(two, tiny):
+def test_first_store_with_a_name_resolves_it(two, tiny):
     two("create", "theirs", tiny, "--license", "mit")
     rows = two("ls", "--json").value
     assert [row["reference"] for row in rows] == ["theirs:latest"]

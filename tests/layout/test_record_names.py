@@ -61,14 +61,14 @@ def directory(records):
 
 
 @pytest.mark.parametrize("there", ["", f"store/.aimage/{KIND}"])
-def test_where_nothing_was_ever_written_there_is_nothing(tmp_path, there):
+def test_metadata_of_an_empty_store_is_empty(tmp_path, there):
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
     records = MetadataFiles(tmp_path / "store", KIND)
     assert (records.names(), list(records.items()), records.get(KEY)) == (set(), [], None)
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"key": 7}'])
-def test_what_is_damaged_or_gone_says_nothing(records, raw):
+def test_damaged_or_missing_record_is_none(records, raw):
     path = directory(records) / file_name(KEY)
     path.write_bytes(raw)
     assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
@@ -81,7 +81,7 @@ def test_what_is_damaged_or_gone_says_nothing(records, raw):
 # -- there, and not to be read
 
 
-def test_names_that_cannot_be_listed_are_no_empty_set(records, monkeypatch):
+def test_unreadable_directory_is_an_error(records, monkeypatch):
     break_calls(monkeypatch, "listdir", directory(records))
     for ask in (records.names, lambda: list(records.items())):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)) as caught:
@@ -91,7 +91,7 @@ def test_names_that_cannot_be_listed_are_no_empty_set(records, monkeypatch):
     assert len(records.names()) == 2
 
 
-def test_a_record_that_cannot_be_opened_is_not_one_that_is_gone(records, monkeypatch):
+def test_unreadable_record_is_an_error(records, monkeypatch):
     path = directory(records) / file_name(KEY)
     break_calls(monkeypatch, "open", path)
     for ask in (
@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_opened_is_not_one_that_is_gone(records, monkeyp
     assert records.get("other") == {"key": "other", "n": 1}
 
 
-def test_a_record_that_breaks_off_is_not_one_that_is_gone(records, monkeypatch):
+def test_read_error_of_a_record_is_an_error(records, monkeypatch):
     def failing(_):
         return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte is an input/output error
 
@@ -161,7 +161,7 @@ def everything(layout):
     ("call", "below"),
     [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{file_name('kept:v1')}")],
 )
-def test_pins_that_cannot_be_read_let_nothing_go(layout, monkeypatch, call, below):
+def test_unreadable_pins_stop_a_collection(layout, monkeypatch, call, below):
     before = everything(layout)
     break_calls(monkeypatch, call, layout.root / below)
     with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
@@ -172,7 +172,7 @@ def test_pins_that_cannot_be_read_let_nothing_go(layout, monkeypatch, call, belo
     assert everything(layout)[0] == {"kept:v1"}
 
 
-def test_names_that_cannot_be_read_let_nothing_go(layout, monkeypatch):
+def test_unreadable_names_stop_a_collection(layout, monkeypatch):
     """Another tool has dropped a name: only the records know it."""
     (layout.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
     before = everything(layout)
@@ -203,7 +203,7 @@ def test_a_name_whose_record_cannot_be_read_stays_and_means_the_same(layout, mon
 
 
 @pytest.mark.parametrize("verb", [("gc", "--max-size", "0"), ("rm", "kept:v1"), ("pin",)], ids=str)
-def test_what_may_not_be_read_is_a_sentence(layout, tmp_path, monkeypatch, verb):
+def test_verbs_report_unreadable_pins(layout, tmp_path, monkeypatch, verb):
     drop_rights(monkeypatch)
     before, pins = everything(layout), layout.root / ".aimage" / "pins"
     pins.chmod(0)

@@ -127,7 +127,7 @@ def test_errors_name_the_layer_once(store: FolderStore) -> None:
         weights.numpy(NAME)
 
 
-def test_what_is_not_the_size_that_its_layer_says(store: FolderStore) -> None:
+def test_blob_of_another_size_than_its_layer_is_refused(store: FolderStore) -> None:
     weights = with_blob(store, blob(GOOD, INT8))
     (path,) = (path for path in store.root.iterdir() if path.read_bytes() == blob(GOOD, INT8))
     path.write_bytes(path.read_bytes()[:-8])
@@ -329,7 +329,7 @@ def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
         opened(maker).load()
 
 
-def test_names_that_are_not_there(store: FolderStore) -> None:
+def test_unknown_tensor_names_are_not_found(store: FolderStore) -> None:
     weights = opened(made(store, "int8", "layers of the first generation"))
     for name in ("model.fc.weight_scale", "model.fc", "model.up.weight", ""):
         with pytest.raises(NotFoundError, match="no tensor net/"):

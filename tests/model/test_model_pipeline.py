@@ -191,7 +191,7 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
         list(short.generate(GenerateRequest("x" * 47, 64, 32, 1)))
 
 
-def test_values_that_are_not_numbers_are_not_a_picture(pipeline: ZImagePipeline) -> None:
+def test_decode_refuses_nan(pipeline: ZImagePipeline) -> None:
     with pytest.raises(ModelError, match="not numbers"):
         pipeline.decode(mx.full((16, 4, 4), float("nan")))
 
@@ -238,7 +238,7 @@ def made(pipeline: ZImagePipeline, request: GenerateRequest) -> bytes:
     return image.pixels.tobytes()
 
 
-def test_a_text_encoder_that_was_let_go_gives_its_memory_back_and_the_same_pictures(
+def test_released_text_encoder_frees_memory_and_pictures_are_equal(
     tiny: Model, pipeline: ZImagePipeline
 ) -> None:
     other = load_pipeline(*tiny, dtype="float32")
@@ -295,7 +295,7 @@ def test_the_text_encoder_stays_where_all_fits(
     assert held.offloaded.is_loaded == stays
 
 
-def test_a_picture_shows_how_much_room_the_next_one_needs(tiny: Model) -> None:
+def test_memory_budget_learns_from_pictures(tiny: Model) -> None:
     held = load_pipeline(*tiny, dtype="float32")
     assert isinstance(held, ZImagePipeline)
     budget, large = held.budget, dataclasses.replace(SMALL, width=128, height=128)
@@ -313,7 +313,7 @@ def test_a_picture_shows_how_much_room_the_next_one_needs(tiny: Model) -> None:
     assert not budget.fits(1, 128 * 128, 0.0)
 
 
-def test_a_text_encoder_that_is_not_there_any_more_is_an_error_and_no_crash(
+def test_text_encoder_that_cannot_be_reloaded_is_an_error(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = load_pipeline(*tiny, dtype="float32")
@@ -344,7 +344,7 @@ def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline)
     assert [a.pixels.tobytes() for a in images] == [b.pixels.tobytes() for b in without]
 
 
-def test_a_preview_is_where_the_straight_way_ends(pipeline: ZImagePipeline) -> None:
+def test_preview_extrapolates_a_straight_line(pipeline: ZImagePipeline) -> None:
     """If all steps went the same way, the first one would have shown the picture."""
     schedule = pipeline.schedule(SMALL)
     noise = mx.array(pipeline.noise(SMALL, 0))

@@ -70,7 +70,7 @@ def test_where_templates_are(tiny: Model, place: str, value: Any) -> None:
     assert Tokenizer.load(store, aimage).render("") == "from config"
 
 
-def test_what_templates_may_use(tiny: Model) -> None:
+def test_templates_have_the_names_of_transformers(tiny: Model) -> None:
     template = (
         "{% generation %}{{ messages | tojson }}{% endgeneration %}"
         "{{ enable_thinking }}{{ add_generation_prompt }}{{ eos_token }}{{ tools is none }}"

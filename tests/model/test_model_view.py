@@ -94,7 +94,7 @@ def test_torch_views_every_dtype(store: FolderStore) -> None:
             )
 
 
-def test_what_bf16_means(store: FolderStore) -> None:
+def test_bf16_becomes_float32(store: FolderStore) -> None:
     values = np.array([1.0, -2.5, 3e38, 1e-40, np.inf], np.float32)
     stored = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
     weights = with_tensors(store, {"x": ("BF16", (5,), stored.tobytes())})
@@ -189,7 +189,7 @@ def test_without_torch(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> N
     assert "numpy" in (caught.value.hint or "")
 
 
-def test_what_cannot_be_mapped(tmp_path: Path) -> None:
+def test_map_file_refuses_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be mapped: No such file"):
         map_file(str(tmp_path / "none"))
     (tmp_path / "empty").touch()

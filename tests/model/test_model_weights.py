@@ -138,14 +138,16 @@ def lying(layer: Layer, **changes: object) -> Layer:
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "BF16"}, {"shape": (3, 2)}])
-def test_a_layer_that_lies(store: FolderStore, changes: dict[str, object]) -> None:
+def test_layer_with_false_type_or_shape_is_refused(
+    store: FolderStore, changes: dict[str, object]
+) -> None:
     aimage = packed(store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), **changes)
     with pytest.raises(FormatError, match=r"fc\.weight: the blob holds F32 \[2, 3\]"):
         ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
 
 
-def test_a_layer_that_says_nothing(store: FolderStore) -> None:
+def test_layer_without_type_and_shape_is_read(store: FolderStore) -> None:
     aimage = packed(store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), dtype=None, shape=None)
     ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
@@ -161,7 +163,7 @@ BAD_BLOBS = {
 
 
 @pytest.mark.parametrize("data", BAD_BLOBS.values(), ids=BAD_BLOBS.keys())
-def test_a_blob_that_lies(store: FolderStore, data: bytes) -> None:
+def test_malformed_blobs_are_refused(store: FolderStore, data: bytes) -> None:
     aimage = packed(store, arrays())
     blob = store.add(mediatype.AIMAGE_SAFETENSORS, data)
     layer = Layer(blob, "net/model.fc.bias", "F32", (2,))
@@ -175,7 +177,7 @@ def test_integer_weights_are_refused(store: FolderStore) -> None:
         ModelWeights.open(store, packed(store, tensors), "net").apply(Net())
 
 
-def test_what_is_not_there(store: FolderStore) -> None:
+def test_missing_components_and_blobs_are_errors(store: FolderStore) -> None:
     aimage = packed(store, arrays())
     with pytest.raises(ModelError, match=r"no vae/config\.json"):
         ModelWeights.open(store, aimage, "vae")

@@ -231,11 +231,11 @@ def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
         ),
     ],
 )
-def test_no_part_is_left_over_and_no_claim_is_empty(message, tensors, metadata):
+def test_blobs_with_stray_parts_or_claims_are_refused(message, tensors, metadata):
     refused(message, tensors, metadata)
 
 
-def test_metadata_of_others_are_let_be():
+def test_foreign_metadata_are_ignored():
     metadata = {"format": "pt", "optimizer.quant_type": "x", "group_size": "7", ".quant_type": "y"}
     assert list(read([("w", "U32", (2,))], metadata)) == ["w"]
 

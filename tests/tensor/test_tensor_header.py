@@ -104,7 +104,7 @@ def test_the_bytes_of_a_header_with_metadata_are_pinned():
 
 
 @given(tensors, st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"]))))
-def test_what_is_written_is_read_back(given_tensors, metadata):
+def test_encoded_headers_are_read_back(given_tensors, metadata):
     raw = encode_header(given_tensors, metadata)
     assert len(raw) % 8 == 0
     size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
@@ -310,7 +310,7 @@ def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
 
 
 @pytest.mark.parametrize("number", ["-0", "1.0", "-1", "9" * 5000, "true"])
-def test_only_counts_are_numbers(number):
+def test_header_numbers_are_counts(number):
     for item in (
         '{"dtype":"U8","shape":[0],"data_offsets":[0,%s]}',
         '{"dtype":"U8","shape":[0],"data_offsets":[%s,0]}',
@@ -343,7 +343,7 @@ def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
         ("F6_E3M2", (3, 3), "ends inside a byte"),
     ],
 )
-def test_sizes_that_cannot_be(dtype, shape, message):
+def test_nbytes_refuses_impossible_sizes(dtype, shape, message):
     with pytest.raises(FormatError, match=message):
         nbytes(dtype, shape)
     with pytest.raises(FormatError, match=message):
