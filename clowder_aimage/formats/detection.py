@@ -118,14 +118,15 @@ def is_lora(names: Iterable[str]) -> bool:
 def _detect_directory(root: Path) -> str:
     paths = {path.name: path for path in sorted(root.iterdir()) if not path.name.startswith(".")}
     names = set(paths)
+    endings = {path.suffix.lower() for path in paths.values()}
     fits = [
         kind
         for kind, does in {
             DIFFUSERS: MODEL_INDEX in names,
             LORA: ADAPTER_CONFIG in names,
             TRANSFORMERS: _is_transformers(root, names),
-            gguf.FORMAT: _has(names, gguf.ENDING),
-            onnx.FORMAT: _has(names, onnx.ENDING),
+            gguf.FORMAT: gguf.ENDING in endings,
+            onnx.FORMAT: onnx.ENDING in endings,
             savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),
         }.items()
         if does
@@ -141,22 +142,12 @@ def _detect_directory(root: Path) -> str:
     # exporters put the models of a repository into a directory of their own
     if any(path.suffix.lower() == onnx.ENDING for path in walk(root)):
         return onnx.FORMAT
-    if (kind := _detect_sole(root)) is not None:
-        return kind
-    raise _nothing(root, paths)
-
-
-def _detect_sole(root: Path) -> str | None:
-    """Return the format of the only file in a directory, whatever it is called."""
-    path = sole(root)
     try:
-        return _detect_file(path) if path is not None else None
+        if (path := sole(root)) is not None:
+            return _detect_file(path)
     except ModelError:  # what the directory lacks says more
-        return None
-
-
-def _has(names: Iterable[str], ending: str) -> bool:
-    return any(name.lower().endswith(ending) for name in names)
+        pass
+    raise _nothing(root, paths)
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:

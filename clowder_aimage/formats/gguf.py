@@ -68,7 +68,7 @@ class _Model:
 
     @property
     def is_projector(self) -> bool:
-        """Return whether it only lets another model see or hear."""
+        """Return whether it is for images or sound beside another model."""
         said = (self.metadata.get("general.type"), self.metadata.get("general.architecture"))
         return said[0] == "mmproj" or said[1] == "clip"
 
@@ -145,8 +145,9 @@ def _adapter(model: _Model) -> dict[str, Any]:
     alpha = metadata.get("adapter.lora.alpha")
     if alpha is not None and (type(alpha) not in (int, float) or not math.isfinite(alpha)):
         raise FormatError(f"{path}: adapter.lora.alpha is no number: {alpha!r:.60}")
-    ranks = {tensor.shape[0] for tensor in model.tensors if _is_up(tensor)}
-    targets = {tensor.name.split(".")[-3] for tensor in model.tensors if _is_up(tensor)}
+    ups = [tensor for tensor in model.tensors if _is_up(tensor)]
+    ranks = {tensor.shape[0] for tensor in ups}
+    targets = {tensor.name.split(".")[-3] for tensor in ups}
     facts = {
         "type": "lora",
         "rank": max(ranks) or None if len(ranks) == 1 else None,
@@ -158,10 +159,7 @@ def _adapter(model: _Model) -> dict[str, Any]:
 
 
 def _is_up(tensor: GgufTensor) -> bool:
-    """Return whether it is the second matrix of a pair, ``blk.0.attn_q.weight.lora_b``.
-
-    Its rows are as long as the rank.
-    """
+    # ``blk.0.attn_q.weight.lora_b``, whose rows are as long as the rank
     return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
 
 
@@ -184,12 +182,6 @@ def _read(path: Path) -> _Model:
 
 
 def _parts(path: Path, match: re.Match[str]) -> list[Path]:
-    """Return all parts of a split model; ``path`` is one of them.
-
-    Raises:
-        FormatError: some are missing.
-        ModelError: the number is not one of the total.
-    """
     total = int(match["total"])
     if not 1 <= int(match["number"]) <= total:
         raise ModelError(f"{path} is called part {int(match['number'])} of {total}")

@@ -1,10 +1,9 @@
 """LoRA adapters: a safetensors file, or PEFT's directory of one; what they say of themselves.
 
 Low-rank pairs are called ``x.lora_A.weight`` and ``x.lora_B.weight`` (PEFT, ComfyUI),
-``x.lora_down.weight`` and ``x.lora_up.weight`` (diffusers, kohya) or ``x.lora.down.weight``; the
-rank is the first dimension of the first of them. Rank and targets are read from the tensors, for
-these decide; alpha from ``x.alpha`` where all agree, or from ``adapter_config.json`` (PEFT,
-"Checkpoint format"). Trigger words and the weight to use are in the file's metadata:
+``x.lora_down.weight`` and ``x.lora_up.weight`` (diffusers, kohya) or ``x.lora.down.weight``. Rank
+and targets are read from the tensors, alpha from ``x.alpha`` where all agree, or from
+``adapter_config.json`` (PEFT, "Checkpoint format"). Trigger words and weight are in the metadata:
 ``trigger_word``, ``trigger_words``, ``ss_tag_frequency`` (kohya), ``modelspec.trigger_phrase``
 (Stability's modelspec), ``recommended_weight``, ``default_weight``.
 """
@@ -83,7 +82,7 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
 
 
 def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
-    pairs = _pairs(path, header)
+    pairs = read_pairs(path, header)
     ranks = {pair.rank for pair in pairs}
     said = header.metadata
     facts: dict[str, Any] = {
@@ -109,16 +108,13 @@ class LoraPair:
     columns: int
 
 
-def read_pairs(path: Path) -> list[LoraPair]:
+def read_pairs(path: Path, header: Header | None = None) -> list[LoraPair]:
     """Return the low-rank pairs in the file at ``path``.
 
     Raises:
         FormatError: one half is missing, or does not fit.
     """
-    return _pairs(path, read_file(path))
-
-
-def _pairs(path: Path, header: Header) -> list[LoraPair]:
+    header = header or read_file(path)
     down = {match[1]: name for name in header.tensors if (match := _DOWN.fullmatch(name))}
     up = {match[1]: name for name in header.tensors if (match := _UP.fullmatch(name))}
     if not down:

@@ -104,11 +104,7 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
 
 
 def _name(location: str, tensor: str) -> str:
-    """Return a location as a path below the model's directory.
-
-    Raises:
-        FormatError: it leads elsewhere, or means another path on another system.
-    """
+    """Return a location as a path below the model's directory on any system."""
     path = PurePosixPath(location)
     try:
         if path.is_absolute() or _DRIVE.match(location):

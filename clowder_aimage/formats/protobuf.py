@@ -11,7 +11,8 @@ from typing import BinaryIO, NamedTuple
 
 from clowder_aimage.errors import FormatError
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+VARINT, BYTES = 0, 2
+_FIXED = {1: 8, 5: 4}  # the bytes of other wire types
 MAX_FIELDS = 4_000_000  # of all messages in a file: seconds; large graphs have half a million
 MAX_NUMBER = (1 << 29) - 1
 _MAX_TEXT = 4096  # bytes
@@ -76,8 +77,8 @@ class WireReader:
             return WireField(number, wire, value, place, position, after)
         if wire == BYTES:
             length, position = self._varint(position, end)
-        elif wire in (FIXED64, FIXED32):
-            length = 8 if wire == FIXED64 else 4
+        elif wire in _FIXED:
+            length = _FIXED[wire]
         else:
             raise FormatError(f"at byte {place}, a field of the wire type {wire}")
         if length > end - position:

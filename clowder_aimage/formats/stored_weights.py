@@ -85,9 +85,6 @@ def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[st
     """Return the tensor that the layer is called like, or those of a packed group, by name.
 
     Stacked experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
-
-    Raises:
-        FormatError: they are of another place, or not what the layer promises.
     """
     try:
         return {own: find_tensor(tensors, own, layer.component)}

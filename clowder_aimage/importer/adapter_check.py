@@ -13,12 +13,8 @@ _APART = re.compile(r"[._]+")
 _STACKED = "attention_qkv"
 # kohya's and ComfyUI's words for the network
 _NETWORKS = (
-    "lora_unet_",
-    "lora_transformer_",
-    "lora_te_",
-    "transformer_",
-    "unet_",
-    "text_encoder_",
+    *("lora_unet_", "lora_transformer_", "lora_te_"),
+    *("transformer_", "unet_", "text_encoder_"),
 )
 
 

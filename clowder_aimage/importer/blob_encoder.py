@@ -23,7 +23,7 @@ from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.tensor import nbytes
 
 if TYPE_CHECKING:
-    from clowder_aimage.importer.quantizer import QuantizationGuard, Quantizer
+    from clowder_aimage.importer.quantizer import Quantizer
 
 Sink = Callable[[memoryview], None]
 BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole groups
@@ -34,8 +34,7 @@ CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at o
 class BlobEncoder:
     """Buffers and options with which one of ``threads`` encodes blobs.
 
-    ``buffer`` is lent to each sink, full but for the last time, and written anew when the sink
-    returns.
+    ``buffer`` is lent to each sink, full but for the last time, and reused when the sink returns.
     """
 
     def __init__(
@@ -121,6 +120,7 @@ class BlobEncoder:
         """
         from clowder_aimage.importer import precision, quantizer
 
+        assert self._quantizer is not None  # noqa: S101
         guard = quantizer.QuantizationGuard(piece.name, piece.target, piece.quantization)
         group = nbytes(piece.source, (piece.quantization.group_size,))
         scratch = memoryview(
@@ -131,21 +131,16 @@ class BlobEncoder:
             values, lost = precision.cast(scratch[:count], piece.source, piece.target)
             if lost:
                 raise precision.overflow(piece.name, lost, piece.target)
-            codes, *others = self._quantized(piece, guard, guard.admit(values))
+            values = guard.admit(values)
+            rows = values.reshape(1, -1)
+            codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
+            guard.count(values, codes, others[0], others[1] if len(others) > 1 else None)
             self._add(codes, sink)
             for part, data in zip(parts, others, strict=False):
                 part.append(data)
         guard.check()
         for data in (*parts[0], *parts[1]):
             self._add(data, sink)
-
-    def _quantized(
-        self, piece: QuantizePiece, guard: QuantizationGuard, values: Any
-    ) -> tuple[bytes, ...]:
-        assert self._quantizer is not None  # noqa: S101
-        made = self._quantizer.quantize(values.reshape(1, -1), piece.target, piece.quantization)
-        guard.count(values, made[0], made[1], made[2] if len(made) > 2 else None)
-        return made
 
 
 def _bytes(values: Any) -> memoryview:

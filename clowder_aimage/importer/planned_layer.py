@@ -29,10 +29,7 @@ class CopyPiece:
 
 @dataclass(frozen=True, slots=True)
 class CastPiece:
-    """Values of ``source`` stored as ``target``, both words of safetensors.
-
-    ``name`` is for errors, and has the component.
-    """
+    """Values of ``source`` stored as ``target``; ``name`` is for errors."""
 
     span: FileSpan
     name: str
@@ -71,8 +68,8 @@ Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
 class PlannedLayer:
     """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``.
 
-    ``origins`` are the blobs that they come from, where that is a store. Nothing is to be made of a
-    ``kept`` one: it is a layer already. With a ``compression`` the blob is that of all the bytes.
+    ``origins`` are the blobs that they come from, where that is a store. A ``kept`` one is a layer
+    already. With a ``compression`` all the bytes are compressed.
     """
 
     name: str
@@ -105,15 +102,9 @@ class PlannedLayer:
         """Return the layer with this digest, and this size where it is of compressed bytes."""
         if self.kept is not None:
             return self.kept
-        media_type = (
-            f"{self.media_type}+{self.compression}" if self.compression else self.media_type
-        )
-        return Layer(
-            Descriptor(media_type, digest, self.size if size is None else size),
-            self.name,
-            self.dtype,
-            self.shape,
-        )
+        media_type = "+".join(filter(None, (self.media_type, self.compression)))
+        content = Descriptor(media_type, digest, self.size if size is None else size)
+        return Layer(content, self.name, self.dtype, self.shape)
 
 
 def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
@@ -146,10 +137,8 @@ def layer_name(component: str, name: str) -> str:
 
 def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     """Return a file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
-    span = FileSpan(file.path, 0, file.size, file.modified)
-    return PlannedLayer(
-        file.name, file.media_type, b"", (CopyPiece(span),), compression=compression
-    )
+    piece = CopyPiece(FileSpan(file.path, 0, file.size, file.modified))
+    return PlannedLayer(file.name, file.media_type, b"", (piece,), compression=compression)
 
 
 def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -49,12 +48,7 @@ class Quantizer:
     def __enter__(self) -> Quantizer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         mx.set_cache_limit(self._limit)
         mx.clear_cache()
@@ -68,17 +62,18 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
     values = mx.array(rows)
     if dtype == "BF16":
         values = values.view(mx.bfloat16, stream=mx.cpu)
-    made = mx.quantize(values, **_words(quantization), stream=mx.cpu)
-    bits = [
-        array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in made
-    ]  # numpy has no BF16
+    kind = quantization.type
+    made = mx.quantize(
+        values,
+        group_size=quantization.group_size,
+        bits=kind.bits,
+        mode=kind.mode,
+        stream=mx.cpu,
+    )
+    # numpy has no BF16
+    bits = [array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in made]
     mx.eval(bits)
     return tuple(bytes(memoryview(cast(Any, array))) for array in bits)
-
-
-def _words(quantization: Quantization) -> dict[str, Any]:
-    kind = quantization.type
-    return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 
 
 MAX_ZEROED = 0.01  # of the groups that hold anything
@@ -121,7 +116,8 @@ class QuantizationGuard:
         sizes = values.view(self._word) & self._mask
         largest = sizes.max() if sizes.size else 0
         if largest >= self._infinity:
-            raise self._not_finite(int(np.count_nonzero(sizes >= self._infinity)))
+            count = int(np.count_nonzero(sizes >= self._infinity))
+            raise ModelError(f"{_some(count, self._name)} NaN or infinite", hint=_KEEP)
         if largest > self._largest:
             raise self._too_large(int(np.count_nonzero(sizes > self._largest)))
         if not self._is_mx or not self._tiny:
@@ -174,9 +170,6 @@ class QuantizationGuard:
             f"{REACH[kind.mode]:.4g}",
             hint=_FURTHER if kind.mode == "nvfp4" else _KEEP,
         )
-
-    def _not_finite(self, count: int) -> ModelError:
-        return ModelError(f"{_some(count, self._name)} NaN or infinite", hint=_KEEP)
 
 
 def _some(count: int, name: str) -> str:

@@ -107,11 +107,9 @@ def _split(text: str) -> dict[str, str]:
 def _quantization(kind: str, group_size: int | None) -> Quantization:
     try:
         chosen = Quantization.parse(kind)
-        if group_size is not None and chosen.type.has_bias:
-            chosen = Quantization.parse(kind, group_size)
+        return Quantization.parse(kind, group_size) if chosen.type.has_bias else chosen
     except FormatError as error:
         raise UsageError(error.message) from None
-    return chosen
 
 
 QUANTIZABLE = ("text_encoder", "transformer")  # a VAE makes pixels: its errors would be seen

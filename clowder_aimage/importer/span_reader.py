@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import ModelError
@@ -63,12 +62,7 @@ class SpanReader:
     def __enter__(self) -> SpanReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

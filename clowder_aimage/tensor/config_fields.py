@@ -68,9 +68,9 @@ class ConfigFields:
     def integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
         """Return a whole number from 1 to ``maximum``."""
         value = self._value(key, default)
-        if type(value) is not int or not 1 <= value <= maximum:
-            raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
-        return int(value)
+        if type(value) is int and 1 <= value <= maximum:
+            return value
+        raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number."""

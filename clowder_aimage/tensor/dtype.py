@@ -10,30 +10,15 @@ from collections.abc import Sequence
 
 from clowder_aimage.errors import FormatError
 
-DTYPE_BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+_NAMES = {
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ F8_E8M0",
+    16: "U16 I16 F16 BF16",
+    32: "U32 I32 F32",
+    64: "U64 I64 F64 C64",
 }
+DTYPE_BITS = {name: bits for bits, names in _NAMES.items() for name in names.split()}
 MAX_RANK = 32
 """Dimensions of one tensor; numpy before 2.0 has no more."""
 MAX_ELEMENTS = 1 << 56

@@ -3,9 +3,7 @@
 Format: https://github.com/huggingface/safetensors, "Format". Eight bytes hold the length of a
 JSON object (unsigned, little-endian), which maps names to dtype, shape and the span of bytes
 in the data that follows it. What the reference reader (its tensor.rs, release 0.8) refuses is
-refused here, and more where two readers could see different tensors: a key twice, fields that are
-not in the format, another spelling of a field, a space before the object, names
-that cannot be shown or are too long, and sizes out of reason.
+refused here, and all that two readers could understand differently.
 """
 
 from __future__ import annotations
@@ -63,9 +61,7 @@ class Header:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the length and header of a file that holds ``tensors`` in that order.
-
-    Each is a name, a dtype and a shape.
+    """Return the length and header of a file of ``tensors``: names, dtypes and shapes, in order.
 
     Always the same bytes for the same tensors: compact JSON, keys in the order dtype, shape,
     data_offsets, padded with spaces to a multiple of 8.
@@ -158,10 +154,7 @@ def _check_size(text: bytes) -> None:
 
 
 def _texts(metadata: object) -> dict[str, str]:
-    """Return the metadata, if they are text.
-
-    JSON can spell halves of surrogate pairs, which are not.
-    """
+    # JSON can spell halves of surrogate pairs, which are not text
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) and _SURROGATE.search(text) is None
         for pair in metadata.items()
@@ -192,16 +185,13 @@ def _tensor(name: str, item: object) -> TensorInfo:
 
 
 def _is_name(name: str) -> bool:
-    """Return whether ``name`` is a tensor's: not empty, too long, reserved or unprintable."""
     return 0 < len(name) <= MAX_NAME and name != METADATA and _CONTROL.search(name) is None
 
 
 def _is_span(span: object) -> bool:
     return (
         isinstance(span, list)
-        and len(span) == 2
-        and type(span[0]) is int
-        and type(span[1]) is int
+        and [type(end) for end in span] == [int, int]
         and 0 <= span[0] <= span[1]
     )
 

@@ -5,9 +5,8 @@ A quantized tensor ``n`` is spread over ``n`` (the codes), ``n.scale``, and for 
 (``n.input_scale``, ``n.input_global_scale``), which no runtime here needs. ``__metadata__`` names
 type and group size, for the blob (``quant_type``, ``group_size``) or, where tensors of several
 kinds share it, for each (``n.quant_type``, ``n.group_size``). MLX's own files say ``x.scales`` and
-``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create.
-
-Codes, parts and metadata must agree: what is said to be quantized is, and no part is left over.
+``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create. Codes,
+parts and metadata must agree: no part is left over.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def find_group(
 def check_layer(
     tensor: BlobTensor, name: str, dtype: str | None, shape: tuple[int, ...] | None
 ) -> None:
-    """Hold a tensor next to what the layer ``name`` promises; None promises nothing.
+    """Compare a tensor with its layer, whose dtype and shape may be None.
 
     Layers give a quantized tensor the name of its quantization and its own shape; other makers'
     say U32 and the shape of the codes.
@@ -187,9 +186,14 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
         has = "has biases" if quantization.type.has_bias else "has no biases"
         raise FormatError(f"{key[:200]}: {quantization.type.name} {has}")
     expected = quantization.scales_shape(shape)
-    for part in (SCALE, BIAS):
-        if part in parts:
-            _check_part(parts[part], header.tensors[parts[part]], expected, quantization)
+    for own in (parts[part] for part in (SCALE, BIAS) if part in parts):
+        info = header.tensors[own]
+        if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
+            kinds = " or ".join(quantization.type.scale_dtypes)
+            raise FormatError(
+                f"{own[:200]}: {info.dtype} {list(info.shape)}, where {quantization.type.name} in "
+                f"groups of {quantization.group_size} has {kinds} {list(expected)}"
+            )
     if GLOBAL_SCALE in parts:
         _check_global(parts[GLOBAL_SCALE], header.tensors[parts[GLOBAL_SCALE]], shape, quantization)
     return BlobTensor(key, quantization.type.name, shape, quantization, parts)
@@ -209,17 +213,6 @@ def _quantization(
         return Quantization.parse(name, size)
     except FormatError as error:
         raise FormatError(f"{key[:200]}: {error}") from None
-
-
-def _check_part(
-    key: str, info: TensorInfo, expected: tuple[int, ...], quantization: Quantization
-) -> None:
-    if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
-        kinds = " or ".join(quantization.type.scale_dtypes)
-        raise FormatError(
-            f"{key[:200]}: {info.dtype} {list(info.shape)}, where {quantization.type.name} in "
-            f"groups of {quantization.group_size} has {kinds} {list(expected)}"
-        )
 
 
 def _check_global(

@@ -15,10 +15,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """``nbytes`` bytes of a file at ``offset``, both in bytes.
-
-    ``modified`` is when the file was last written, in nanoseconds.
-    """
+    """``nbytes`` bytes at ``offset`` of a file that was last ``modified`` then, in nanoseconds."""
 
     path: Path
     offset: int
@@ -68,11 +65,7 @@ class WeightReader(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Some of a weight.
-
-    What stands behind its name in the blob ("", ".scale", ...), the dtype and shape that it has
-    there, and where it comes from.
-    """
+    """A part of a weight: its suffix in the blob ("", ".scale", ...), and dtype and shape there."""
 
     suffix: str
     dtype: str
@@ -83,11 +76,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor as a network knows it.
-
-    ``dtype`` is a word of safetensors or the name of a quantization, ``shape`` that of the tensor
-    itself.
-    """
+    """A tensor of a network; ``dtype`` is a word of safetensors or the name of a quantization."""
 
     name: str
     dtype: str
@@ -112,12 +101,8 @@ class Weight:
 
 def plain(tensor: SourceTensor) -> Weight:
     """Return a tensor that is a weight by itself."""
-    return Weight(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        (TensorPart("", tensor.dtype, tensor.shape, tensor),),
-    )
+    part = TensorPart("", tensor.dtype, tensor.shape, tensor)
+    return Weight(tensor.name, tensor.dtype, tensor.shape, (part,))
 
 
 def by_name(weights: Iterable[Weight]) -> tuple[Weight, ...]:

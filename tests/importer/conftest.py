@@ -112,7 +112,8 @@ class Model:
         """Replace the weight file of a component by shards and return their index."""
         self.weights(component).unlink()
         seed = self.seeds.get(component, component)
-        stem, weight_map = weights_name(component), {}
+        stem = weights_name(component)
+        weight_map: dict[str, str] = {}
         for number, tensors in enumerate(shards, 1):
             name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
             self.write(f"{component}/{name}", safetensors(tensors, seed, format="pt"))

@@ -20,7 +20,7 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**40, 2**62, 2**63
 
 def cuts(good: bytes) -> Iterator[bytes]:
     """All prefixes of a short file, many of a long one."""
-    step = max(1, len(good) // 700)
+    step = max(1, len(good) // 150)
     for length in range(0, len(good), step):
         yield good[:length]
 

@@ -26,6 +26,7 @@ from tests.importer.valued import (
     as_dtype,
     bf16_values,
     blob_of,
+    file_of,
     make_valued,
     read_back,
     transformer,
@@ -68,7 +69,7 @@ def names(store):
     ),
     ids=str,
 )
-def test_what_create_gives_from_the_directory(model, dialect, recipe):
+def test_convert_gives_what_create_gives(model, dialect, recipe):
     from clowder_aimage.create import create
 
     store = ImageLayout(model.store)
@@ -107,7 +108,7 @@ def test_there_and_back(model):
     assert all(written.was_there for written in again.layers)
 
 
-def test_what_does_not_change_is_the_same_blob(model):
+def test_unchanged_tensors_keep_their_blobs(model):
     plain = {layer.name: layer for layer in model.make("plain").aimage.layers}
     made = converted(model, quantize="int8")
     for written in made.layers:
@@ -115,7 +116,7 @@ def test_what_does_not_change_is_the_same_blob(model):
         assert is_same == written.was_there == (written.layer.dtype != "int8")
 
 
-def test_a_step_further(model):
+def test_components_are_quantized_one_after_the_other(model):
     """First the transformer, then the text encoder; the config keeps what it knew."""
     model.make("plain", quantize="int4")
     made = converted(model, quantize="text_encoder=int8", dtype="f16")
@@ -125,13 +126,6 @@ def test_a_step_further(model):
     for name in ("transformer", "text_encoder"):
         assert found[name]["quantization"] == expected[name]["quantization"]
     assert made.report.quantized.keys() == {"text_encoder", "transformer"}
-
-
-def test_nothing_to_gain(model):
-    plain = model.make("plain")
-    made = converted(model, dtype="auto")
-    assert made.descriptor == plain.descriptor
-    assert names(model.store) == ["new:latest", "plain:latest"]
 
 
 def test_codes_are_copied_as_they_are(tmp_path):
@@ -160,22 +154,26 @@ def test_unknown_facts_of_a_config_stay(model):
 # -- models without components
 
 
+LANGUAGE_Q = "model.layers.1.self_attn.q_proj.weight"
+MATRICES = [
+    *(f"self_attn.{letter}_proj.weight" for letter in "qkvo"),
+    *(f"mlp.{word}_proj.weight" for word in ("gate", "up", "down")),
+]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A small language model, as transformers saves it."""
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("saved") / "model"
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    directory.mkdir()
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{layer}.{name}": (64, 64) for layer in range(2) for name in MATRICES
+    }
+    shapes |= {"model.embed_tokens.weight": (64, 64), "model.norm.weight": (64,)}
+    values = {name: bf16_values(name, shape) for name, shape in shapes.items()}
+    (directory / "model.safetensors").write_bytes(file_of(as_dtype(values, "F32")))
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -184,14 +182,7 @@ def whole(store, reference=NEW):
     return aimage, ModelWeights.open(store, aimage)
 
 
-LANGUAGE_Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [{"dtype": "bf16"}, {"quantize": "int8"}, {"dtype": "f16", "quantize": "int4"}],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", [{"dtype": "f16", "quantize": "int4"}], ids=str)
 def test_a_language_model_becomes_what_create_gives(tmp_path, saved, recipe):
     from clowder_aimage.create import create
 
@@ -202,21 +193,6 @@ def test_a_language_model_becomes_what_create_gives(tmp_path, saved, recipe):
     assert direct.descriptor == made.descriptor
     assert direct.report == made.report
     assert all(written.was_there for written in direct.layers)
-
-
-def test_a_language_model_in_another_type(tmp_path, saved):
-    from clowder_aimage.create import create
-
-    store = ImageLayout(tmp_path / "store")
-    create(store, PLAIN, saved)
-    convert(store, PLAIN, NEW, Recipe.parse(dtype="f16"))
-    (_, before), (aimage, after) = whole(store, PLAIN), whole(store)
-    assert set(after) == set(before)
-    for name in after:
-        assert aimage.layer(name).dtype == "F16"
-        np.testing.assert_array_equal(after.numpy(name), before.numpy(name).astype(np.float16))
-    assert aimage.properties["dtype"] == "F16"
-    assert aimage.properties["components"] == {}
 
 
 def test_a_quantized_language_model_says_so_at_the_top(tmp_path, saved):
@@ -238,22 +214,6 @@ def test_a_quantized_language_model_says_so_at_the_top(tmp_path, saved):
     np.testing.assert_array_equal(after.numpy(kept), before.numpy(kept))
     with pytest.raises(UsageError, match="of the model are quantized already"):
         convert(store, NEW, Reference.parse("twice"), Recipe.parse(quantize="int4"))
-
-
-def test_a_value_of_a_language_model_that_does_not_fit(tmp_path):
-    """It is named as its layer is."""
-    store = ImageLayout(tmp_path / "store")
-    layer = put(
-        store,
-        "model.norm.weight",
-        encode_header([("model.norm.weight", "F32", (1,))]),
-        struct.pack("<f", 1e10),
-        "F32",
-        (1,),
-    )
-    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
-    with pytest.raises(ModelError, match=r"^1 value of model\.norm\.weight cannot be F16"):
-        convert(store, PLAIN, NEW, Recipe.parse(dtype="f16"))
 
 
 # -- what others wrote
@@ -289,25 +249,6 @@ def test_any_name_that_a_blob_may_have_is_read(tmp_path, key):
     assert made.aimage.layer(Q) == ours.make(quantize="int8").aimage.layer(Q)
     component = made.aimage.properties["components"]["transformer"]
     assert component["quantization"]["tensors"] == 1
-
-
-def test_scales_in_layers_of_their_own_are_seen(tmp_path):
-    """ollama's first generation: quantizing its codes once more would ruin them."""
-    model = make_valued(tmp_path / "model")
-    store = ImageLayout(model.store)
-    name = Q.partition("/")[2]
-    layers = [
-        put(store, f"transformer/{key}", encode_header([("data", dtype, shape)]), bytes(size))
-        for key, dtype, shape, size in (
-            (name, "U32", (64, 8), 2048),
-            (f"{name}_scale", "BF16", (64, 1), 128),
-            (f"{name}_qbias", "BF16", (64, 1), 128),
-            ("layers.0.other.weight", "BF16", (64, 64), 8192),
-        )
-    ]
-    keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', tuple(layers)))
-    with pytest.raises(UsageError, match="quantized already"):
-        converted(model, quantize="int8")
 
 
 SEPARATE = {"ollama": ("{name}_scale", "{name}_qbias"), "mlx": ("{stem}.scales", "{stem}.biases")}
@@ -353,27 +294,26 @@ def mlx64():
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"),
-    [(word, "bf16") for word in SEPARATE] + [(next(iter(SEPARATE)), "auto")],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("said", "promised"),
-    [*((said, ("int4", (64, 64))) for said in SAID), (None, ("U32", (64, 8))), (None, ())],
-    ids=str,
+    ("words", "said", "promised", "dtype"),
+    [
+        ("ollama", "ollama", ("int4", (64, 64)), "bf16"),
+        ("ollama", "no size", ("int4", (64, 64)), "auto"),
+        ("mlx", "mlx", ("int4", (64, 64)), "bf16"),
+        ("mlx", None, ("U32", (64, 8)), "bf16"),
+        ("ollama", None, (), "bf16"),
+    ],
 )
 def test_scales_in_layers_of_their_own_are_not_cast(tmp_path, words, said, promised, dtype):
     model = make_valued(tmp_path / "model")
     aimage = separate(ImageLayout(model.store), words, said, promised)
     made = converted(model, dtype=dtype)
     norm = "transformer/layers.0.norm.weight"
-    target = "F16" if dtype == "f16" else "BF16"
     for layer in aimage.layers:
         if layer.name == norm:
-            assert made.aimage.layer(norm).dtype == target
+            assert made.aimage.layer(norm).dtype == "BF16"
         else:
             assert made.aimage.layer(layer.name) == layer
-    assert made.report.cast == {("F32", target): 1}
+    assert made.report.cast == {("F32", "BF16"): 1}
     assert made.report.tensors == 2
     facts = made.aimage.properties["components"]["transformer"]
     assert facts["tensors"] == 2
@@ -402,11 +342,7 @@ def test_scales_in_layers_of_their_own_that_do_not_fit(tmp_path, monkeypatch):
             converted(model, dtype="bf16")
 
 
-@pytest.mark.parametrize(
-    "said",
-    [None, {"type": "int4", "tensors": 1}, {"type": "int4", "tensors": 1, "kept": {}}],
-    ids=str,
-)
+@pytest.mark.parametrize("said", [None, {"type": "int4", "tensors": 1}], ids=str)
 def test_configs_that_say_less_of_quantized_weights(tmp_path, said):
     from clowder_aimage.cli.verbs.create import summary, text
 
@@ -433,25 +369,17 @@ def test_there_is_no_such_aimage(model):
         converted(model, Reference.parse("absent"), quantize="int8")
 
 
-def test_there_is_nothing_to_do(model):
+def test_an_empty_recipe_is_refused(model):
     with pytest.raises(UsageError, match="changes nothing"):
         converted(model)
 
 
-def test_quantizing_twice(model):
+def test_quantizing_twice_is_refused(model):
     model.make("plain", quantize="int8")
     with pytest.raises(UsageError, match="transformer are quantized already") as caught:
         converted(model, quantize="int4")
-    assert "before it was quantized" in caught.value.hint
+    assert "before it was quantized" in str(caught.value.hint)
     assert names(model.store) == ["plain:latest"]
-
-
-def test_a_component_that_is_not_there(model):
-    made = model.make("plain")
-    layers = tuple(x for x in made.aimage.layers if not x.name.startswith("text_encoder/"))
-    keep(ImageLayout(model.store), PLAIN, replace(made.aimage, layers=layers))
-    with pytest.raises(UsageError, match="there is no text_encoder"):
-        converted(model, quantize="text_encoder=int8")
 
 
 def test_a_value_that_does_not_fit(tmp_path):
@@ -475,20 +403,15 @@ def test_a_blob_that_is_not_there(model):
 OWN = "layers.0.attention.to_q.weight"
 HEADER = encode_header([("layers.0.attention.to_q.weight", "BF16", (64, 64))])
 OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
-TWO = encode_header([("a.weight", "BF16", (32, 64)), ("b.weight", "BF16", (32, 64))])
 
 
 @pytest.mark.parametrize(
     ("header", "data", "dtype", "shape", "said"),
     [
         (OTHER, BITS, None, None, "holds layers.0.attention.to_k.weight instead"),
-        (TWO, BITS, None, None, "holds a.weight, b.weight instead"),
-        (encode_header([]), b"", None, None, "holds no"),
         (HEADER, BITS, "F32", (64, 64), "its layer promises F32"),
         (HEADER, BITS, "BF16", (64, 32), "its layer promises BF16"),
         (HEADER, BITS[:-1], None, None, "file holds"),
-        (HEADER[:50], b"", None, None, "header claims"),
-        (b"", b"", None, None, "truncated"),
         (
             encode_header(
                 [
@@ -503,9 +426,11 @@ TWO = encode_header([("a.weight", "BF16", (32, 64)), ("b.weight", "BF16", (32, 6
             "unknown quantization",
         ),
     ],
-    ids=["another", "two", "none", "dtype", "shape", "short", "cut", "empty", "type"],
+    ids=["another", "dtype", "shape", "short", "type"],
 )
-def test_a_blob_that_is_not_what_its_layer_says(tmp_path, header, data, dtype, shape, said):
+def test_a_blob_that_is_not_what_its_layer_says_is_refused(
+    tmp_path, header, data, dtype, shape, said
+):
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     layer = put(store, Q, header, data, dtype, shape)
@@ -516,7 +441,7 @@ def test_a_blob_that_is_not_what_its_layer_says(tmp_path, header, data, dtype, s
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_tensor_that_has_company(tmp_path):
+def test_a_second_tensor_in_a_blob_is_refused(tmp_path):
     """Refused by whoever runs it, too."""
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
@@ -549,15 +474,13 @@ def test_stacked_experts_may_stand_beside_their_group(tmp_path):
 @pytest.mark.parametrize(
     ("prefix", "names", "promise", "said"),
     [
-        ("layers.1.mlp.experts", ["layers.2.mlp.experts.0.weight"], {}, "of another group"),
         ("layers.1.mlp.experts", ["layers.1.mlp.a", "x"], {}, "of another group"),
         ("layers.1.mlp.other", ["layers.1.mlp.switch_mlp.up_proj.weight"], {}, "instead"),
-        ("layers.1.mlp.experts", ["layers.1.mlp.experts.0.a"], {"dtype": "BF16"}, "instead"),
         ("layers.1.mlp.experts", ["layers.1.mlp.experts.0.a"], {"shape": (64, 64)}, "instead"),
     ],
     ids=str,
 )
-def test_groups_that_are_none(tmp_path, prefix, names, promise, said):
+def test_a_group_that_does_not_fit_is_refused(tmp_path, prefix, names, promise, said):
     model = make_valued(tmp_path / "model")
     group(ImageLayout(model.store), prefix, *names, **promise)
     with pytest.raises(FormatError, match=said) as caught:
@@ -590,7 +513,7 @@ def test_an_expert_with_a_tensor_that_is_called_like_its_scales(tmp_path):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_what_came_quantized_is_the_same_through_both_ways(tmp_path):
+def test_prequantized_weights_are_the_same_from_create_and_convert(tmp_path):
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
     model.make("plain")

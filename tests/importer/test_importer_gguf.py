@@ -59,23 +59,21 @@ def test_a_file_says_what_it_is(path):
     assert file.modified == path.stat().st_mtime_ns
 
 
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("alignment", [8, 32, 4096])
+@pytest.mark.parametrize(("version", "alignment"), [(2, 8), (3, 4096)])
 def test_versions_and_alignments_that_are_read(path, version, alignment):
     path.write_bytes(gguf(version=version, alignment=alignment))
     assert take(path).facts["parameters"] == PARAMETERS
 
 
 @pytest.mark.parametrize(
-    ("said", "known"),
-    [(0, "F32"), (1, "F16"), (18, "Q6_K"), (32, "BF16"), (38, "MXFP4_MOE"), (1024 + 15, "Q4_K_M")],
+    ("said", "known"), [(18, "Q6_K"), (38, "MXFP4_MOE"), (1024 + 15, "Q4_K_M")]
 )
 def test_the_file_type_by_its_name(path, said, known):
     path.write_bytes(gguf([*without("general.file_type"), ("general.file_type", UINT32, said)]))
     assert take(path).facts["quantization"] == known
 
 
-@pytest.mark.parametrize("said", [None, 999, 1024])
+@pytest.mark.parametrize("said", [None, 1024])
 def test_without_a_known_file_type_most_elements_decide(path, said):
     pairs = without("general.file_type")
     if said is not None:
@@ -163,15 +161,6 @@ def test_a_directory_without_one_is_refused(tmp_path):
         take(tmp_path)
 
 
-def test_a_link_out_of_a_directory_is_refused(tmp_path):
-    (tmp_path / "secret").write_bytes(gguf())
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "a.gguf").symlink_to(tmp_path / "secret")
-    with pytest.raises(ModelError, match="leaves the model directory"):
-        take(model)
-
-
 def test_the_cache_of_hugging_face_is_followed(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "Q4_K_M"
     blobs.mkdir()
@@ -196,7 +185,7 @@ def parts(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, None])
+@pytest.mark.parametrize("number", [1, None])
 def test_a_split_model_is_taken_whole_from_any_part(parts, number):
     taken = take(parts[0].parent if number is None else parts[number])
     assert [file.name for file in taken.files] == [part.name for part in parts]
@@ -256,7 +245,7 @@ def test_a_number_that_cannot_be_a_part(tmp_path):
 # -- what is no GGUF file
 
 
-def test_other_files_are_told_from_it(path):
+def test_files_that_are_not_gguf_are_refused(path):
     refused(path, b"PK\x03\x04" + bytes(100), "begins with GGUF")
     refused(path, b"", "truncated")
     refused(path, b"tjgg\1\0\0\0" + bytes(100), "GGML")
@@ -270,8 +259,8 @@ def test_big_endian_files_are_said_to_be(path):
     refused(path, b"FUGG" + struct.pack(">IQQ", 3, 0, 0), "big-endian")
 
 
-@pytest.mark.parametrize("version", [1, 4, 255])
-def test_versions_that_are_not_known(path, version):
+@pytest.mark.parametrize("version", [1, 4])
+def test_unknown_versions_are_refused(path, version):
     refused(path, gguf(version=version), "at byte 4", f"version {version}")
 
 
@@ -290,15 +279,14 @@ END = 2**64 - 1
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (HEAD + struct.pack("<QQ", END, 0), "tensors cannot be in"),
         (HEAD + struct.pack("<QQ", 2**20, 0), "tensors cannot be in"),
-        (HEAD + struct.pack("<QQ", 0, END), "key-value"),
+        (HEAD + struct.pack("<QQ", 0, END), "metadata"),
         (HEAD + struct.pack("<QQQ", 0, 1, END) + bytes(20), "a key is"),
         (HEAD + struct.pack("<QQQ", 0, 1, 60_000) + bytes(20), "takes 60000 bytes"),
     ],
 )
-def test_counts_and_lengths_beyond_the_file(path, raw, said):
-    refused(path, raw, said.replace("key-value", "metadata"), "at byte")
+def test_counts_and_lengths_beyond_the_file_are_refused(path, raw, said):
+    refused(path, raw, said, "at byte")
 
 
 @pytest.mark.parametrize(
@@ -306,26 +294,21 @@ def test_counts_and_lengths_beyond_the_file(path, raw, said):
     [
         (("a", 13, b""), "type that is not known: 13"),
         (("a", BOOL, 2), "not true or false"),
-        (("general.alignment", UINT32, 0), "alignment"),
         (("general.alignment", UINT32, 24), "alignment"),
         (("general.alignment", UINT32, 4), "alignment"),
-        (("general.alignment", UINT32, 2**31), "alignment"),
-        (("general.alignment", 10, 32), "alignment"),
         (("general.alignment", STRING, "32"), "alignment"),
         (("general.url", STRING, b"\xff"), "general.url is not UTF-8"),
         (("llama.context_length", UINT32, 1), "there twice"),
-        (("", UINT32, 1), "not a key"),
         (("größe", UINT32, 1), "not a key"),
-        (("a\n", UINT32, 1), "not a key"),
         (("a", ARRAY, (13, [])), "type that is not known: 13"),
     ],
 )
-def test_metadata_that_cannot_be(path, pair, said, monkeypatch):
+def test_invalid_metadata_are_refused(path, pair, said, monkeypatch):
     monkeypatch.setitem(made._CODES, 13, "0s")
     refused(path, gguf([*LLAMA, pair]), said)
 
 
-def test_lists_that_nest_too_deep_or_lie(path):
+def test_lists_too_deep_or_too_long_are_refused(path):
     deep: Any = (UINT32, [1])
     for _ in range(6):
         deep = (ARRAY, [deep])
@@ -351,30 +334,23 @@ def test_a_flood_of_empty_strings_ends_soon(path, monkeypatch):
         (("output.weight", 0, (1,)), "two tensors"),
         (("t", 0, (1, 1, 1, 1, 1)), "5 dimensions"),
         (("t", 2, (33,)), "no blocks of Q4_0"),
-        (("t", 2, ()), "no blocks of Q4_0"),
     ],
 )
-def test_tensors_that_cannot_be(path, tensor, said):
+def test_invalid_tensors_are_refused(path, tensor, said):
     refused(path, gguf(tensors=[*WEIGHTS, tensor]), said)
 
 
-@pytest.mark.parametrize("kind", [4, 31, 38, 43, 2**31])
-def test_types_of_tensors_that_are_not_known(path, kind):
+@pytest.mark.parametrize("kind", [4, 43])
+def test_unknown_types_of_tensors_are_refused(path, kind):
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", kind, (32,)), 0) + bytes(99)
     refused(path, raw, f": {kind}", "removed" if kind < 43 else "not known")
 
 
 @pytest.mark.parametrize(
     ("offset", "shape", "said"),
-    [
-        (1, (4,), "no multiple of 32"),
-        (64, (4,), "ends at byte"),
-        (0, (2**62, 4), "ends at byte"),
-        (2**64 - 32, (4,), "ends at byte"),
-        (0, (9,), "ends at byte"),
-    ],
+    [(1, (4,), "no multiple of 32"), (64, (4,), "ends at byte"), (0, (2**62, 4), "ends at byte")],
 )
-def test_tensors_that_are_not_where_they_say(path, offset, shape, said):
+def test_tensors_outside_of_the_file_are_refused(path, offset, shape, said):
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", 0, shape), offset)
     refused(path, made.padded(raw, 32) + bytes(32), said)
 
@@ -404,7 +380,7 @@ def test_the_last_byte_of_the_last_tensor_must_be_there(path):
 def test_a_truncated_file_is_refused_wherever_it_ends(path):
     raw = gguf()
     took, refused = survives(take, path, cuts(raw[: -(-made.size_of(WEIGHTS[-1]) % 32)]))
-    assert (took, refused > 400) == (0, True)
+    assert (took, refused > 100) == (0, True)
 
 
 @pytest.mark.integration
@@ -415,12 +391,12 @@ def test_damaged_files_are_refused_in_words(path):
 
 
 def test_damaged_adapters_are_refused_in_words(path):
-    took, refused = survives(take, path, mutants(gguf(made.ADAPTER, made.LORA), 1500))
-    assert took > 100
-    assert refused > 500
+    took, refused = survives(take, path, mutants(gguf(made.ADAPTER, made.LORA), 400))
+    assert took > 20
+    assert refused > 100
 
 
-def test_lies_cost_no_memory(path):
+def test_a_false_length_costs_no_memory(path):
     raw = HEAD + struct.pack("<QQ", 0, 1) + made.text("general.name") + struct.pack("<I", STRING)
     with path.open("wb") as file:
         file.write(raw + struct.pack("<Q", 2**31))
@@ -462,7 +438,7 @@ def compare(path: Path) -> None:
     assert ours.version == theirs["fields"]["GGUF.version"]
 
 
-@pytest.mark.parametrize("alignment", [8, 32, 256])
+@pytest.mark.parametrize("alignment", [8, 256])
 def test_the_gguf_package_reads_the_same_of_our_files(path, alignment):
     path.write_bytes(gguf(alignment=alignment))
     compare(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -35,9 +37,11 @@ def read(model, kind, dtype="BF16"):
         array = mx.array(bits.reshape(shape))
         floats = {"BF16": mx.bfloat16, "F32": mx.float32}
         arrays.append(array.view(floats[word]) if word in floats else array)
-    facts = {"bits": quantization.type.bits, "mode": quantization.type.mode}
+    facts: dict[str, Any] = {"bits": quantization.type.bits, "mode": quantization.type.mode}
+    codes, scales, *biases = arrays
     size = quantization.group_size
-    return np.array(mx.dequantize(*arrays, group_size=size, dtype=mx.float32, **facts))
+    bias = biases[0] if biases else None
+    return np.array(mx.dequantize(codes, scales, bias, size, dtype=mx.float32, **facts))
 
 
 # -- not finite
@@ -45,15 +49,9 @@ def read(model, kind, dtype="BF16"):
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "value"),
-    [
-        ("int4", "F64", np.nan),
-        ("int8", "F32", np.inf),
-        ("nvfp4", "F16", -np.inf),
-        ("mxfp8", "BF16", np.nan),
-        ("nvfp4", "BF16", np.inf),
-    ],
+    [("int4", "F64", np.nan), ("nvfp4", "F16", -np.inf), ("mxfp8", "BF16", np.nan)],
 )
-def test_what_is_not_finite_is_not_quantized(tmp_path, kind, dtype, value):
+def test_values_that_are_not_finite_are_refused(tmp_path, kind, dtype, value):
     def spoil(values):
         values[3, 5] = value
 
@@ -61,19 +59,19 @@ def test_what_is_not_finite_is_not_quantized(tmp_path, kind, dtype, value):
     with pytest.raises(ModelError) as caught:
         model.make(quantize=kind)
     assert caught.value.message == f"1 value of transformer/{NAME} is NaN or infinite"
-    assert "keep it as it is, or repair the model" in caught.value.hint
+    assert "keep it as it is, or repair the model" in str(caught.value.hint)
     assert caught.value.exit_code == 1
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_what_is_not_finite_and_kept_is_as_it_was(tmp_path):
+def test_kept_tensors_need_not_be_finite(tmp_path):
     values = transformer()
     values["layers.0.attention_norm1.weight"][0] = np.nan
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
     assert model.make(quantize="int8")
 
 
-def test_every_block_is_looked_at(tmp_path, monkeypatch):
+def test_every_block_is_checked(tmp_path, monkeypatch):
     def spoil(values):
         values[62:, 0] = np.inf
 
@@ -85,8 +83,7 @@ def test_every_block_is_looked_at(tmp_path, monkeypatch):
 # -- nearly zero
 
 
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("size", [1e-37, 3e-38, 1e-38, 1e-39])
+@pytest.mark.parametrize(("dtype", "size"), [("F32", 1e-38), ("BF16", 1e-37)])
 def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(tmp_path, dtype, size):
     def shrink(values):
         values[7] = np.where(np.arange(64) % 2, size, -size)
@@ -99,9 +96,8 @@ def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(tmp_path, dtype, size)
     assert np.abs(found[6]).max() > 0.01
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-def test_all_that_passes_comes_back_near_what_it_was(kind, dtype):
+@pytest.mark.parametrize(("kind", "dtype"), [("mxfp4", "F32"), ("mxfp8", "BF16")])
+def test_admitted_values_are_read_back_within_rounding(kind, dtype):
     """Groups of one value each, over all exponents of float32."""
     exponents = np.arange(-149, 120)
     values = np.repeat(np.ldexp(1.5, exponents).astype(np.float32)[:, None], 32, axis=1)
@@ -109,7 +105,7 @@ def test_all_that_passes_comes_back_near_what_it_was(kind, dtype):
     quantization = Quantization.parse(kind)
     admitted = mx.array(QuantizationGuard("x", dtype, quantization).admit(words))
     admitted = admitted if dtype == "F32" else admitted.view(mx.bfloat16)
-    facts = {"group_size": 32, "bits": quantization.type.bits, "mode": kind}
+    facts: dict[str, Any] = {"group_size": 32, "bits": quantization.type.bits, "mode": kind}
     made = mx.quantize(admitted, **facts, stream=mx.cpu)
     found = np.array(mx.dequantize(*made, **facts, dtype=mx.float32, stream=mx.cpu))
     kept = exponents >= -118
@@ -130,10 +126,10 @@ def shrunk(share, factor):
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor"), [("nvfp4", 1e-4), ("int4", 1e-8), ("int8", 1e-9)], ids=str
+    ("kind", "factor", "dtype"),
+    [("nvfp4", 1e-4, "F32"), ("int4", 1e-8, "BF16"), ("int8", 1e-9, "F32")],
 )
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-def test_more_than_a_hundredth_of_the_groups(tmp_path, kind, factor, dtype):
+def test_losing_over_a_hundredth_of_the_groups_is_refused(tmp_path, kind, factor, dtype):
     model = model_of(tmp_path / "half" / "model", shrunk(0.5, factor), dtype)
     with pytest.raises(ModelError) as caught:
         model.make(quantize=kind)
@@ -146,7 +142,7 @@ def test_more_than_a_hundredth_of_the_groups(tmp_path, kind, factor, dtype):
     assert model.make(quantize="mxfp8")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_zeros_are_not_lost(tmp_path, kind):
     """Nor do they hide that all of the rest is."""
     model = model_of(tmp_path / "zeros" / "model", shrunk(0.9, 0.0))
@@ -161,25 +157,14 @@ def test_zeros_are_not_lost(tmp_path, kind):
         model_of(tmp_path / "tiny" / "model", only_tiny).make(quantize=kind)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
-def test_a_few_groups_may_vanish(tmp_path, kind):
+def test_few_lost_groups_are_allowed(tmp_path):
     def shrink(values):
-        values[0, :16] *= np.float32(1e-9)  # a group of nvfp4, of 256; none of the others
+        values[0, :16] *= np.float32(1e-9)  # a group of 256
 
-    model = model_of(tmp_path / "model", shrink)
-    assert model.make(quantize=kind)
-
-
-def test_values_that_are_small_on_average_lose_most_of_their_groups(tmp_path):
-    """A deviation of 0.0006: the scales of nvfp4 end at 2**-9, and half of that becomes one."""
-    model = model_of(tmp_path / "model", shrunk(1, 0.012))
-    with pytest.raises(ModelError, match=r"too small for nvfp4: [\d.]+ % of its groups"):
-        model.make(quantize="nvfp4")
-    assert model.make(quantize="int4")
+    assert model_of(tmp_path / "model", shrink).make(quantize="nvfp4")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "nvfp4"])
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("int4", "F32"), ("int8", "F16"), ("nvfp4", "BF16")])
 def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
     """Rows of every size, and of both signs, dequantized by MLX."""
     rng = np.random.default_rng(5)
@@ -190,7 +175,7 @@ def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
     values[3] = 0
     floats = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
     array = mx.array(values).astype(floats[dtype])
-    facts = {"bits": quantization.type.bits, "mode": quantization.type.mode}
+    facts: dict[str, Any] = {"bits": quantization.type.bits, "mode": quantization.type.mode}
     facts["group_size"] = size = quantization.group_size
     made = mx.quantize(array, **facts, stream=mx.cpu)
     found = np.array(mx.dequantize(*made, **facts, stream=mx.cpu).astype(mx.float32))
@@ -220,27 +205,24 @@ def with_value(value):
     ("kind", "dtype", "value", "end"),
     [
         ("nvfp4", "F32", 2689.0, "2688"),
-        ("nvfp4", "BF16", -2704.0, "2688"),
-        ("nvfp4", "F16", 2690.0, "2688"),
-        ("nvfp4", "F64", -1e4, "2688"),
-        ("int8", "F32", -3.3e38, "1.7e\\+38"),
+        ("nvfp4", "F16", -2690.0, "2688"),
         ("int4", "BF16", 3.3e38, "1.7e\\+38"),
         ("mxfp8", "F32", 3.3e38, "2.977e\\+38"),
     ],
     ids=str,
 )
-def test_what_is_larger_than_a_type_can_hold_is_not_cut_off(tmp_path, kind, dtype, value, end):
+def test_values_beyond_the_type_are_refused(tmp_path, kind, dtype, value, end):
     model = model_of(tmp_path / "model", with_value(value), dtype)
     said = f"^1 value of transformer/{NAME} is too large for {kind}, which ends at {end}$"
     with pytest.raises(ModelError, match=said) as caught:
         model.make(quantize=kind)
-    assert "mxfp8" in caught.value.hint if kind == "nvfp4" else "keep it" in caught.value.hint
+    assert ("mxfp8" if kind == "nvfp4" else "keep it") in str(caught.value.hint)
     assert list(ImageLayout(model.store).tags()) == []
 
 
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
 @pytest.mark.parametrize(
-    ("kind", "value"), [("nvfp4", 2688.0), ("int8", 1.6e38), ("int4", -1.6e38), ("mxfp8", 2.9e38)]
+    ("kind", "value", "dtype"),
+    [("nvfp4", 2688.0, "F32"), ("int8", 1.6e38, "BF16"), ("mxfp8", 2.9e38, "F32")],
 )
 def test_the_largest_values_are_read_back(tmp_path, kind, dtype, value):
     model = model_of(tmp_path / "model", with_value(value), dtype)
@@ -251,35 +233,22 @@ def test_the_largest_values_are_read_back(tmp_path, kind, dtype, value):
 # -- weights that are fine
 
 
-def weights_of(shape, kind):
-    """Numbers as networks have them, and worse ones."""
-    rng = np.random.default_rng(11)
-    normal = rng.standard_normal(shape)
-    return {
-        "normal": normal,
-        "uniform": rng.random(shape) - 0.5,
-        "long tails": rng.standard_t(2, shape),
-        "longer tails": np.exp(2 * normal),
-        "an outlier a group": normal * np.where(np.arange(shape[1]) % 64 == 0, 50, 1),
-        "one number": np.full(shape, 0.7),
-        "far from zero": 5 + normal,
-        "few rows": normal * np.where(np.arange(shape[0]) % 128 == 0, 1e-9, 1)[:, None],
-    }[kind] * 0.02
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
 )
-@pytest.mark.parametrize(
-    "values",
-    [
-        *("normal", "uniform", "long tails", "longer tails", "an outlier a group", "one number"),
-        *("far from zero", "few rows"),
-    ],
-)
-def test_good_weights_are_not_refused(tmp_path, kind, dtype, values):
-    tensors = as_dtype({NAME: weights_of((256, 256), values).astype(np.float32)}, dtype)
-    model = make_valued(tmp_path / "model", transformer=tensors)
-    assert model.make(quantize=kind)
-    if kind in ("int4", "int8"):
-        assert model.make("wide", quantize=kind, group_size=128)
+def test_good_weights_are_not_refused(tmp_path, kind, dtype):
+    """Numbers as networks have them, and worse ones."""
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal((128, 128))
+    weights = {
+        "gaussian": normal,
+        "uniform": rng.random(normal.shape) - 0.5,
+        "long tails": np.exp(2 * normal),
+        "an outlier a group": normal * np.where(np.arange(128) % 64 == 0, 50, 1),
+        "one number": np.full(normal.shape, 0.7),
+        "far from zero": 5 + normal,
+        "few rows": normal * np.where(np.arange(128) % 128 == 0, 1e-9, 1)[:, None],
+    }
+    values = {f"{name}.weight": (0.02 * one).astype(np.float32) for name, one in weights.items()}
+    model = make_valued(tmp_path / "model", transformer=as_dtype(values, dtype))
+    assert model.make(quantize=kind).report.quantized["transformer"]["tensors"] == len(weights)

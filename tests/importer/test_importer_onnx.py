@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,41 +78,24 @@ def test_tensors_share_a_file(path):
     refused(path, "'c' ends at byte 4118 of d.bin, which has 4117")
 
 
-ANYWHERE = {
-    "an initializer": lambda t: pb.model(pb.graph(pb.message(5, t))),
-    "a constant": lambda t: pb.model(pb.graph(pb.node("C", pb.attribute("v", pb.message(5, t))))),
-    "constants": lambda t: pb.model(pb.graph(pb.node("C", pb.attribute("v", pb.message(10, t))))),
-    "values of a sparse initializer": lambda t: pb.model(
-        pb.graph(pb.message(15, pb.message(1, t)))
-    ),
-    "indices of a sparse constant": lambda t: pb.model(
-        pb.graph(pb.node("C", pb.attribute("v", pb.message(22, pb.message(2, t)))))
-    ),
-    "sparse constants": lambda t: pb.model(
-        pb.graph(pb.node("C", pb.attribute("v", pb.message(23, pb.message(1, t)))))
-    ),
-    "a subgraph": lambda t: pb.model(
-        pb.graph(pb.node("If", pb.attribute("then", pb.message(6, pb.graph(pb.message(5, t))))))
-    ),
-    "a subgraph of a subgraph": lambda t: pb.model(
-        pb.graph(
-            pb.node(
-                "If",
-                pb.attribute(
-                    "branches",
-                    pb.message(
-                        11,
-                        pb.graph(
-                            pb.node(
-                                "Loop",
-                                pb.attribute("body", pb.message(6, pb.graph(pb.message(5, t)))),
-                            )
-                        ),
-                    ),
-                ),
-            )
-        )
-    ),
+def in_attribute(number: int, *inner: bytes) -> bytes:
+    """A graph with a node whose attribute has this field."""
+    return pb.graph(pb.node("C", pb.attribute("v", pb.message(number, *inner))))
+
+
+def in_graph(tensor: bytes) -> bytes:
+    return pb.graph(pb.message(5, tensor))
+
+
+ANYWHERE: dict[str, Callable[[bytes], bytes]] = {
+    "an initializer": lambda t: pb.model(in_graph(t)),
+    "a constant": lambda t: pb.model(in_attribute(5, t)),
+    "constants": lambda t: pb.model(in_attribute(10, t)),
+    "a sparse initializer": lambda t: pb.model(pb.graph(pb.message(15, pb.message(1, t)))),
+    "indices of a sparse constant": lambda t: pb.model(in_attribute(22, pb.message(2, t))),
+    "sparse constants": lambda t: pb.model(in_attribute(23, pb.message(1, t))),
+    "a subgraph": lambda t: pb.model(in_attribute(6, in_graph(t))),
+    "a subgraph of a subgraph": lambda t: pb.model(in_attribute(11, in_attribute(6, in_graph(t)))),
     "a function": lambda t: pb.model(
         pb.graph(),
         pb.message(25, pb.message(7, pb.text(4, "C"), pb.attribute("v", pb.message(5, t)))),
@@ -119,20 +103,16 @@ ANYWHERE = {
     "a function's default": lambda t: pb.model(
         pb.graph(), pb.message(25, pb.message(11, pb.text(1, "v"), pb.message(5, t)))
     ),
-    "training": lambda t: pb.model(
-        pb.graph(), pb.message(20, pb.message(1, pb.graph(pb.message(5, t))))
-    ),
-    "another training": lambda t: pb.model(
-        pb.graph(), pb.message(20, pb.message(2, pb.graph(pb.message(5, t))))
-    ),
+    "training": lambda t: pb.model(pb.graph(), pb.message(20, pb.message(1, in_graph(t)))),
+    "another training": lambda t: pb.model(pb.graph(), pb.message(20, pb.message(2, in_graph(t)))),
 }
 
 
-@pytest.mark.parametrize("place", ANYWHERE)
-def test_external_data_are_found_wherever_a_tensor_can_be(path, place):
+def test_external_data_are_found_wherever_a_tensor_can_be(path):
     tensor = pb.tensor("hidden", (2,), external=pb.external("../secret"))
-    path.write_bytes(ANYWHERE[place](tensor))
-    refused(path, "'hidden'", "../secret")
+    for make in ANYWHERE.values():
+        path.write_bytes(make(tensor))
+        refused(path, "'hidden'", "../secret")
 
 
 # -- directories
@@ -169,30 +149,11 @@ def test_a_directory_without_one(tmp_path):
     refused(tmp_path, "no ONNX file", kind=ModelError)
 
 
-def test_the_cache_of_hugging_face_is_followed(tmp_path):
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "onnx"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    data = with_data(blobs / "1", "2")
-    with_data(blobs / "1", "model.onnx_data")
-    data.unlink()
-    (blobs / "model.onnx_data").rename(blobs / "2")
-    (snapshot / "model.onnx").symlink_to(blobs / "1")
-    (snapshot / "model.onnx_data").symlink_to(blobs / "2")
-    names = ["model.onnx", "model.onnx_data"]
-    assert [file.name for file in take(snapshot / "model.onnx").files] == names
-    assert [file.name for file in take(snapshot.parent).files] == [f"onnx/{n}" for n in names]
-
-
 # -- external data that are elsewhere, or not there
 
 
 @pytest.mark.parametrize(
-    "location",
-    [
-        *("/etc/passwd", "../up.bin", "a/../../up.bin", "..", "a/..", ".", "C:/x", "c:x"),
-        *("..\\up.bin", "a\\b", "a\nb", "a\0b", "//server/x", "a" * 2000),
-    ],
+    "location", ["/etc/passwd", "a/../../up.bin", "..", ".", "C:/x", "a\\b", "a\nb", "a" * 2000]
 )
 def test_paths_that_are_not_beside_the_model_are_refused(path, location):
     (path.parent.parent / "up.bin").write_bytes(bytes(100))
@@ -244,17 +205,13 @@ def test_external_data_that_are_no_file(path):
     [
         ({}, 23, "ends at byte 24"),
         ({"offset": 1}, 24, "ends at byte 25"),
-        ({"offset": 0, "length": 25}, 24, "ends at byte 25"),
         ({"length": 23}, 24, "takes 24 bytes, and has 23"),
-        ({"offset": -1}, 24, "offset that is not a number: '-1'"),
-        ({"offset": "0x0"}, 24, "not a number"),
         ({"length": "٢٤"}, 24, "not a number"),
         ({"length": "9" * 5000}, 24, "over 4096"),
         ({"length": "9" * 31}, 24, "not a number"),
-        ({"offset": 2**64}, 24, "ends at byte"),
     ],
 )
-def test_sizes_that_lie(path, said, size, word):
+def test_sizes_that_do_not_fit_are_refused(path, said, size, word):
     with_data(path, "w.bin", size, **said)
     refused(path, word)
 
@@ -272,7 +229,7 @@ def test_external_data_count_even_where_a_tensor_does_not_say_external(path):
     refused(path, "../secret")
 
 
-def test_what_two_readers_would_see_differently_is_refused(path):
+def test_repeated_fields_are_refused(path):
     twice = pb.tensor("w", (2,), external=pb.external("w.bin")) + pb.entry("location", "../x")
     path.write_bytes(pb.model(pb.graph(pb.message(5, twice))))
     refused(path, "have 'location' twice")
@@ -290,16 +247,12 @@ def test_what_two_readers_would_see_differently_is_refused(path):
     ("raw", "said"),
     [
         (b"", "not an ONNX model"),
-        (b"<!DOCTYPE html>", "wire type"),
         (b"GGUF" + bytes(100), "at byte"),
         (pb.number(1, 9), "no graph"),
-        (pb.message(7, pb.graph()), "no IR version"),
-        (pb.model(pb.graph(), ir=0), "no IR version"),
         (pb.model(pb.graph(), ir=-1), "no IR version"),
         (pb.number(7, 1) + pb.number(1, 9), "wire type 0"),
         (pb.model(pb.graph(pb.initializer("w", (-1,), raw=b""))), "impossible dimensions"),
         (pb.model(pb.graph(pb.initializer("w", (1,) * 65, packed=True))), "over 64 numbers"),
-        (pb.model(pb.graph(pb.initializer("w", (1,) * 65))), "impossible dimensions"),
         (
             pb.model(pb.graph(pb.initializer("w", (2**40, 2**40), external=pb.external("w")))),
             "too many elements",
@@ -307,20 +260,12 @@ def test_what_two_readers_would_see_differently_is_refused(path):
         (pb.model(pb.graph(pb.message(5, pb.message(8, b"\xff")))), "not UTF-8"),
         (b"\x08" + b"\xff" * 20, "does not end"),
         (b"\x0f", "wire type 7"),
-        (b"\x0b\x0c", "wire type 3"),
         (b"\x00\x00", "no field has the number 0"),
     ],
 )
-def test_other_files_are_told_from_it(path, raw, said):
+def test_files_that_are_not_onnx_are_refused(path, raw, said):
     path.write_bytes(raw)
     refused(path, str(path), said)
-
-
-def test_a_pointer_is_no_model(path):
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refused(path, "Git LFS", kind=ModelError)
-    with_data(path, "w.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refused(path, "w.bin is a Git LFS pointer", kind=ModelError)
 
 
 def test_graphs_may_not_nest_without_end(path):
@@ -337,7 +282,7 @@ def test_a_flood_of_fields_ends_soon(path, monkeypatch):
     refused(path, "over 1000 fields")
 
 
-def test_lies_cost_no_memory(path):
+def test_a_false_length_costs_no_memory(path):
     lie = pb.varint(2 << 3 | 2) + pb.varint(2**31 - 100)  # a name of the graph, of two gigabytes
     with path.open("wb") as file:
         file.write(pb.number(1, 9) + pb.varint(7 << 3 | 2) + pb.varint(2**31 - 90) + lie)
@@ -361,12 +306,12 @@ OPSETS = [(pb.text(1, "com.microsoft"), pb.number(2, 99)), (pb.number(2, 18),)]
 
 def test_damaged_files_are_refused_in_words(path):
     with_data(path, "w.bin")
-    took, refused = survives(take, path, mutants(path.read_bytes(), 2500))
-    assert took > 100
-    assert refused > 500
-    took, refused = survives(take, path, mutants(pb.plain_model(), 1500))
-    assert took > 100
-    assert refused > 300
+    took, refused = survives(take, path, mutants(path.read_bytes(), 500))
+    assert took > 20
+    assert refused > 100
+    took, refused = survives(take, path, mutants(pb.plain_model(), 300))
+    assert took > 20
+    assert refused > 60
 
 
 # -- the reference implementation

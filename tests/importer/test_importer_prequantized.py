@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def mlx(kind, dtype="BF16"):
     return made
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {"group_size": 64, "bits": 4},
     "int8": {"group_size": 64, "bits": 8, "mode": "affine"},
     "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
@@ -68,9 +69,10 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_mlx(tmp_path, kind, key):
+@pytest.mark.parametrize(
+    ("kind", "key"), list(zip(CONFIGS, ["quantization", "quantization_config"] * 3, strict=False))
+)
+def test_mlx_is_taken_as_it_is(tmp_path, kind, key):
     made, _, metadata, found = packed(tmp_path, mlx(kind), {key: CONFIGS[kind]})
     group_size = str(CONFIGS[kind]["group_size"])
     assert metadata == {"quant_type": kind, "group_size": group_size}
@@ -99,40 +101,32 @@ def test_mlx_and_quantizing_here_are_the_same_blob(tmp_path):
     ("config", "said"),
     [
         ({}, "does not say how"),
-        ({"quantization": None}, "does not say how"),
         ({"quantization": [64, 4]}, "does not say how"),
-        ({"quantization": {"group_size": 64}}, "does not say how"),
         ({"quantization": {"bits": 4}}, "does not say how"),
-        ({"quantization": {"group_size": 64, "bits": 3}}, "3 bits"),
         ({"quantization": {"group_size": 64, "bits": True}}, "True bits"),
-        ({"quantization": {"group_size": 64, "bits": 4, "mode": "nf4"}}, "'nf4'"),
         ({"quantization": {"group_size": 64, "bits": 4, "mode": ["affine"]}}, "affine"),
         ({"quantization": {"group_size": 48, "bits": 4}}, "groups of"),
         ({"quantization": {"group_size": "64x", "bits": 4}}, "groups of"),
         ({"quantization": {"group_size": 32, "bits": 4}}, "does not fit int4 in groups of 32"),
-        ({"quantization": {"group_size": 64, "bits": 8}}, "does not fit int8"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not fit mxfp4"),
     ],
     ids=str,
 )
-def test_mlx_that_does_not_fit_what_its_config_says(tmp_path, config, said):
+def test_mlx_that_does_not_fit_its_config_is_refused(tmp_path, config, said):
     refused(tmp_path, mlx("int4"), config, said)
 
 
 @pytest.mark.parametrize(
     ("kind", "rest", "own", "size"),
     [
-        ("int8", CONFIGS["mxfp4"], {"group_size": 64, "bits": 8}, 64),
         ("int8", CONFIGS["mxfp4"], {"bits": 8}, 64),
-        ("int8", CONFIGS["int4"], {"bits": 8}, 64),
         ("int4", {"group_size": 32, "bits": 8}, {"bits": 4}, 64),
-        ("mxfp8", CONFIGS["int4"], {"bits": 8, "mode": "mxfp8"}, 32),
         ("nvfp4", CONFIGS["mxfp8"], {"bits": 4, "mode": "nvfp4", "group_size": 16}, 16),
         ("mxfp8", CONFIGS["mxfp8"], False, 32),
     ],
     ids=str,
 )
-def test_a_module_that_is_quantized_in_another_way(tmp_path, kind, rest, own, size):
+def test_a_modules_own_entry_counts(tmp_path, kind, rest, own, size):
     """Its own entry stands for itself: it does not inherit the mode, nor the group size."""
     _, _, metadata, _ = packed(tmp_path, mlx(kind), {"quantization": rest | {STEM: own}})
     assert metadata == {"quant_type": kind, "group_size": str(size)}
@@ -142,19 +136,17 @@ def test_a_module_that_is_quantized_in_another_way(tmp_path, kind, rest, own, si
     ("own", "said"),
     [
         ({}, "does not say how"),
-        ({"group_size": 64}, "does not say how"),
         ({"bits": 5}, "5 bits"),
-        ({"bits": 4, "group_size": 32}, "does not fit int4 in groups of 32"),
         ({"bits": 4, "group_size": None}, "groups of"),
     ],
     ids=str,
 )
-def test_a_module_whose_own_entry_does_not_fit(tmp_path, own, said):
+def test_a_modules_own_entry_that_does_not_fit_is_refused(tmp_path, own, said):
     refused(tmp_path, mlx("int4"), {"quantization": CONFIGS["int4"] | {STEM: own}}, said)
 
 
-@pytest.mark.parametrize("shape", [(16, 0), (), (16, 5)], ids=str)
-def test_no_group_size_and_no_scales_to_tell_it(tmp_path, shape):
+@pytest.mark.parametrize("shape", [(), (16, 5)], ids=str)
+def test_a_group_size_that_shapes_do_not_tell_is_refused(tmp_path, shape):
     scales = ("BF16", shape, bytes(2 * math.prod(shape)))
     tensors = mlx("int8") | {f"{STEM}.scales": scales, f"{STEM}.biases": scales}
     refused(tmp_path, tensors, {"quantization": CONFIGS["int4"] | {STEM: {"bits": 8}}}, "int8")
@@ -165,17 +157,15 @@ def test_no_group_size_and_no_scales_to_tell_it(tmp_path, shape):
     [
         {f"{STEM}.scales": ("BF16", (16, 2), bytes(64))},
         {f"{STEM}.scales": ("I16", (16, 1), bytes(32))},
-        {f"{STEM}.biases": ("BF16", (1, 16), bytes(32))},
         {NAME: ("U32", (), bytes(4))},
-        {NAME: ("U32", (128,), bytes(512))},
     ],
-    ids=["scales", "dtype", "biases", "a number", "a row"],
+    ids=["scales", "dtype", "a number"],
 )
-def test_mlx_of_other_shapes(tmp_path, change):
+def test_mlx_of_other_shapes_is_refused(tmp_path, change):
     refused(tmp_path, mlx("int4") | change, {"quantization": CONFIGS["int4"]}, "does not fit int4")
 
 
-def test_mlx_without_biases(tmp_path):
+def test_mlx_without_biases_is_refused(tmp_path):
     tensors = mlx("int4")
     del tensors[f"{STEM}.biases"]
     refused(tmp_path, tensors, {"quantization": CONFIGS["int4"]}, "does not fit int4")
@@ -230,15 +220,12 @@ def compressed(divisor, shape=(1,), dtype="F32"):
 @pytest.mark.parametrize(
     ("tensors", "factor"),
     [
-        (modelopt(struct.pack("<f", 0.125)), 0.125),
         (modelopt(struct.pack("<f", 0.1), (1,)), 0.1),
-        (modelopt(struct.pack("<H", 0x3E00), dtype="BF16"), 0.125),
         (modelopt(struct.pack("<e", 0.125), dtype="F16"), 0.125),
-        (compressed(struct.pack("<f", 8.0)), 0.125),
         (compressed(struct.pack("<f", 3.0)), 1 / 3),
         (compressed(struct.pack("<H", 0x4100), dtype="BF16"), 0.125),
     ],
-    ids=["modelopt", "0.1", "BF16", "F16", "compressed", "a third", "divisor in BF16"],
+    ids=["modelopt", "F16", "compressed", "divisor in BF16"],
 )
 def test_nvfp4_of_others_is_converted(tmp_path, tensors, factor):
     made, raw, metadata, found = packed(tmp_path, tensors)
@@ -255,8 +242,8 @@ def test_nvfp4_of_others_is_converted(tmp_path, tensors, factor):
     assert not [layer.name for layer in made.aimage.layers if layer.name.endswith("_scale")]
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
-def test_a_divisor_that_is_none(tmp_path, value):
+@pytest.mark.parametrize("value", [-1.0, float("nan"), 1e-45])
+def test_a_divisor_must_be_positive_and_finite(tmp_path, value):
     refused(tmp_path, compressed(struct.pack("<f", value)), None, "global scale")
 
 
@@ -265,39 +252,32 @@ def test_a_divisor_that_is_none(tmp_path, value):
     [
         ({f"{NAME}_scale_2": None}, "not known"),
         ({f"{NAME}_scale": ("F32", (), struct.pack("<f", 1))}, "not known"),
-        ({f"{NAME}_scale": ("F8_E4M3", (16, 2), bytes(32))}, "does not fit nvfp4"),
         ({f"{NAME}_scale_2": ("F32", (5,), bytes(20))}, "does not fit nvfp4"),
-        ({f"{NAME}_scale_2": ("I32", (), bytes(4))}, "not known"),
         ({NAME: ("U8", (16, 30), bytes(480))}, "does not fit nvfp4"),
-        ({NAME: ("U8", (), bytes(1))}, "does not fit nvfp4"),
     ],
     ids=str,
 )
-def test_modelopt_that_lies(tmp_path, change, said):
+def test_modelopt_that_does_not_fit_is_refused(tmp_path, change, said):
     tensors = {k: v for k, v in (modelopt(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, said)
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {f"{NAME}_packed": ("I32", (16, 8), bytes(512))},
-        {f"{NAME}_global_scale": None},
-        {f"{NAME}_scale": None},
-    ],
-    ids=["int4", "no divisor", "no scale"],
+    [{f"{NAME}_packed": ("I32", (16, 8), bytes(512))}, {f"{NAME}_scale": None}],
+    ids=["int4", "no scale"],
 )
-def test_other_kinds_of_compressed_tensors(tmp_path, change):
+def test_other_compressed_tensors_are_refused(tmp_path, change):
     tensors = {k: v for k, v in (compressed(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, "quantized in a way that is not known", "compressed-tensors")
 
 
-def test_a_tensor_that_is_there_in_two_forms(tmp_path):
+def test_a_tensor_in_two_forms_is_refused(tmp_path):
     tensors = compressed(struct.pack("<f", 1)) | as_dtype({NAME: VALUES}, "BF16")
     refused(tmp_path, tensors, None, "both quantized and as it was")
 
 
-def test_what_is_quantized_already_is_not_quantized_again(tmp_path):
+def test_quantizing_twice_is_refused(tmp_path):
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
     with pytest.raises(UsageError, match="1 tensor of the transformer is quantized already"):

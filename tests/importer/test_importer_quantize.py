@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import safetensors
 
-from clowder_aimage.dialect import DIALECTS
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.importer import Recipe, blob_encoder, blob_writer
 from clowder_aimage.importer.quantizer import Quantizer
-from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import (
@@ -29,7 +27,6 @@ from tests.importer.valued import (
     as_dtype,
     bf16_values,
     blob_of,
-    encoder,
     make_valued,
     read_back,
     transformer,
@@ -88,7 +85,7 @@ def quantized_by_mlx(values, dtype, kind, group_size):
 # -- which
 
 
-def test_matrices_of_the_blocks_alone(model):
+def test_only_matrices_of_the_blocks_are_quantized(model):
     packed = model.make(quantize="int8")
     quantized = {layer.name for layer in packed.aimage.layers if layer.dtype == "int8"}
     wanted = {f"transformer/{name}" for name in transformer().keys() - KEPT.keys()}
@@ -103,13 +100,7 @@ def test_matrices_of_the_blocks_alone(model):
     }
 
 
-def test_what_is_kept_is_the_same_blob_as_ever(model):
-    plain = {layer.name: layer for layer in model.make("plain").aimage.layers}
-    for layer in model.make(quantize="int4").aimage.layers:
-        assert (layer == plain[layer.name]) == (layer.dtype != "int4"), layer.name
-
-
-def test_the_config_says_it(model):
+def test_the_config_states_the_quantization(model):
     packed = model.make(quantize="transformer=int4,text_encoder=int8", group_size=32)
     config = packed.aimage.properties
     validate("aimage-config", config)
@@ -136,7 +127,7 @@ def test_the_schema_knows_every_dtype():
     assert sorted(schema["$defs"]["dtype"]["enum"]) == sorted([*DTYPE_BITS, *QUANT_TYPES])
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
+@pytest.mark.parametrize("dtype", ["F64", "F4", "F8_E4M3", "BOOL", "U32"])
 def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
     shape = (64, 64)
     name = "layers.0.large.weight"
@@ -150,25 +141,12 @@ def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
     assert config["components"]["transformer"]["dtype"] == dtype
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_any_dialect_says_type_and_shape(tmp_path, dialect):
-    from clowder_aimage.create import create
-    from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.oci import Reference
-
-    model = make_valued(tmp_path / "model")
-    recipe = Recipe.parse(quantize="int8")
-    name = Reference.parse("m")
-    create(ImageLayout(model.store), name, model.directory, dialect=dialect, recipe=recipe)
-    layer = read_back(model.store).layer("transformer/layers.0.attention.to_q.weight")
-    assert (layer.dtype, layer.shape) == ("int8", (64, 64))
-
-
 # -- to which bytes
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
+)
 def test_a_blob_is_the_combined_form(tmp_path, kind, dtype):
     model = make_valued(tmp_path / "model", dtype)
     model.make(quantize=kind)
@@ -218,16 +196,13 @@ def test_codes_stand_for_the_values(model):
         assert np.median(steps) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("alias", "kind"),
-    [("fp8", "int8"), ("q8", "int8"), ("fp4", "int4"), ("q4", "int4"), ("INT8", "int8")],
-)
-def test_other_names(model, alias, kind):
-    assert model.recipe_digest(quantize=alias) == model.recipe_digest(quantize=kind)
+def test_aliases_are_the_same_types():
+    assert Recipe.parse(quantize="fp8,text_encoder=q4") == Recipe.parse(
+        quantize="INT8,text_encoder=int4"
+    )
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize(("kind", "size"), [("int4", 32), ("int8", 128)])
 def test_groups_of_other_sizes(tmp_path, kind, size):
     name = "layers.0.wide.weight"
     values = bf16_values("wide", (16, 256))
@@ -244,18 +219,18 @@ def test_groups_of_other_sizes(tmp_path, kind, size):
 # -- the same everywhere
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_the_same_digest_on_other_threads_and_in_other_blocks(model, monkeypatch, kind):
     digest = model.recipe_digest(quantize=kind, jobs=1)
     assert model.recipe_digest(quantize=kind, jobs=16) == digest
-    for block, buffer in ((1, 4096), (300, 8192), (64 * 64, 16)):
+    for block, buffer in ((300, 4096), (64 * 64, 1000)):
         monkeypatch.setattr(blob_encoder, "BLOCK", block)
         monkeypatch.setattr(blob_writer, "LEAST", buffer)
         monkeypatch.setattr(blob_writer, "BUFFER", buffer)
         assert model.recipe_digest(quantize=kind, jobs=3) == digest
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["int8", "nvfp4"])
 def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
     found = []
     for dtype in ("F32", "BF16"):
@@ -275,7 +250,7 @@ def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
         assert one[key] == found[1][name][key]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["int4", "mxfp8"])
 def test_a_row_that_is_longer_than_a_block_is_cut(tmp_path, monkeypatch, kind):
     """Between groups: the codes are those of the whole, and nothing larger was in memory."""
     name = "layers.0.wide.weight"
@@ -333,26 +308,18 @@ def test_models_share_what_was_not_quantized(model):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"quantize": "vae=int8"}, "the vae is never quantized"),
         ({"quantize": "transformer=int8,vae=int4"}, "the vae is never quantized"),
         ({"quantize": "scheduler=int8"}, "'scheduler' cannot be quantized"),
-        ({"quantize": "=int8"}, "'' cannot be quantized"),
-        ({"quantize": "int3"}, "cannot quantize to 'int3'"),
         ({"quantize": "mxfp4"}, "cannot quantize to 'mxfp4'"),
-        ({"quantize": ""}, "cannot quantize to ''"),
-        ({"quantize": "transformer="}, "cannot quantize to ''"),
         ({"quantize": "int8,"}, "cannot quantize to ''"),
-        ({"quantize": "int8,int4"}, "two quantizations"),
         ({"quantize": "int8,transformer=int8"}, "two quantizations"),
         ({"quantize": "int8", "group_size": 16}, "groups of"),
-        ({"quantize": "int8", "group_size": 0}, "groups of"),
-        ({"quantize": "int8", "group_size": -64}, "groups of"),
         ({"quantize": "nvfp4", "group_size": 16}, "a group size is for"),
         ({"group_size": 64}, "a group size is given"),
     ],
     ids=str,
 )
-def test_what_cannot_be_meant(given, said):
+def test_recipe_parse_refuses(given, said):
     with pytest.raises(UsageError) as caught:
         Recipe.parse(**given)
     assert said in caught.value.message
@@ -367,7 +334,7 @@ def test_a_group_size_goes_to_those_that_can_have_it():
 def test_a_group_size_that_fits_no_row(model):
     with pytest.raises(UsageError, match="no tensor of the transformer can be quantized") as caught:
         model.make(quantize="int8", group_size=128)
-    assert "another group size" in caught.value.hint
+    assert "another group size" in str(caught.value.hint)
     assert not model.store.exists()
 
 
@@ -380,7 +347,7 @@ def test_a_group_size_that_fits_no_row(model):
     ],
     ids=str,
 )
-def test_why_nothing_can_be_quantized(tmp_path, stored, kind, reason):
+def test_the_hint_names_the_commonest_reason(tmp_path, stored, kind, reason):
     """What keeps most of the values is said; norms are more, but small."""
     norms = {f"layers.{i}.norm.weight": bf16_values("n", (64,)) for i in range(9)}
     tensors = {"layers.0.to_q.weight": stored} | as_dtype(norms, "BF16")
@@ -398,21 +365,6 @@ def test_rows_that_a_larger_group_fits_are_quantized_and_others_are_not(tmp_path
     assert names == ["transformer/layers.0.wide.weight"]
 
 
-def test_values_that_nvfp4_would_lose(tmp_path):
-    values = transformer()
-    values["layers.0.attention.to_q.weight"] *= 1e-4
-    tensors = as_dtype(values, "BF16")
-    model = make_valued(tmp_path / "model", transformer=tensors)
-    with pytest.raises(ModelError, match=r"to_q\.weight are too small for nvfp4") as caught:
-        model.make(quantize="nvfp4")
-    assert "mxfp8" in caught.value.hint
-    assert list(ImageLayout(model.store).tags()) == []
-    assert model.make(quantize="mxfp8")
-    values["layers.0.attention.to_q.weight"][:] = 0
-    zeros = make_valued(tmp_path / "zeros", transformer=as_dtype(values, "BF16"))
-    assert zeros.make(quantize="nvfp4")
-
-
 def test_numbers_that_are_no_floats_are_kept(tmp_path):
     shape = (64, 64)
     name = "layers.0.table.weight"
@@ -420,13 +372,3 @@ def test_numbers_that_are_no_floats_are_kept(tmp_path):
     tensors = as_dtype(transformer(), "BF16") | {name: ("I8", shape, data)}
     packed = make_valued(tmp_path / "model", transformer=tensors).make(quantize="int8")
     assert packed.report.quantized["transformer"]["kept"]["I8 values"] == 1
-
-
-def test_a_text_encoder_of_other_values_is_quantized_by_itself(tmp_path):
-    other = {name: value * 2 for name, value in encoder().items()}
-    model = make_valued(tmp_path / "model", text_encoder=as_dtype(other, "BF16"))
-    packed = model.make(quantize="text_encoder=mxfp8")
-    assert {layer.name for layer in packed.aimage.layers if layer.dtype == "mxfp8"} == {
-        "text_encoder/layers.0.self_attn.q_proj.weight"
-    }
-    assert packed.report.quantized.keys() == {"text_encoder"}

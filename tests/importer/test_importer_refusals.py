@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.dialect import DIALECTS
-from clowder_aimage.errors import ContentError, ModelError, NoSpaceError
+from clowder_aimage.errors import ContentError, ModelError
 from clowder_aimage.importer import Provenance, make_plan, take_inventory
 from clowder_aimage.layout import ImageLayout
 from tests.importer.conftest import FILES, WEIGHTS, safetensors
@@ -26,7 +26,7 @@ def refused(model, *said):
     return caught.value
 
 
-def test_no_directory(model, tmp_path):
+def test_a_missing_directory_is_refused(model, tmp_path):
     path = tmp_path / "absent"
     error = refused(type(model)(path, model.store), path, "there is no")
     assert error.hint
@@ -38,36 +38,34 @@ def test_no_directory(model, tmp_path):
 def test_no_model_index(model):
     (model.directory / "model_index.json").unlink()
     error = refused(model, "model_index.json", model.directory)
-    assert "in full" in error.hint
+    assert "in full" in str(error.hint)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, "{") for name in FILES if name.endswith(".json")),
-        *(("vae/config.json", v) for v in ("", b"\xff\xfe", "[" * 100_000, '{"a": 1}{}')),
+        ("model_index.json", "{"),
+        ("tokenizer/tokenizer_config.json", ""),
+        *(("vae/config.json", raw) for raw in (b"\xff\xfe", "[" * 100_000, b'{"a": NaN}')),
     ],
     ids=lambda v: repr(v)[:24],
 )
-def test_json_that_is_not(model, name, value):
+def test_invalid_json_is_refused(model, name, value):
     path = model.write(name, value)
     refused(model, path, "is not JSON")
 
 
-@pytest.mark.parametrize("value", ["[]", "null", "1", '"x"'])
-@pytest.mark.parametrize(
-    "name", ["model_index.json", "scheduler/scheduler_config.json", "vae/config.json"]
-)
-def test_a_config_that_is_no_object(model, name, value):
+@pytest.mark.parametrize(("name", "value"), [("model_index.json", "[]"), ("vae/config.json", "1")])
+def test_a_config_must_be_an_object(model, name, value):
     path = model.write(name, value)
     refused(model, path, "is not a JSON object")
 
 
-@pytest.mark.parametrize("pipeline", ["StableDiffusionPipeline", "", None, ["ZImagePipeline"], 1])
+@pytest.mark.parametrize("pipeline", ["StableDiffusionPipeline", ["ZImagePipeline"]])
 def test_an_unknown_pipeline(model, pipeline):
     path = model.write("model_index.json", FILES["model_index.json"] | {"_class_name": pipeline})
     error = refused(model, path, "names the pipeline", "not known")
-    assert "ZImagePipeline" in error.hint
+    assert "ZImagePipeline" in str(error.hint)
 
 
 def test_a_part_that_would_be_left_out(model):
@@ -76,38 +74,22 @@ def test_a_part_that_would_be_left_out(model):
     refused(model, path, "not known: controlnet")
 
 
-COMPONENTS = ["scheduler", "text_encoder", "tokenizer", "transformer", "vae"]
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("component", ["tokenizer", "vae"])
 def test_a_missing_component(model, component):
     (model.directory / component).rename(model.directory / "elsewhere")
     refused(model, f"the {component} is missing", model.directory / component)
 
 
 @pytest.mark.parametrize(
-    ("component", "entry"),
-    [
-        *((component, None) for component in COMPONENTS),
-        *(("vae", entry) for entry in ([], ["diffusers"], [None, None], "x", [1, 2])),
-    ],
-    ids=str,
+    ("component", "entry"), [("scheduler", None), ("vae", ["diffusers"]), ("vae", [1, 2])], ids=str
 )
-def test_a_component_that_the_index_does_not_say(model, component, entry):
+def test_a_component_must_be_named_in_the_index(model, component, entry):
     value = FILES["model_index.json"] | {component: entry}
     path = model.write("model_index.json", value)
     refused(model, path, component)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "scheduler/scheduler_config.json",
-        "text_encoder/config.json",
-        "transformer/config.json",
-        "vae/config.json",
-    ],
-)
+@pytest.mark.parametrize("name", ["scheduler/scheduler_config.json", "vae/config.json"])
 def test_a_missing_config(model, name):
     path = model.directory / name
     path.unlink()
@@ -116,24 +98,27 @@ def test_a_missing_config(model, name):
     refused(model, path, "is missing")
 
 
-def test_a_tokenizer_without_its_file(model):
-    (model.directory / "tokenizer" / "tokenizer.json").unlink()
-    refused(model, model.directory / "tokenizer", "has no tokenizer.json")
-
-
 # -- weights
 
 
-@pytest.mark.parametrize("component", WEIGHTS)
-def test_no_weights(model, component):
-    model.weights(component).unlink()
-    refused(model, model.directory / component, "it has none")
+def test_a_component_without_weights_is_refused(model):
+    model.weights("vae").unlink()
+    refused(model, model.directory / "vae", "it has none")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("tokenizer.json", "has no tokenizer.json"), ("chat_template.jinja", "no chat template")],
+)
+def test_an_incomplete_tokenizer_is_refused(model, name, said):
+    (model.directory / "tokenizer" / name).unlink()
+    refused(model, model.directory / "tokenizer", said)
 
 
 def test_two_weight_files_without_an_index(model):
     other = model.write("vae/diffusion_pytorch_model.fp16.safetensors", safetensors(WEIGHTS["vae"]))
     error = refused(model, model.directory / "vae", model.weights("vae").name, other.name)
-    assert "keep one of the variants" in error.hint
+    assert "keep one of the variants" in str(error.hint)
 
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -164,26 +149,9 @@ def test_an_extra_shard(sharded):
     refused(sharded, "model.safetensors.index.json", "model-00003-of-00003.safetensors")
 
 
-def test_the_old_single_file_next_to_shards(sharded):
-    sharded.write("text_encoder/model.safetensors", safetensors(WEIGHTS["text_encoder"]))
-    refused(sharded, "model.safetensors.index.json", "does not know", "model.safetensors")
-
-
-def test_a_stale_index_next_to_a_single_file(model):
-    index = model.shard("vae", WEIGHTS["vae"])
-    shard = next((model.directory / "vae").glob("*-of-*.safetensors"))
-    shard.rename(model.weights("vae"))
-    refused(model, index, "missing", shard.name)
-
-
 def test_an_index_that_names_a_tensor_no_shard_has(sharded):
     index = change_index(sharded, lambda shards: shards.update(ghost=SHARDS[0]))
     refused(sharded, index, "ghost", SHARDS[0], "no shard")
-
-
-def test_a_tensor_that_the_index_does_not_name(sharded):
-    index = change_index(sharded, lambda shards: shards.pop("model.norm.weight"))
-    refused(sharded, index, "model.norm.weight", SHARDS[1])
 
 
 def test_a_tensor_in_another_shard_than_the_index_says(sharded):
@@ -197,17 +165,10 @@ def test_a_tensor_in_two_shards(sharded):
     refused(sharded, "two shards", "model.safetensors.index.json")
 
 
-@pytest.mark.parametrize(
-    "value", ["{}", "[]", "{", '{"weight_map":[]}', '{"weight_map":{"a":1}}', '{"weight_map":null}']
-)
-def test_an_index_that_is_none(sharded, value):
+@pytest.mark.parametrize("value", ["{", '{"weight_map":{"a":1}}', '{"weight_map":null}'])
+def test_an_invalid_index_is_refused(sharded, value):
     index = sharded.write("text_encoder/model.safetensors.index.json", value)
     refused(sharded, index, "no weight_map")
-
-
-def test_an_index_that_points_outside(sharded):
-    index = change_index(sharded, lambda shards: shards.update(x="../../../etc/passwd"))
-    refused(sharded, index, "missing", "../../../etc/passwd")
 
 
 def test_two_indexes(sharded):
@@ -216,16 +177,12 @@ def test_two_indexes(sharded):
 
 
 @pytest.mark.parametrize(
-    ("place", "suffix"),
-    [
-        *(("", suffix) for suffix in ("bin", "pt", "pth", "ckpt", "pkl", "pickle", "BIN", "Pt")),
-        *((place, "bin") for place in ("text_encoder/", "transformer/", "vae/", "tokenizer/")),
-    ],
+    ("place", "suffix"), [("", "ckpt"), ("", "Pt"), ("text_encoder/", "bin"), ("tokenizer/", "bin")]
 )
 def test_pickled_weights(model, place, suffix):
     path = model.write(f"{place}weights.{suffix}", b"\x80\x04")
     error = refused(model, path, "is pickled")
-    assert "safetensors" in error.hint
+    assert "safetensors" in str(error.hint)
 
 
 def header(text: str, data: int) -> bytes:
@@ -233,70 +190,21 @@ def header(text: str, data: int) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + bytes(data)
 
 
-LIES = {
-    "nothing": (b"", "truncated"),
-    "seven bytes": (b"\1\0\0\0\0\0\0", "truncated"),
-    "a header longer than the file": (header('{"a":', 0)[:-1], "the header claims"),
-    "a page of HTML": (b"<!DOCTYPE html><html>not found</html>", "the header claims"),
-    "offsets past the end": (
-        header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 7),
-        "fill 8",
-    ),
-    "bytes too many": (
-        header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 9),
-        "fill 8",
-    ),
-    "an overlap": (
-        header(
-            '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
-            '"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}',
-            6,
-        ),
-        "an overlap at tensor b",
-    ),
-    "a hole": (
-        header(
-            '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
-            '"b":{"dtype":"U8","shape":[4],"data_offsets":[6,10]}}',
-            10,
-        ),
-        "a hole before tensor b",
-    ),
-    "a key twice": (
-        header(
-            '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
-            '"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}',
-            8,
-        ),
-        "a key twice",
-    ),
-    "an unknown dtype": (
-        header('{"a":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}', 1),
-        "dtype",
-    ),
-    "half a surrogate": (
-        header('{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1),
-        "not a tensor name",
-    ),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lying_header(model, lie):
-    data, said = LIES[lie]
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "truncated"),
+        (b"<!DOCTYPE html><html>not found</html>", "the header claims"),
+        (header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 7), "fill 8"),
+    ],
+    ids=["nothing", "HTML", "a byte too few"],
+)
+def test_a_damaged_file_is_refused(model, data, said):
     path = model.weights("transformer")
     path.write_bytes(data)
     error = refused(model, path, "is damaged", said)
-    assert "download the file again" in error.hint
+    assert "download the file again" in str(error.hint)
     assert error.exit_code == 5
-
-
-def test_a_truncated_file(model):
-    path = model.weights("transformer")
-    raw = path.read_bytes()
-    for size in (len(raw) - 1, len(raw) // 2, 100, 8, 1):
-        path.write_bytes(raw[:size])
-        refused(model, path, "is damaged")
 
 
 def test_weights_without_tensors(model):
@@ -311,31 +219,18 @@ def test_what_a_clone_without_lfs_leaves(model, name):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5\n"
     path = model.write(name, pointer)
     error = refused(model, path, "Git LFS pointer")
-    assert "git lfs pull" in error.hint
+    assert "git lfs pull" in str(error.hint)
 
 
-@pytest.mark.parametrize("name", ["../x", "a//b", "/x", "a\\b", "..", "x" * 1021])
-def test_tensors_whose_names_no_layer_may_have(model, name):
+@pytest.mark.parametrize("name", ["../x", "x" * 1021])
+def test_names_that_layers_cannot_have_are_refused(model, name):
     path = model.weights("vae")
     path.write_bytes(safetensors([(name, "F32", (1,))]))
     refused(model, path, "not a layer name")
 
 
-@pytest.mark.parametrize("raw", [b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16"), b'{"a": NaN}'])
-def test_json_that_other_readers_would_refuse(model, raw):
-    path = model.directory / "vae" / "config.json"
-    path.write_bytes(raw)
-    refused(model, path, "is not JSON")
-
-
-def test_no_chat_template(model):
-    (model.directory / "tokenizer" / "chat_template.jinja").unlink()
-    refused(model, model.directory / "tokenizer", "no chat template")
-
-
-@pytest.mark.parametrize("part", ["scheduler", "transformer", "vae"])
-def test_a_part_of_another_class(model, part):
-    index = FILES["model_index.json"] | {part: ["diffusers", "SomethingElse"]}
+def test_a_part_of_another_class_is_refused(model):
+    index = FILES["model_index.json"] | {"vae": ["diffusers", "SomethingElse"]}
     model.write("model_index.json", index)
     refused(model, model.directory / "model_index.json", "SomethingElse")
 
@@ -352,7 +247,7 @@ def test_a_tensor_that_is_called_like_a_file(model):
 def test_a_link_that_leaves_the_directory(model, tmp_path):
     outside = tmp_path / "secret.json"
     outside.write_text('{"password": 1}')
-    for name in ("tokenizer/extra.json", "vae/anything", "top.txt"):
+    for name in ("tokenizer/extra.json", "vae/anything", "README.md"):
         path = model.directory / name
         path.symlink_to(outside)
         refused(model, path, "leaves the model directory", outside)
@@ -360,33 +255,14 @@ def test_a_link_that_leaves_the_directory(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["model_index.json", "vae/config.json", "tokenizer/tokenizer.json"]
+    "name",
+    ["model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors", "vae"],
 )
-def test_a_file_that_is_a_link_out(model, tmp_path, name):
+def test_a_link_out_in_place_of_a_file_is_refused(model, tmp_path, name):
     path = model.directory / name
-    path.rename(tmp_path / "outside.json")
-    path.symlink_to(tmp_path / "outside.json")
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
     refused(model, path, "leaves the model directory")
-
-
-def test_weights_that_are_a_link_out(model, tmp_path):
-    path = model.weights("vae")
-    path.rename(tmp_path / "weights.safetensors")
-    path.symlink_to(tmp_path / "weights.safetensors")
-    refused(model, path, "leaves the model directory")
-
-
-def test_a_component_that_is_a_link_out(model, tmp_path):
-    path = model.directory / "vae"
-    path.rename(tmp_path / "vae")
-    path.symlink_to(tmp_path / "vae")
-    refused(model, path, "leaves the model directory")
-
-
-def test_a_card_that_is_a_link_out(model, tmp_path):
-    (tmp_path / "card").write_text("---\nlicense: mit\n---\n")
-    (model.directory / "README.md").symlink_to(tmp_path / "card")
-    refused(model, model.directory / "README.md", "leaves the model directory")
 
 
 def test_a_neighbours_blobs_are_not_ours(model, tmp_path):
@@ -406,7 +282,7 @@ def test_a_link_to_nothing_and_a_link_to_itself(model):
         path.unlink()
 
 
-def test_what_is_no_regular_file(model):
+def test_a_pipe_is_refused(model):
     path = model.directory / "vae" / "pipe.json"
     os.mkfifo(path)
     refused(model, path, "not a regular file")
@@ -475,19 +351,6 @@ def test_a_file_that_disappears(model):
     with pytest.raises(ModelError, match=r"cannot read .*No such file"):
         model.create(on_plan=lambda _: path.unlink())
     assert list(ImageLayout(model.store).tags()) == []
-
-
-def test_a_full_disk_names_nothing(model, monkeypatch):
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(NoSpaceError):
-            model.create()
-    assert list(ImageLayout(model.store).tags()) == []
-    assert [p.name for p in model.store.rglob("*") if p.is_file()] == ["gc.lock"]
-    assert model.create()
 
 
 def test_numbers_in_json_are_not_taken_for_text(model):

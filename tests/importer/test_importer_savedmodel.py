@@ -118,7 +118,7 @@ def test_no_directory_and_no_model(tmp_path):
     refused(tmp_path, "has no saved_model.pb")
     path.write_bytes(pb.saved_model())
     error = refused(path, "is not a directory", kind=ModelError)
-    assert "saved_model.pb" in error.hint
+    assert "saved_model.pb" in str(error.hint)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,3 @@ def test_no_directory_and_no_model(tmp_path):
 def test_a_file_that_does_not_begin_as_a_saved_model(model, raw):
     (model / "saved_model.pb").write_bytes(raw)
     refused(model, str(model / "saved_model.pb"), "not a SavedModel")
-
-
-def test_a_pointer_is_no_model(model):
-    pointer = b"version https://git-lfs.github.com/spec/v1\n"
-    (model / "variables" / "variables.data-00000-of-00002").write_bytes(pointer)
-    refused(model, "Git LFS pointer", kind=ModelError)
