@@ -22,15 +22,15 @@ BUDGETS = {
     "distribution": 2_040,
     "engine": 3_100,
     "exporter": 1_300,
-    "formats": 2_880,
+    "formats": 2_830,
     "http": 1_390,
-    "importer": 2_280,
+    "importer": 2_240,
     "layout": 2_750,
     "model": 3_600,
     "node": 3_930,
     "oci": 650,
     "registry": 3_120,
-    "tensor": 1_150,
+    "tensor": 1_100,
 }
 MODULES = 291  # in the whole package
 FOLDER = 25  # modules in one folder
