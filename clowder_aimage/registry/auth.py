@@ -1,8 +1,7 @@
-"""Answers to a registry's challenges, around oras-py's token exchange.
+"""Answers to a registry's challenges, around oras-py's exchange of credentials for a token.
 
-oras-py exchanges credentials for a token. Added here: Basic challenges, identity tokens, tokens
-that are kept until they expire, and the rules for which hosts receive credentials
-(CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+Added here: Basic challenges, identity tokens, tokens that are kept until they expire, and the rules
+for which hosts receive credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
@@ -18,6 +17,8 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,9 +42,7 @@ _MAX_TOKEN_RESPONSE = 1024 * 1024
 _LIFE = 60.0  # seconds, of a token without expires_in
 _MARGIN = 30.0  # seconds before its end, or a fifth of its life, in which a token is renewed
 _CLIENT = "aimage"
-_KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {
-    "registry.gitlab.com": "gitlab.com",
-}
+_KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 # method, URL, headers, body -> the response, without redirects
@@ -51,39 +50,28 @@ SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # it prints, and could print secrets
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenResponse:
-    """The parts of a response that oras-py's token exchange reads."""
-
-    status_code: int
-    content: bytes
-
-    @property
-    def text(self) -> str:
-        return self.content.decode(errors="replace")
-
-    def json(self) -> Any:
-        return json.loads(self.content)
-
-
 class _TokenSession:
     """Requests to token services, also for oras-py's token exchange; responses are small."""
 
     def __init__(self, send: SendOnce) -> None:
         self._send = send
-        self.response: _TokenResponse | None = None
+        self.response: Any = None
 
-    def request(self, method: str, url: str, **options: Any) -> _TokenResponse:
-        """Send a request. A transient status is an error, to be tried again."""
+    def request(self, method: str, url: str, **options: Any) -> Any:
+        """Send a request and return the parts of the response that oras-py reads.
+
+        A transient status is an error, to be tried again.
+        """
         options.pop("verify", None)  # the session's setting is used
         request = requests.Request(method, url, **options).prepare()
         response = self._send(method, request.url or url, request.headers, request.body)
         if response.status_code in TRANSIENT_STATUS:
             raise failure(response, "a request for a token")
-        self.response = _TokenResponse(response.status_code, response.read(_MAX_TOKEN_RESPONSE))
+        read = partial(json.loads, response.read(_MAX_TOKEN_RESPONSE))
+        self.response = SimpleNamespace(status_code=response.status_code, text="", json=read)
         return self.response
 
-    def get(self, url: str, **options: Any) -> _TokenResponse:
+    def get(self, url: str, **options: Any) -> Any:
         """Send a GET request."""
         return self.request("GET", url, **options)
 
@@ -186,8 +174,7 @@ class Authenticator:
         return held
 
     def _find_credential(self) -> Credential:
-        """Return the credentials, looked up at the first call: helpers may be slow."""
-        if self._credential is None:
+        if self._credential is None:  # until the first challenge: helpers may be slow
             registry, repository = self._reference.registry or "", self._reference.repository
             found = find_credential(self._configs, registry, repository)
             self._credential = found or Credential()
@@ -213,11 +200,11 @@ class Authenticator:
             token = self._exchange(challenge, scopes, is_trusted)
         except (ValueError, AttributeError, TypeError, RecursionError):
             token = None  # the response is not the expected JSON object
+        response = self._session.response
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            response = self._session.response
             status = f" ({response.status_code})" if response is not None else ""
             raise self._refused(f"its token service sent no token{status}")
-        life = _life(self._session.response, began)
+        life = _life(response.json(), began)
         return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
     def _exchange(self, challenge: _Challenge, scopes: list[str], is_trusted: bool) -> Any:
@@ -253,11 +240,7 @@ class Authenticator:
         return fields.get("access_token") or fields.get("token")
 
     def _check_realm(self, realm: str) -> bool:
-        """Return whether ``realm`` may receive credentials.
-
-        Raises:
-            UnauthorizedError: it may not receive any request.
-        """
+        """Return whether ``realm`` may receive credentials. Raises UnauthorizedError."""
         parts = urlsplit(realm)
         host = (parts.hostname or "").lower()
         registry = urlsplit(f"//{self._reference.registry}").hostname or ""
@@ -280,13 +263,12 @@ class Authenticator:
         )
 
 
-def _life(response: _TokenResponse | None, now: float) -> float:
+def _life(fields: Any, now: float) -> float:
     """Return for how many seconds from ``now`` a token is valid, by its service's response.
 
     ``issued_at`` shortens that for a token that was issued earlier. If that is in the future, or
     so long ago that the token has expired, one of the two clocks is wrong, and it is ignored.
     """
-    fields = response.json() if response is not None else {}
     life = fields.get("expires_in")
     life = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else _LIFE
     try:

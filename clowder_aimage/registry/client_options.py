@@ -118,10 +118,9 @@ class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        self._more: dict[str, Any] = {
-            "blocksize": _BLOCK_SIZE,
-            **({"ssl_context": context} if context else {}),
-        }
+        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE}
+        if context is not None:
+            self._more["ssl_context"] = context
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -146,10 +145,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
     Certificates from ``certs.d`` are presented to that origin alone, not to the targets of
-    redirects and uploads elsewhere.
-
-    Raises:
-        StoreError: a certificate or key cannot be read.
+    redirects and uploads elsewhere. Raises StoreError for one that cannot be read.
     """
     session = _Requests()
     session.headers["User-Agent"] = connection.user_agent
@@ -172,24 +168,24 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
     found = certificates(connection.cert_dirs, host)
-    if not found.authorities and not found.pairs:
+    if not any(path.suffix in (".crt", ".cert") for path in found):
         return None
     context = urllib3.util.ssl_.create_urllib3_context()
     if connection.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    is_told = connection.insecure or connection.ca_file is not None
-    path = Path()
-    try:
-        for path in () if is_told else found.authorities:
-            context.load_verify_locations(path)
-        for path, key in found.pairs:
-            context.load_cert_chain(path, key, password="")  # it never asks for one
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"cannot use the certificate {path}: {error}",
-            hint="a client certificate x.cert needs its key in x.key, without a password",
-        ) from None
+    uses_authorities = not connection.insecure and connection.ca_file is None
+    for path in found:
+        try:
+            if path.suffix == ".crt" and uses_authorities:
+                context.load_verify_locations(path)
+            elif path.suffix == ".cert":  # an empty password: it is never asked for
+                context.load_cert_chain(path, path.with_suffix(".key"), password="")
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"cannot use the certificate {path}: {error}",
+                hint="a client certificate x.cert needs its key in x.key, without a password",
+            ) from None
     return context
 
 

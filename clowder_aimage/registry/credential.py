@@ -14,14 +14,9 @@ from clowder_aimage.registry.session import Session
 
 
 def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
-    """Check credentials with the registry and store them as docker does.
+    """Check credentials with the registry, store them as docker does, and return where.
 
-    Returns:
-        the file or helper that has them now.
-
-    Raises:
-        UnauthorizedError: the registry does not accept them.
-        StoreError: the config file cannot be read or written.
+    Raises UnauthorizedError if the registry or a helper refuses them, or StoreError.
     """
     path = connection.auth_files[0]
     config = docker.read_config(path)
@@ -44,11 +39,7 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
 
 
 def logout(registry: str, connection: ClientOptions) -> None:
-    """Remove the credentials of a registry.
-
-    Raises:
-        NotFoundError: there are none.
-    """
+    """Remove the credentials of a registry. Raises NotFoundError."""
     path = connection.auth_files[0]
     config = docker.read_config(path)
     name, known = docker.helper(config, registry), docker.keys_of(config, registry)

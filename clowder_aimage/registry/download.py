@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from urllib3.exceptions import HTTPError
 
@@ -19,10 +19,8 @@ _WINDOW = 20.0  # seconds over which a connection's speed is judged
 _SLOWEST = 2048  # bytes per second below which another connection can only be better
 
 
-class BlobRequest(Protocol):
-    """A request for bytes [start, end) of a blob, or for all of it if start is None."""
-
-    def __call__(self, start: int | None, end: int, /) -> RegistryResponse: ...
+# a request for bytes [start, end) of a blob, or for all of it if start is None
+BlobRequest = Callable[[int | None, int], RegistryResponse]
 
 
 class BlobReader(io.RawIOBase):
@@ -80,7 +78,6 @@ class BlobReader(io.RawIOBase):
         return count
 
     def _receive(self, view: memoryview) -> int:
-        """Read from the socket into ``view``."""
         if self._response is None:  # as only where offset == end
             return 0
         try:
@@ -100,19 +97,16 @@ class BlobReader(io.RawIOBase):
         # a large blob is asked for as a range even where that is all of it: the answer tells
         # whether other connections may join
         whole = offset == 0 and self._end == self._size and self._size <= SMALL
-        if not whole and not self.ignores_range:
-            response = self._get(offset, self._end)
+        is_range = not (whole or self.ignores_range)
+        response = self._get(offset if is_range else None, self._end)
+        if is_range:
             if response.status_code == 206 and _starts_at(response, offset):
                 self._response = response
                 return
             self.ignores_range = response.status_code in {200, 206} | _REFUSES_RANGE
-            if response.status_code != 200:
-                if not self.ignores_range:
-                    raise failure(response, self._what)
+            if self.ignores_range and response.status_code != 200:
                 response.close()
-                response = self._get(None, self._size)
-        else:
-            response = self._get(None, self._size)
+                response = self._get(None, self._end)
         if response.status_code != 200:
             raise failure(response, self._what)
         self._response = response

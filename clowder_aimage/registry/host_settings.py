@@ -80,31 +80,17 @@ def parse_rate(text: str) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class Certificates:
-    """Files of ``certs.d`` for one host: authorities, and pairs of certificate and key."""
-
-    authorities: tuple[Path, ...] = ()
-    pairs: tuple[tuple[Path, Path], ...] = ()
-
-
-def certificates(directories: tuple[Path, ...], host: str) -> Certificates:
+def certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
     """Return the files for ``host`` (with its port) in the first directory that has any.
 
     Sources: docker, "Verify repository client with certificates"; containers-certs.d(5).
     A ``*.crt`` is an authority; ``x.cert`` and ``x.key`` are a client's.
     """
     for directory in directories:
-        try:
-            found = sorted((directory / host).iterdir())
-        except OSError:  # missing, or not readable for this user
-            continue
-        if found:
-            return Certificates(
-                tuple(path for path in found if path.suffix == ".crt"),
-                tuple((path, path.with_suffix(".key")) for path in found if path.suffix == ".cert"),
-            )
-    return Certificates()
+        with contextlib.suppress(OSError):  # missing, or not readable for this user
+            if found := sorted((directory / host).iterdir()):
+                return found
+    return []
 
 
 class DialectCache:

@@ -16,7 +16,7 @@ from clowder_aimage.errors import RegistryError, UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.manifest import parse_document
-from clowder_aimage.registry import pagination, referrer
+from clowder_aimage.registry import listing
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
@@ -117,12 +117,7 @@ class Repository(Target):
         return response.headers.get("Content-Length") in (None, str(content.size))
 
     def size(self, digest: Digest) -> int:
-        """Return the size of a blob (HEAD, end-2).
-
-        Raises:
-            NotFoundError, UnauthorizedError, NetworkError, RegistryError: the registry does not
-                tell.
-        """
+        """Return the size of a blob (HEAD, end-2). Raises AImageError."""
         response = self._session.request("HEAD", self._session.url(f"blobs/{digest}"))
         if response.status_code != 200:
             raise failure(response, f"blob {digest}")
@@ -182,11 +177,11 @@ class Repository(Target):
 
     def tag_names(self) -> list[str]:
         """Return all tags of the repository, in the registry's order (end-8a, end-8b)."""
-        return pagination.tags(self._session, self._name)
+        return listing.tags(self._session, self._name)
 
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
         """Return the manifests with ``subject``, of one type where one is given (end-12)."""
-        return referrer.referrers(self._session, subject, artifact_type)
+        return listing.referrers(self._session, subject, artifact_type)
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)
@@ -199,15 +194,11 @@ class Repository(Target):
         self._manifests[content.digest] = raw
         document = parse_document(raw, content.media_type)
         if document.subject is not None and "OCI-Subject" not in headers:
-            referrer.record(self._session, document.subject.digest, content, document)
+            listing.record(self._session, document.subject.digest, content, document)
 
 
 def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:
-    """Return the digest of a manifest that was received for ``reference``.
-
-    Raises:
-        VerificationError: it is not the requested one, or not the one in the response's header.
-    """
+    """Return the digest of a manifest that was received for ``reference``."""
     wanted = reference.digest
     digest = Digest.of(raw, wanted.algorithm if wanted else "sha256")
     if wanted is not None and digest != wanted:

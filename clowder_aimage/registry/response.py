@@ -57,10 +57,8 @@ class RegistryResponse:
     def read(self, limit: int) -> bytes:
         """Read the whole body, which must not be larger than ``limit`` bytes, and close.
 
-        Raises:
-            VerificationError: it is larger, or compressed, which no request asks for and which
-                could unpack to any size.
-            BrokenOffError: the connection broke off.
+        Raises BrokenOffError, or VerificationError if it is larger, or compressed, which no request
+        asks for and which could unpack to any size.
         """
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
@@ -80,8 +78,7 @@ class RegistryResponse:
     def readinto(self, view: memoryview) -> int:
         """Read from the socket into ``view``, without the copy that urllib3's own method makes.
 
-        Raises:
-            OSError, ValueError, HTTPError, http.client.HTTPException: the connection broke off.
+        Raises OSError, ValueError, HTTPError or http.client.HTTPException.
         """
         return int(self._body.readinto(view))
 
@@ -140,9 +137,7 @@ class ResponseFailure:
             text = detail if isinstance(detail, str) else json.dumps(detail)
             code, message = str(error.get("code", "")), str(error.get("message", ""))
             return cls(host, status, code[:60], message[:300], text[:500], after)
-        except (
-            ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, AImageError
-        ):  # fmt: skip
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
             return cls(host, status, "", "", "", after)
 
     @property
@@ -165,18 +160,10 @@ class ResponseFailure:
             return False
         if _PROXY_PROJECT in self.message:
             return False
-        if self.status == 400:
-            return self.code == "MANIFEST_INVALID"
         if self.status == 403:
             return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
-        if self.status == 405:
-            return self.code == "UNSUPPORTED"
-        return self.status in (406, 415)
-
-
-def failure(response: RegistryResponse, what: str) -> AImageError:
-    """Return the error for an unexpected response to a request for ``what``."""
-    return error_for(ResponseFailure.of(response), what)
+        refusals = ((400, "MANIFEST_INVALID"), (405, "UNSUPPORTED"))
+        return (self.status, self.code) in refusals or self.status in (406, 415)
 
 
 def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
@@ -195,11 +182,15 @@ def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
             hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
             **fields,
         )
-    return error_for(found, what)
+    return _error(found, what)
 
 
-def error_for(found: ResponseFailure, what: str) -> AImageError:
-    """Return the error for a failed request for ``what``."""
+def failure(response: RegistryResponse, what: str) -> AImageError:
+    """Return the error for an unexpected response to a request for ``what``."""
+    return _error(ResponseFailure.of(response), what)
+
+
+def _error(found: ResponseFailure, what: str) -> AImageError:
     known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
     if found.status == 401:
         return UnauthorizedError(

@@ -79,10 +79,7 @@ class Session:
         """Return the URL of a Location header, which may be relative (RFC 9110, 10.2.2).
 
         A registry behind a proxy that terminates TLS may name itself with http; it is still
-        reached by https. Content is never sent to another host without TLS.
-
-        Raises:
-            RegistryError: it would be, or the location is invalid.
+        reached by https. Content is never sent to another host without TLS. Raises RegistryError.
         """
         try:
             url = urljoin(base, location)
@@ -101,11 +98,7 @@ class Session:
         return url
 
     def ping(self) -> None:
-        """Check that the registry answers and accepts our credentials (distribution-spec, end-1).
-
-        Raises:
-            AImageError: it does not.
-        """
+        """Check that the registry accepts our credentials (end-1). Raises AImageError."""
         response = self.request("GET", f"{self.base}/v2/")
         if response.status_code != 200:
             raise failure(response, "a request")
@@ -127,9 +120,7 @@ class Session:
     ) -> Mapping[str, str]:
         """PUT a manifest by tag or digest (end-7) and return the response's headers.
 
-        Raises:
-            ManifestRefusedError: the registry does not take this kind of manifest.
-            AImageError: it does not take this one.
+        Raises ManifestRefusedError for its kind, or another AImageError.
         """
 
         def put() -> Mapping[str, str]:
@@ -159,9 +150,7 @@ class Session:
         answered once with new credentials. A ``body`` that is not bytes cannot be sent twice: then
         the error is transient, and the caller begins again.
 
-        Raises:
-            NetworkError: no response.
-            UnauthorizedError: the registry's challenge cannot be answered.
+        Raises NetworkError without a response, UnauthorizedError without credentials.
         """
         path = url.removeprefix(self.url(""))
         found = self.mirrors.request(method, path, headers, read_timeout)

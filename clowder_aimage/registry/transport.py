@@ -160,10 +160,7 @@ class Transport:
         """Send a request.
 
         Redirects of GET and HEAD are followed, without Authorization to another origin, and never
-        from https to http.
-
-        Raises:
-            NetworkError: no response, or too many or invalid redirects.
+        from https to http. Raises NetworkError.
         """
         sent = {**self._headers, **headers}
         for count in range(max_redirects + 1):

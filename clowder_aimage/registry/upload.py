@@ -8,6 +8,7 @@ An upload that the registry no longer knows begins anew. A registry for which a 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from typing import BinaryIO
@@ -18,7 +19,7 @@ from clowder_aimage.content.verified_reader import VerifyingReader, check_size, 
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse, ResponseFailure, error_for, failure
+from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
@@ -34,9 +35,8 @@ _KIND = {"Content-Type": "application/octet-stream"}
 def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
     """Mount a blob from ``origins``, or send it.
 
-    Raises:
-        VerificationError: our own copy is damaged; the registry does not store it.
-        RegistryError, NetworkError, UnauthorizedError: it was not accepted.
+    Raises RegistryError, NetworkError, UnauthorizedError, or VerificationError if our own copy is
+    damaged; the registry does not store it.
     """
     one = _Upload(session, content, body, origins)
     retrying(one.attempt, progress=lambda: (one.furthest, session.chunk))
@@ -57,24 +57,24 @@ class _Upload:
         self._gone = False  # the registry knows no upload at our location any more
         self._doubtful = False  # it could not say whether it does
         self._least = 0  # bytes that a chunk must have, but for the last
-        self.at = 0  # bytes that the registry has
+        self._at = 0  # bytes that the registry has
         self.furthest = 0  # the most that it ever had: one that forgets does not come forward
 
     def attempt(self) -> None:
         """Continue where the registry stands, or begin."""
         resumed = self._resume()
-        if (not resumed or self.at == self._content.size) and self._is_there():
+        if (not resumed or self._at == self._content.size) and self._is_there():
             return  # it arrived though we were not told
         if not resumed and not self._begin():
             return  # it was mounted
-        while (left := self._content.size - self.at) > (self._session.chunk or RESUMABLE):
+        while (left := self._content.size - self._at) > (self._session.chunk or RESUMABLE):
             chunk = self._session.chunk
             self._patch(max(chunk, self._least) if chunk else left)
         self._put()
 
     def _begin(self) -> bool:
         """Mount the blob, or begin an upload; return whether one has begun."""
-        self._location, self.at = None, 0
+        self._location, self._at = None, 0
         begun = self._origins.begin(self._session, self._content)
         if begun is None:
             return False
@@ -114,85 +114,77 @@ class _Upload:
         return 0 < at <= self._content.size
 
     def _reached(self, at: int) -> None:
-        self.at = at
+        self._at = at
         self.furthest = max(self.furthest, at)
 
     def _is_there(self) -> bool:
         """Return whether all of it arrived, and only the response was lost."""
-        if not self._gone and not self.at:
+        if not self._gone and not self._at:
             return False
         self._gone = False
-        url = self._session.url(f"blobs/{self._content.digest}")
-        answer = self._session.request("HEAD", url)
+        answer = self._session.request("HEAD", self._session.url(f"blobs/{self._content.digest}"))
         answer.finish()
         return answer.status_code == 200
 
     def _patch(self, size: int) -> None:
         """Send the next chunk; smaller ones follow if it is too large."""
-        end = min(self._content.size, self.at + size)
-        headers = {"Content-Length": str(end - self.at)}
-        if self.at or end < self._content.size:  # the whole is no range: docker names none either
-            headers["Content-Range"] = f"{self.at}-{end - 1}"
+        end = min(self._content.size, self._at + size)
+        headers = {"Content-Length": str(end - self._at)}
+        if self._at or end < self._content.size:  # the whole is no range: docker names none either
+            headers["Content-Range"] = f"{self._at}-{end - 1}"
         answer = self._send("PATCH", self._location or "", headers, end)
-        if answer.status_code == 413:
-            self._too_large(answer, end - self.at)
-        if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
-            answer.finish()
-            raise BrokenOffError(f"{self._what} is not where it should be")
         if answer.status_code not in (202, 204):
             raise self._failure(answer)
         arrived = _arrived(answer)
         self._follow(answer)
-        self._reached(arrived if self.at < arrived <= end else end)
+        self._reached(arrived if self._at < arrived <= end else end)
 
     def _put(self) -> None:
         """Send the rest and close the upload."""
-        left = self._content.size - self.at
+        left = self._content.size - self._at
         headers = {"Content-Length": str(left)}
-        if self.at and left:
-            headers["Content-Range"] = f"{self.at}-{self._content.size - 1}"
-        url = _with_digest(self._location or "", self._content)
+        if self._at and left:
+            headers["Content-Range"] = f"{self._at}-{self._content.size - 1}"
+        parts = urlsplit(self._location or "")
+        digest = urlencode({"digest": str(self._content.digest)})
+        url = urlunsplit(parts._replace(query=f"{parts.query}&{digest}".lstrip("&")))
         wait = READ_TIMEOUT + self._content.size / _SETTLES
         answer = self._send("PUT", url, headers, self._content.size, wait)
-        if answer.status_code == 413 and left > SMALLEST_CHUNK:
-            self._too_large(answer, left)
-        if answer.status_code == 416:
-            answer.finish()
-            raise BrokenOffError(f"{self._what} is not where it should be")
         if answer.status_code not in (201, 204):
-            self._refused(answer)
+            raise self._failure(answer)
         answer.finish()
 
     def _send(
-        self,
-        method: str,
-        url: str,
-        headers: dict[str, str],
-        end: int,
-        wait: float = READ_TIMEOUT,
+        self, method: str, url: str, headers: dict[str, str], end: int, wait: float = READ_TIMEOUT
     ) -> RegistryResponse:
         """Send the blob's bytes from the current offset to ``end``."""
-        headers = {**_KIND, **headers}
-        if self.at == end:
-            return self._session.request(method, url, headers=headers, body=b"", read_timeout=wait)
-        with self._opened() as stream:
-            last = end == self._content.size
-            body = StreamBody(stream, self.at, end - self.at, last=last)
-            return self._session.request(method, url, headers=headers, body=body, read_timeout=wait)
+        size = end - self._at
+        with self._opened() if size else io.BytesIO() as stream:
+            is_last = end == self._content.size
+            body = StreamBody(stream, self._at, size, last=is_last) if size else b""
+            answer = self._session.request(
+                method, url, headers={**_KIND, **headers}, body=body, read_timeout=wait
+            )
+        if answer.status_code == 413:
+            self._shrink(answer, size)
+        if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
+            answer.finish()
+            raise BrokenOffError(f"{self._what} is not where it should be")
+        return answer
 
     def _opened(self) -> BinaryIO:
-        stream = self._body(self.at)
+        stream = self._body(self._at)
         if hasattr(stream, "sent"):  # a file: what it lacks or has too much is known beforehand
             try:
                 check_size(self._content, os.fstat(stream.fileno()).st_size)
             except VerificationError:
                 stream.close()
                 raise
-        elif not self.at:
+        elif not self._at:
             return VerifyingReader(stream, self._content)  # type: ignore[return-value]
         return stream
 
-    def _too_large(self, answer: RegistryResponse, size: int) -> None:
+    def _shrink(self, answer: RegistryResponse, size: int) -> None:
         """Send smaller chunks to this registry from now on. Raises."""
         smallest = max(SMALLEST_CHUNK, self._least)
         if size <= smallest:
@@ -203,33 +195,22 @@ class _Upload:
         raise BrokenOffError(f"{self._what} needs smaller pieces")
 
     def _failure(self, answer: RegistryResponse) -> AImageError:
-        """Return the error that ends an attempt; an upload that is gone begins anew."""
-        if answer.status_code not in (404, 410):
-            return failure(answer, self._what)
-        self._location, self._gone = None, True
-        return BrokenOffError(failure(answer, self._what).message, hint=_FORGOTTEN)
+        """Return the error that ends an attempt; one that is gone or arrived damaged begins anew.
 
-    def _refused(self, answer: RegistryResponse) -> None:
-        """Raise the error for a refused blob: ours is damaged, or it was damaged on the way."""
+        Raises VerificationError if our copy is damaged.
+        """
+        error = failure(answer, self._what)
         if answer.status_code in (404, 410):
-            raise self._failure(answer)
-        found = ResponseFailure.of(answer)
-        if found.code == "DIGEST_INVALID":
+            self._location, self._gone = None, True
+            return BrokenOffError(error.message, hint=_FORGOTTEN)
+        if isinstance(error, RegistryError) and error.code == "DIGEST_INVALID":
             self._location = None
             verify(self._body(), self._content)
-            raise BrokenOffError(f"{self._what} arrived damaged ({found.text})")
-        raise error_for(found, self._what)
+            return BrokenOffError(f"{self._what} arrived damaged ({error.message})")
+        return error
 
 
 def _arrived(answer: RegistryResponse) -> int:
     """Return how many bytes the registry has, by its Range header (``0-N``, inclusive)."""
     found = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "").strip())
     return int(found[1]) + 1 if found and found[1] != "0" else 0
-
-
-def _with_digest(location: str, content: Descriptor) -> str:
-    """Return the location with our digest added to its query."""
-    parts = urlsplit(location)
-    digest = urlencode({"digest": str(content.digest)})
-    query = f"{parts.query}&{digest}" if parts.query else digest
-    return urlunsplit(parts._replace(query=query))

@@ -7,7 +7,6 @@ disk: test_resume.py, with a blob large enough for many connections.
 from __future__ import annotations
 
 import base64
-import email.utils
 import gzip
 import hashlib
 import json
@@ -107,7 +106,7 @@ def is_manifest(passed):
 
 def first(condition):
     """Whether it is the first request for which the condition holds."""
-    found = []
+    found: list[int] = []
 
     def is_first(passed):
         if not found and condition(passed):
@@ -126,8 +125,9 @@ def starts(proxy):
 # -- broken off
 
 
-@pytest.mark.parametrize("reset", [True, False], ids=["reset", "short"])
-@pytest.mark.parametrize("at", [0, 1, 3 * MIB + 1, SIZE - 1])
+@pytest.mark.parametrize(
+    ("at", "reset"), [(0, True), (1, False), (3 * MIB + 1, True), (SIZE - 1, False)]
+)
 def test_a_body_that_breaks_off_goes_on_there(at, reset, proxy, tmp_path):
     breaks = first(is_big)
     proxy.cut, proxy.reset = lambda p: at if breaks(p) else None, reset
@@ -198,7 +198,7 @@ def lying(span):
     return change
 
 
-@pytest.mark.parametrize("span", [f"bytes 7-{SIZE - 1}/{SIZE}", "bytes */8", "nonsense", ""])
+@pytest.mark.parametrize("span", [f"bytes 7-{SIZE - 1}/{SIZE}", ""])
 def test_a_part_under_another_name_is_not_believed(span, proxy, tmp_path):
     """The blob is then read from the front, up to where we are."""
     breaks = first(is_big)
@@ -210,7 +210,7 @@ def test_a_part_under_another_name_is_not_believed(span, proxy, tmp_path):
     assert proxy.sent(DIGEST) <= 3 * MIB + SIZE + BUFFERS
 
 
-@pytest.mark.parametrize("ranges", ["ignored", "wrong", 400, 416])
+@pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
 def test_a_rest_that_cannot_be_had_alone(ranges, proxy, tmp_path):
     breaks = first(is_big)
     proxy.cut, proxy.ranges = lambda p: 3 * MIB if breaks(p) else None, ranges
@@ -222,31 +222,28 @@ def test_a_rest_that_cannot_be_had_alone(ranges, proxy, tmp_path):
 # -- answered
 
 
-@pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_a_passing_error(what, status, proxy, tmp_path):
+def test_a_passing_error(what, proxy, tmp_path):
     fails = first(what)
-    proxy.instead = lambda p: Reply(status) if fails(p) else None
+    proxy.instead = lambda p: Reply(503) if fails(p) else None
     pull(proxy, tmp_path)
     arrived(tmp_path)
-    assert len([p for p in proxy.seen if p.status == status]) == 1
+    assert len([p for p in proxy.seen if p.status == 503]) == 1
     assert proxy.sent(DIGEST) == SIZE
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_a_passing_error_when_the_rest_is_asked_for(status, proxy, tmp_path):
+def test_a_passing_error_when_the_rest_is_asked_for(proxy, tmp_path):
     breaks, fails = first(is_big), first(lambda p: is_big(p) and p.range)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
-    proxy.instead = lambda p: Reply(status) if fails(p) else None
+    proxy.instead = lambda p: Reply(500) if fails(p) else None
     pull(proxy, tmp_path)
     arrived(tmp_path)
     assert starts(proxy) == [0, 3 * MIB, 3 * MIB]
     assert proxy.sent(DIGEST) == SIZE
 
 
-@pytest.mark.parametrize("value", ["17", email.utils.formatdate(NOW + 17, usegmt=True)])
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, value, proxy, tmp_path):
+def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, proxy, tmp_path):
     slept, now = [], [NOW]
 
     def sleep(seconds):
@@ -254,16 +251,14 @@ def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, value, proxy, tm
         now[0] += seconds
 
     fails = first(what)
-    proxy.instead = lambda p: Reply(429, {"Retry-After": value}) if fails(p) else None
+    proxy.instead = lambda p: Reply(429, {"Retry-After": "17"}) if fails(p) else None
     pull(proxy, tmp_path, clock=lambda: now[0], sleep=sleep)
     arrived(tmp_path)
     assert slept == [17]
     assert proxy.sent(DIGEST) == SIZE
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(401, 4), (403, 4), (404, 3), (500, 1), (507, 1), (None, 5)]
-)
+@pytest.mark.parametrize(("status", "code"), [(401, 4), (404, 3), (500, 1), (507, 1), (None, 5)])
 def test_what_the_command_line_exits_with(status, code, proxy, aimage):
     def change(passed, reply):
         if is_big(passed):
@@ -368,19 +363,21 @@ def other_kind(reply):
     reply.headers["Content-Type"] = "application/vnd.oci.image.index.v1+json"
 
 
-@pytest.mark.parametrize("tail", [":v1", f"@{MANIFEST.descriptor.digest}"], ids=["tag", "digest"])
+BY_DIGEST = f"@{MANIFEST.descriptor.digest}"
+
+
 @pytest.mark.parametrize(
-    ("alter", "error", "said"),
+    ("alter", "error", "said", "tail"),
     [
-        (shorter, VerificationError, "sent sha256"),
-        (longer, VerificationError, "sent sha256"),
-        (says_less, VerificationError, "sent sha256"),
-        (endless, VerificationError, "more than"),
-        (packed, VerificationError, "gzip"),
-        (says_more, NetworkError, "broke off"),
-        (other_kind, FormatError, "image.manifest"),
+        (shorter, VerificationError, "sent sha256", ":v1"),
+        (longer, VerificationError, "sent sha256", BY_DIGEST),
+        (says_less, VerificationError, "sent sha256", ":v1"),
+        (endless, VerificationError, "more than", BY_DIGEST),
+        (packed, VerificationError, "gzip", ":v1"),
+        (says_more, NetworkError, "broke off", BY_DIGEST),
+        (other_kind, FormatError, "image.manifest", ":v1"),
     ],
-    ids=lambda it: getattr(it, "__name__", None),
+    ids=lambda it: getattr(it, "__name__", ""),
 )
 def test_a_manifest_that_is_not_the_one(alter, error, said, tail, proxy, tmp_path):
     """Longer or shorter than it says, packed, or not what its digest names: nothing is fetched."""
@@ -394,7 +391,7 @@ def test_a_manifest_that_is_not_the_one(alter, error, said, tail, proxy, tmp_pat
     assert max(p.sent for p in asked) <= 5 * MIB + len(MANIFEST.raw)
 
 
-@pytest.mark.parametrize("more", [1, -1, 1 << 40])
+@pytest.mark.parametrize("more", [-1, 1 << 40])
 def test_a_manifest_of_another_size_than_its_index_says(more, published, proxy, tmp_path):
     entry = MANIFEST.descriptor.to_json() | {"size": len(MANIFEST.raw) + more}
     kind = "application/vnd.oci.image.index.v1+json"

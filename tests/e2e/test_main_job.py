@@ -10,18 +10,15 @@ import pytest
 PROMPT = "a red fox"
 
 
-@pytest.mark.integration
-def test_the_whole_job(aimage, tiny, registry, repository):
+def test_create_push_pull_run_replay(aimage, tiny, repository):
     here, there = aimage("here"), aimage("there")
     reference = f"{repository}:v1"
     created = here("create", reference, tiny).line
     assert here("push", reference).line == created
     assert there("pull", reference).line == created
     assert there("-q", "show", reference, "--json").value["digest"] == created
-    first = here("run", reference, PROMPT, "--seed", 42, "-o", "first.png").line
-    second = there("run", reference, PROMPT, "--seed", 42, "-o", "second.png").line
-    assert (here.home / first).read_bytes() == (here.home / second).read_bytes()
-    assert there("replay", second).line == "equal"
+    picture = there("run", reference, PROMPT, "--seed", 42, "--steps", 1, "-o", "it.png").line
+    assert here("replay", picture).line == "equal"
 
 
 @pytest.mark.integration
@@ -35,12 +32,11 @@ def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, reposi
     assert name.startswith(f"{repository}@sha256:")
 
 
-@pytest.mark.integration
 def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
-    aimage, tiny, registry, repository
+    aimage, llm, registry, repository
 ):
     here, there = aimage("here"), aimage("there")
-    here("create", repository, tiny)
+    here("create", repository, llm)
     here("push", repository)
     mark = registry.mark()
     here("push", repository)
@@ -53,6 +49,7 @@ def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
     assert registry.count(mark, repository) == {"GET manifest": 1}
 
 
+@pytest.mark.integration
 def test_models_share_what_they_have_in_common(aimage, tiny, registry, repository, tmp_path):
     """The second of two models with one text encoder sends only what is new."""
     here = aimage("here")
@@ -82,12 +79,12 @@ def test_models_share_what_they_have_in_common(aimage, tiny, registry, repositor
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
+@pytest.mark.parametrize("dialect", ["ollama", "container"])
 def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository):
     here, there = aimage("here"), aimage("there")
     created = here("create", repository, tiny).line
     pushed = here("push", repository, "--dialect", dialect).line
-    assert (pushed == created) == (dialect == "clowder")
+    assert pushed != created
     assert there("pull", repository).line == pushed
     shown = there("show", repository, "--json").value
     assert shown["dialect"] == dialect
@@ -98,9 +95,9 @@ def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository)
     assert there("push", f"{repository}:back", "--dialect", "clowder").line == created
 
 
-def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, tiny, repository):
+def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, llm, repository):
     here, there = aimage("here"), aimage("there")
-    custom = here("create", repository, tiny, "--manifest-type", "custom").line
+    custom = here("create", repository, llm, "--manifest-type", "custom").line
     refused = here("push", repository, "--no-fallback", code=1)
     assert "refuses this kind of manifest" in refused.err
     assert "MANIFEST_INVALID" in refused.err
@@ -108,13 +105,13 @@ def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, tiny, reposi
     assert "trying the clowder dialect" in pushed.err
     assert here("show", repository, "--json").value["digest"] == custom  # the local tag stays
     assert there("pull", repository).line == pushed.line != custom
-    plain = aimage("plain")("create", "plain", tiny).line
+    plain = aimage("plain")("create", "plain", llm).line
     assert pushed.line == plain
 
 
-def test_a_push_by_digest_never_falls_back(aimage, tiny, repository):
+def test_a_push_by_digest_never_falls_back(aimage, llm, repository):
     here = aimage("here")
-    custom = here("create", repository, tiny, "--manifest-type", "custom").line
+    custom = here("create", repository, llm, "--manifest-type", "custom").line
     done = here("push", f"{repository}@{custom}", code=1)
     assert "refuses this kind of manifest" in done.err
     assert "trying" not in done.err
@@ -122,9 +119,9 @@ def test_a_push_by_digest_never_falls_back(aimage, tiny, repository):
     assert "push by tag" in done.err
 
 
-def test_by_digest(aimage, tiny, repository):
+def test_by_digest(aimage, llm, repository):
     here, there = aimage("here"), aimage("there")
-    digest = here("create", repository, tiny).line
+    digest = here("create", repository, llm).line
     assert here("push", f"{repository}@{digest}").line == digest
     assert there("pull", f"{repository}@{digest}").line == digest
     assert there("show", f"{repository}@{digest}", "--json").value["digest"] == digest

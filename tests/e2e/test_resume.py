@@ -12,11 +12,10 @@ import pytest
 
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.content.fetch import NOTED
-from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, repository
-from tests.proxy import Proxy
+from tests.proxy import Passed, Proxy
 
 MIB = 1024 * 1024
 BIG = hashlib.shake_128(b"big").digest(64 * MIB)
@@ -111,6 +110,7 @@ def test_every_byte_is_sent_once_and_capped_connections_are_joined_by_more(aimag
     assert len([count for count in proxy.by_connection().values() if count > MIB]) == 4
 
 
+@pytest.mark.integration
 def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage, artifact, proxy):
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
@@ -126,6 +126,7 @@ def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage,
     assert "bytes=0-" not in [(span or "")[:8] for span in proxy.asked(artifact.digest, since=mark)]
 
 
+@pytest.mark.integration
 def test_after_an_interrupt_nothing_is_fetched_again(aimage, artifact, proxy):
     proxy.pace = 40 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
@@ -139,6 +140,7 @@ def test_after_an_interrupt_nothing_is_fetched_again(aimage, artifact, proxy):
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
+@pytest.mark.integration
 def test_an_interrupt_on_a_network_that_stands_still(aimage, artifact, proxy):
     """The connections wait for bytes and cannot be asked what they have: a second is enough."""
     proxy.hold = 56 * MIB
@@ -196,21 +198,7 @@ def manifests(proxy):
     return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
 
 
-def test_two_pulls_at_once_are_one_download(aimage, artifact, proxy):
-    proxy.hold = 8 * MIB
-    here, name = aimage(), f"{proxy.host}/{artifact.path}"
-    first = here.start("pull", name)
-    proxy.wait_until(proxy.is_holding)
-    second = here.start("pull", name)
-    proxy.wait_until(lambda: manifests(proxy) == 2)
-    proxy.release()
-    ended(first, 0)
-    ended(second, 0)
-    check(store(here), artifact)
-    assert proxy.sent(artifact.digest) == SIZE
-    assert store(here).resolve(Reference.parse(name)).digest == artifact.manifest.digest
-
-
+@pytest.mark.integration
 def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, proxy):
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
@@ -233,7 +221,7 @@ def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, pr
 # -- networks and servers that misbehave
 
 
-@pytest.mark.parametrize("ranges", ["ignored", "wrong", 400, 416, 501])
+@pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
 def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, pull_here):
     """The first connection learns it before others join, and goes on from the front alone."""
     proxy.ranges = ranges
@@ -258,7 +246,7 @@ def test_without_ranges_a_resumed_pull_passes_over_what_it_has(
 
 def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, monkeypatch):
     monkeypatch.setattr(repository, "STALL", 1.5)
-    stalled = []
+    stalled: list[Passed] = []
 
     def cut(passed):
         if passed.is_blob and artifact.digest in passed.path and not stalled:
@@ -283,32 +271,15 @@ def test_connections_that_break_off_again_and_again(artifact, proxy, pull_here):
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_wrong_bytes_from_the_registry(artifact, registry, proxy, pull_here):
-    place = registry.blob(artifact.digest)
-    place.write_bytes(BIG[:-1] + b"?")
-    try:
-        with pytest.raises(VerificationError, match="hashes to"):
-            pull_here()
-    finally:
-        place.write_bytes(BIG)
-    pull_here()
-
-
 def test_wrong_bytes_from_the_registry_are_not_asked_for_twice(aimage, artifact, registry, proxy):
     place = registry.blob(artifact.digest)
     place.write_bytes(BIG[:-1] + b"?")
-    here = aimage()
+    here, name = aimage(), f"{proxy.host}/{artifact.path}"
     try:
-        assert "hashes to" in here("pull", f"{proxy.host}/{artifact.path}", code=5).err
+        assert "hashes to" in here("pull", name, code=5).err
     finally:
         place.write_bytes(BIG)
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
     assert list((here.store / ".aimage" / "ingest").iterdir()) == []
-
-
-def test_a_limited_pull_takes_its_time(aimage, artifact, proxy):
-    here = aimage()
-    began = time.monotonic()
-    here("pull", f"{proxy.host}/{artifact.path}", "--limit-rate", "64M", "--jobs", 4)
-    assert time.monotonic() - began > 0.9  # for 64 MiB
+    here("pull", name)
     check(store(here), artifact)

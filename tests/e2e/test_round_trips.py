@@ -11,17 +11,13 @@ from itertools import cycle
 
 import pytest
 
+from tests.e2e.conftest import LLM, write_llm
 from tests.importer.conftest import safetensors
 
 DIALECTS = ("clowder", "modelpack", "container")
 LORA = [
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "F32", (4, 64)),
     ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", "F32", (64, 4)),
-]
-LLM = [
-    ("lm_head.weight", "BF16", (8, 64)),
-    ("model.layers.0.self_attn.q_proj.weight", "BF16", (64, 64)),
-    ("model.norm.weight", "F32", (64,)),
 ]
 
 
@@ -102,25 +98,16 @@ def lora(path):
     return model
 
 
-def transformers(path):
-    model = path / "llm"
-    model.mkdir()
-    (model / "config.json").write_text('{"model_type": "llama",\n "architectures": ["Llama"]}')
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(safetensors(LLM, format="pt"))
-    return model
-
-
 FORMATS = {
     "gguf": (gguf, (), opened_gguf),
     "onnx": (onnx, (), opened_onnx),
     "torchscript": (torchscript, (), None),
     "savedmodel": (savedmodel, (), None),
     "lora": (lora, (), None),
-    "transformers": (transformers, (), None),
-    "transformers, whole": (transformers, ("--whole-files",), None),
-    "transformers, gzip": (transformers, ("--whole-files", "--compress", "gzip"), None),
-    "transformers, zstd": (transformers, ("--whole-files", "--compress", "zstd"), None),
+    "transformers": (write_llm, (), None),
+    "transformers, whole": (write_llm, ("--whole-files",), None),
+    "transformers, gzip": (write_llm, ("--whole-files", "--compress", "gzip"), None),
+    "transformers, zstd": (write_llm, ("--whole-files", "--compress", "zstd"), None),
 }
 
 
@@ -163,7 +150,7 @@ def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository,
 def test_every_tensor_that_was_a_blob_comes_back_bit_for_bit(aimage, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    path = transformers(source)
+    path = write_llm(source)
     here = aimage()
     here("create", "llm", path)
     here("export", "llm", tmp_path / "out")

@@ -24,18 +24,14 @@ def blobs_of(store, name):
     return {layer.name: str(layer.descriptor.digest) for layer in aimage.layers}
 
 
-def test_shared_tensors_are_stored_once(here, repository):
+@pytest.mark.integration
+def test_shared_tensors_are_stored_and_sent_once(here, aimage, repository, registry):
     plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
     changed = {name for name in plain if plain[name] != small[name]}
     assert changed
     assert all(name.startswith("transformer/") for name in changed)
     files = list((here.store / "blobs" / "sha256").iterdir())
     assert len(files) == len({*plain.values(), *small.values()}) + 4  # and configs and manifests
-
-
-@pytest.mark.integration
-def test_shared_tensors_are_sent_once(here, aimage, repository, registry):
-    plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
     mark = registry.mark()
     here("push", f"{repository}:plain")
     assert registry.count(mark, repository)["PUT blob"] == len(set(plain.values())) + 1

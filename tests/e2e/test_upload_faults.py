@@ -9,7 +9,6 @@ before it passes it on. ``aimage registry serve`` goes on in any case: tests/dis
 from __future__ import annotations
 
 import base64
-import email.utils
 import hashlib
 import json
 import math
@@ -36,7 +35,7 @@ from clowder_aimage.registry import (
     transport,
     upload,
 )
-from tests.proxy import Proxy, Reply
+from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER
 
 MIB = 1024 * 1024
@@ -153,7 +152,7 @@ def is_big(passed):
 
 def first(condition, count=1):
     """Whether it is one of the first ``count`` requests for which the condition holds."""
-    found = []
+    found: list[int] = []
 
     def is_first(passed):
         if passed.number not in found and len(found) < count and condition(passed):
@@ -186,28 +185,28 @@ def arrived(store, registry, way):
 # -- broken off
 
 
-def test_a_broken_put_begins_anew_where_the_registry_forgot_it(store, registry, way):
+def test_a_broken_put_begins_anew_where_the_registry_forgot_it(store, registry, plain):
     """It is asked, says that there is no such upload, and gets the blob in a new one."""
     breaks = first(is_big)
-    way.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
-    assert bodies(way.proxy) == [9 * MIB, SIZE]
-    assert steps(way.proxy)[:2] == [("PUT", 0), ("GET", 404)]
+    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert steps(plain.proxy)[:2] == [("PUT", 0), ("GET", 404)]
 
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["passing", "buffering"])
-def test_a_large_blob_breaks_off(buffers, store, registry, way, monkeypatch):
+def test_a_large_blob_breaks_off(buffers, store, registry, plain, monkeypatch):
     """It goes by PATCH; of one that broke off this registry knows nothing more."""
     monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
     breaks = first(is_big)
-    way.proxy.buffers = buffers
-    way.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
-    assert bodies(way.proxy) == [9 * MIB, SIZE]
-    assert steps(way.proxy)[:2] == [("PATCH", 0), ("GET", 204 if buffers else 404)]
-    assert ("PATCH", 202) in steps(way.proxy)
+    plain.proxy.buffers = buffers
+    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert steps(plain.proxy)[:2] == [("PATCH", 0), ("GET", 204 if buffers else 404)]
+    assert ("PATCH", 202) in steps(plain.proxy)
 
 
 @pytest.mark.usefixtures("small")
@@ -229,7 +228,7 @@ def test_a_push_that_comes_forward_each_time_arrives(store, registry, plain):
     """Every piece breaks off twice: far more often than one that comes forward may fail."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 2 * MIB)
-    broken = {}
+    broken: dict[str, list[int]] = {}
 
     def lost(passed):
         span = passed.headers.get("Content-Range", "")
@@ -257,7 +256,7 @@ def test_a_push_that_never_comes_forward_ends(store, plain, aimage):
     assert not [p for p in plain.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
 
 
-def test_the_answer_to_the_last_byte_is_lost(store, registry, way):
+def test_the_answer_to_the_last_byte_is_lost(store, registry, plain):
     """The blob is there, and the upload is not any more: nothing is sent again."""
     loses = first(is_big)
 
@@ -265,18 +264,18 @@ def test_the_answer_to_the_last_byte_is_lost(store, registry, way):
         if loses(passed):
             reply.status, reply.headers = 504, {"Content-Length": "0"}
 
-    way.proxy.change = change
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
-    assert bodies(way.proxy) == [SIZE]
-    assert steps(way.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
+    plain.proxy.change = change
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    assert bodies(plain.proxy) == [SIZE]
+    assert steps(plain.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
 
 
 def test_a_registry_that_takes_no_more_for_a_while(store, registry, way, monkeypatch):
     """It may be busy with what it has; that is no reason to begin again."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
     rests = first(lambda p: is_big(p) and p.received >= MIB)
-    rested = []
+    rested: list[Passed] = []
 
     def lull(passed):
         if rests(passed) and not rested:
@@ -303,46 +302,35 @@ def test_a_registry_that_takes_no_more_at_all(store, registry, way, monkeypatch)
     assert whole == SIZE
 
 
-def test_a_slow_registry_is_waited_for(store, registry, plain):
-    """A little at a time, with rests between: slow, but one request."""
-    plain.proxy.lull = lambda passed: 0.005 if is_big(passed) else 0.0
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [SIZE]
-
-
 # -- answered
 
 
-@pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
-def test_a_passing_error(method, status, store, registry, plain):
+def test_a_passing_error(method, store, registry, plain):
     fails = first(
         lambda p: p.method == method and "/blobs/" in p.path and (method != "PUT" or is_big(p))
     )
-    plain.proxy.instead = lambda passed: Reply(status) if fails(passed) else None
+    plain.proxy.instead = lambda passed: Reply(503) if fails(passed) else None
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert len([p for p in plain.proxy.seen if p.status == status]) == 1
+    assert len([p for p in plain.proxy.seen if p.status == 503]) == 1
     assert bodies(plain.proxy) == ([SIZE, SIZE] if method == "PUT" else [SIZE])
 
 
-@pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.usefixtures("small")
-def test_a_passing_error_on_a_chunk(status, store, registry, plain):
+def test_a_passing_error_on_a_chunk(store, registry, plain):
     """Only that one is sent again."""
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
     fails = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
-    plain.proxy.instead = lambda p: Reply(status) if fails(p) else inner(p)
+    plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
     assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]
 
 
-@pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.usefixtures("small")
-def test_a_passing_error_where_it_is_asked_how_far_it_is(status, store, registry, plain):
+def test_a_passing_error_where_it_is_asked_how_far_it_is(store, registry, plain):
     """What has arrived is not given up for that."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 8 * MIB)
@@ -350,16 +338,14 @@ def test_a_passing_error_where_it_is_asked_how_far_it_is(status, store, registry
     breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
     plain.proxy.lost = lambda passed: MIB if breaks(passed) else None
     fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * MIB)
-    plain.proxy.instead = lambda p: Reply(status) if fails(p) else inner(p)
+    plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert (("GET", status)) in steps(plain.proxy)
+    assert ("GET", 500) in steps(plain.proxy)
     assert bodies(plain.proxy) == [0, 8 * MIB, MIB, 8 * MIB, 8 * MIB]
 
 
-@pytest.mark.parametrize("value", ["17", email.utils.formatdate(NOW + 17, usegmt=True)])
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_registry_is_left_alone_as_long_as_it_asks(status, value, store, registry, plain):
+def test_a_busy_registry_is_left_alone_as_long_as_it_asks(store, registry, plain):
     slept, now = [], [NOW]
 
     def sleep(seconds):
@@ -368,7 +354,7 @@ def test_a_busy_registry_is_left_alone_as_long_as_it_asks(status, value, store, 
 
     fails = first(is_big)
     plain.proxy.instead = lambda p: (
-        Reply(status, {"Retry-After": value}, after=MIB) if fails(p) else None
+        Reply(429, {"Retry-After": "17"}, after=MIB) if fails(p) else None
     )
     plain.connection = ClientOptions(
         docker_config=plain.connection.docker_config, clock=lambda: now[0], sleep=sleep
@@ -404,43 +390,25 @@ def refuse(proxy, limit):
     )
 
 
-@pytest.mark.parametrize(
-    ("limit", "piece"), [(8 * MIB, 8), (3 * MIB, 2), (2 * MIB - 1, 1), (MIB, 1)]
-)
+@pytest.mark.parametrize(("limit", "piece"), [(3 * MIB, 2), (MIB, 1)])
 @pytest.mark.usefixtures("small")
-def test_smaller_pieces_where_one_is_too_large(limit, piece, store, registry, way):
-    refuse(way.proxy, limit)
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
-    taken = [p.received for p in way.proxy.uploads() if is_big(p) and p.status in (201, 202)]
+def test_smaller_pieces_where_one_is_too_large(limit, piece, store, registry, plain):
+    refuse(plain.proxy, limit)
+    store.push(plain.name, plain.connection)
+    arrived(store, registry, plain)
+    taken = [p.received for p in plain.proxy.uploads() if is_big(p) and p.status in (201, 202)]
     assert taken == [piece * MIB] * (SIZE // (piece * MIB))
-    refused = [p.headers["Content-Length"] for p in way.proxy.uploads() if p.status == 413]
+    refused = [p.headers["Content-Length"] for p in plain.proxy.uploads() if p.status == 413]
     assert [int(size) // MIB for size in refused] == [s for s in (24, 8, 2) if s > piece]
-    assert sum(bodies(way.proxy)) == SIZE
+    assert sum(bodies(plain.proxy)) == SIZE
 
 
 @pytest.mark.usefixtures("small")
-def test_the_whole_ladder_of_pieces_in_mid_body(store, registry, way, monkeypatch):
-    """Each size is tried, the smallest too, however many there are."""
-    monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 16)
-    way.proxy.instead = lambda p: (
-        Reply(413, after=MIB // 32)
-        if p.is_upload and int(p.headers.get("Content-Length") or 0) > MIB // 8
-        else None
-    )
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
-    refused = [int(p.headers["Content-Length"]) for p in way.proxy.uploads() if p.status == 413]
-    assert refused == [SIZE, 8 * MIB, 2 * MIB, MIB // 2]
-    assert way.proxy.received() <= SIZE + 4 * MIB // 32 + 2  # and the config
-
-
-@pytest.mark.usefixtures("small")
-def test_a_registry_that_takes_no_piece_at_all(store, way, monkeypatch):
-    refuse(way.proxy, 1000)
+def test_a_registry_that_takes_no_piece_at_all(store, plain, monkeypatch):
+    refuse(plain.proxy, 1000)
     with pytest.raises(RegistryError, match="413"):
-        store.push(way.name, way.connection)
-    assert way.proxy.received() == 0
+        store.push(plain.name, plain.connection)
+    assert plain.proxy.received() == 0
 
 
 # -- credentials, and places
@@ -505,8 +473,7 @@ def private(aimage_home, proxy):
     (aimage_home / "config.json").write_text(json.dumps({"auths": {proxy.host: {"auth": BASIC}}}))
 
 
-@pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
-def test_a_401_in_mid_upload(abruptly, store, private_registry, repository, tmp_path):
+def test_a_401_in_mid_upload(store, private_registry, repository, tmp_path):
     """A registry that wants the password once more gets it, and the blob."""
     with Proxy(private_registry.host).running() as proxy:
         way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
@@ -514,7 +481,7 @@ def test_a_401_in_mid_upload(abruptly, store, private_registry, repository, tmp_
         fails = first(is_big)
         basic = {"WWW-Authenticate": 'Basic realm="test"'}
         proxy.instead = lambda p: (
-            Reply(401, basic, after=5 * MIB, abruptly=abruptly) if fails(p) else None
+            Reply(401, basic, after=5 * MIB, abruptly=True) if fails(p) else None
         )
         store.push(way.name, way.connection)
         arrived(store, private_registry, way)
@@ -610,11 +577,11 @@ def test_a_damaged_blob_gets_no_name(store, registry, way):
 @pytest.mark.parametrize(
     "change", [lambda content: content[:-1], lambda content: content + b"?"], ids=["cut", "grown"]
 )
-def test_a_blob_of_another_size_is_not_sent(change, store, registry, way):
+def test_a_blob_of_another_size_is_not_sent(change, store, registry, plain):
     spoil(store, change)
     with pytest.raises(VerificationError, match=f"instead of the {SIZE}"):
-        store.push(way.name, way.connection)
-    assert [p for p in way.proxy.uploads() if is_big(p)] == []
+        store.push(plain.name, plain.connection)
+    assert [p for p in plain.proxy.uploads() if is_big(p)] == []
     assert not registry.blob(str(store.blob.digest)).exists()
 
 

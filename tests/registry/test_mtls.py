@@ -13,7 +13,7 @@ from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError, StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.host_settings import Certificates, certificates
+from clowder_aimage.registry.host_settings import certificates
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
@@ -209,10 +209,8 @@ def test_the_first_directory_that_knows_the_host_counts(tmp_path):
     (tmp_path / "file").touch()
     directories = (tmp_path / "file", *directories)
     where = tmp_path / "b" / "r.example.com:5000"
-    assert certificates(directories, "r.example.com:5000") == Certificates(
-        (where / "one.crt", where / "two.crt"), ((where / "me.cert", where / "me.key"),)
-    )
-    assert certificates(directories, "r.example.com") == Certificates()
+    assert certificates(directories, "r.example.com:5000") == sorted(where.iterdir())
+    assert certificates(directories, "r.example.com") == []
 
 
 def test_ssl_cert_file(authority, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, Usa
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository, retry
-from clowder_aimage.registry.referrer import entry_of, tag_of, with_entry
+from clowder_aimage.registry.listing import entry_of, tag_of, with_entry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 SUBJECT, BLOBS = artifact(b"{}")

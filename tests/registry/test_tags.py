@@ -8,7 +8,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, VerificationError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import ClientOptions, Repository, pagination, retry
+from clowder_aimage.registry import ClientOptions, Repository, listing, retry
 from tests.scripted import Answer, ScriptedRegistry
 
 
@@ -81,7 +81,7 @@ def test_pages_in_a_circle(tmp_path):
 
 @pytest.mark.parametrize("limit", ["MAX_PAGES", "MAX_LIST_SIZE"])
 def test_pages_without_an_end(limit, tmp_path, monkeypatch):
-    monkeypatch.setattr(pagination, limit, 5)
+    monkeypatch.setattr(listing, limit, 5)
     count = iter(range(100))
     with pytest.raises(RegistryError, match="does not end"):
         tags(lambda _: page(["a"], f'<list?last={next(count)}>; rel="next"'), tmp_path)

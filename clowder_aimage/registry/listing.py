@@ -1,0 +1,191 @@
+"""Lists in a registry: tags in pages, and the referrers of a subject.
+
+A registry sends as much of a list as it likes, and a ``Link`` header (RFC 8288) to the rest
+(distribution-spec, "Listing Tags", end-8a and end-8b).
+
+Referrers are the manifests with another one as their ``subject``. A registry with the referrers API
+keeps the list itself. For one without it, clients keep an index under the tag
+``<algorithm>-<encoded>`` of the subject's digest (distribution-spec, "Listing Referrers", end-12a
+and end-12b, and "Referrers Tag Schema").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode
+
+import requests.utils
+
+from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, read_json
+from clowder_aimage.oci.manifest import encode, parse_document
+from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.transport import origin
+
+_NO_API = frozenset({405, 501})  # besides 404
+_ATTEMPTS = 4  # of putting an entry into an index that others write to at the same time
+MAX_PAGES = 1000
+MAX_LIST_SIZE = 64 * 1024 * 1024
+
+
+def tags(session: Session, name: str) -> list[str]:
+    """Return the tags of the repository ``name``, in the registry's order.
+
+    Raises NotFoundError, RegistryError, NetworkError, UnauthorizedError, or FormatError for
+    something else than a list of tags.
+    """
+    found: dict[str, None] = {}
+    for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
+        found |= dict.fromkeys(_tags(raw, name))
+    return list(found)
+
+
+def _tags(raw: bytes, name: str) -> list[str]:
+    """Return the tags in one page; some registries write ``null`` for an empty list."""
+    try:
+        listed = read_json(raw, "the answer")["tags"] or []
+    except (FormatError, KeyError, TypeError):
+        listed = None
+    if not isinstance(listed, list) or not all(
+        isinstance(tag, str) and tag.isprintable() for tag in listed
+    ):
+        raise FormatError(f"the answer about the tags of {name} is not a list of valid tags")
+    return listed
+
+
+def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
+    """Yield body and media type of each page of a list below ``/v2/<repository>/``.
+
+    Raises:
+        RegistryError: the pages lead elsewhere, in a circle, or to no end.
+    """
+    url: str | None = session.url(path)
+    seen: set[str] = set()
+    size = 0
+    while url is not None:
+        if url in seen:
+            raise RegistryError(f"the pages about {what} form a circle")
+        seen.add(url)
+        raw, response = retrying(partial(session.get, url, accept, what))
+        size += len(raw)
+        yield raw, response.headers.get("Content-Type", "")
+        url = _following(session, response, what)
+        if url is not None and (len(seen) == MAX_PAGES or size > MAX_LIST_SIZE):
+            raise RegistryError(f"the list about {what} does not end")
+
+
+def _following(session: Session, response: RegistryResponse, what: str) -> str | None:
+    """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
+    links = requests.utils.parse_header_links(response.headers.get("Link", ""))
+    link = next((one["url"] for one in links if one.get("rel") == "next"), "")
+    try:
+        url = session.join(link, response.url)
+        if not link or origin(url) == origin(session.base):
+            return url if link else None
+    except RegistryError:
+        pass  # not a URL, or one without TLS
+    raise RegistryError(f"the next page about {what} is at another host: {link[:200]}")
+
+
+def tag_of(subject: Digest) -> str:
+    """Return the tag of the index with the referrers of ``subject``."""
+    return f"{subject.algorithm[:32]}-{subject.encoded[:64]}"
+
+
+def entry_of(content: Descriptor, document: Manifest | Index) -> Descriptor:
+    """Return the descriptor of a referrer in a list, with its type and annotations."""
+    kind = document.artifact_type
+    if not kind and isinstance(document, Manifest):
+        kind = document.config.media_type
+    extra = {"artifactType": kind} if kind else {}
+    return Descriptor(content.media_type, content.digest, content.size, document.annotations, extra)
+
+
+def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
+    """Return the referrers of ``subject``, of one artifact type where one is given.
+
+    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for another response.
+    """
+    listed = _listed(session, subject, artifact_type)
+    if listed is None:
+        tag = tag_of(subject)
+        listed = _entries(_tagged(session, tag, f"the list of referrers {tag}"))
+    unique = {entry.digest: entry for entry in listed}
+    return [
+        entry
+        for entry in unique.values()  # a registry may leave the filtering to us
+        if not artifact_type or entry.extra.get("artifactType") == artifact_type
+    ]
+
+
+def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descriptor] | None:
+    """Return the list of the referrers API, or None if the registry does not have it."""
+    query = f"?{urlencode({'artifactType': artifact_type})}" if artifact_type else ""
+    found: list[Descriptor] | None = None
+    what = f"referrers of {subject}"
+    try:
+        for raw, kind in pages(session, f"referrers/{subject}{query}", what, mediatype.OCI_INDEX):
+            found = (found or []) + _entries(raw, kind)
+    except NotFoundError:
+        if found is not None:
+            raise  # it has the API, and lost a page
+    except RegistryError as error:
+        if found is not None or error.status not in _NO_API:
+            raise
+    return found
+
+
+def _entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
+    if raw is None:
+        return []
+    document = parse_document(raw, media_type)
+    if not isinstance(document, Index):
+        raise FormatError(f"a list of referrers must be an index, not {document.media_type}")
+    return list(document.manifests)
+
+
+def record(
+    session: Session, subject: Digest, content: Descriptor, document: Manifest | Index
+) -> None:
+    """Add ``content`` to the index under the subject's tag.
+
+    Of two clients that write at once one may overwrite the other, so it is read and written again.
+    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for another content.
+    """
+    entry = entry_of(content, document)
+    tag = tag_of(subject)
+    what = f"the list of referrers {tag}"
+    for attempt in range(_ATTEMPTS + 1):
+        raw = _tagged(session, tag, what)
+        if any(entry.digest == other.digest for other in _entries(raw)):
+            return
+        if attempt < _ATTEMPTS:
+            new = with_entry(raw, entry)
+            session.put_manifest(tag, parse_document(new).media_type, new, what)
+    raise RegistryError(
+        f"{what} does not keep what is put there",
+        hint="others may be writing to it at the same time: try again",
+    )
+
+
+def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
+    """Return an index with one more entry, and otherwise unchanged."""
+    index: dict[str, Any] = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
+    if raw is not None:
+        index = json.loads(raw)
+    index["manifests"] = [*(index["manifests"] or []), entry.to_json()]
+    return encode(index)
+
+
+def _tagged(session: Session, tag: str, what: str) -> bytes | None:
+    """Return the index under the subject's tag, or None."""
+    accept = ", ".join(sorted(mediatype.INDEXES | mediatype.MANIFESTS))
+    try:
+        return retrying(partial(session.get, session.url(f"manifests/{tag}"), accept, what))[0]
+    except NotFoundError:
+        return None
