@@ -27,7 +27,7 @@ BUDGETS = {
     "importer": 2_240,
     "layout": 2_750,
     "model": 3_600,
-    "node": 3_930,
+    "node": 3_890,
     "oci": 650,
     "registry": 3_000,
     "tensor": 1_100,

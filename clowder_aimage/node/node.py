@@ -87,15 +87,7 @@ class Node:
         self._watcher = SpecWatcher(options.desired) if options.desired else None
         self._evictor = Evictor(service, options.marks, self.metrics)
         self._reconciler = Reconciler(
-            service.store,
-            service.connection,
-            service.transfers,
-            service.news,
-            clock=clock,
-            chance=chance,
-            relieve=self._relieve,
-            records=self.records,
-            metrics=service.metrics,
+            service, self.records, self._relieve, clock=clock, chance=chance
         )
         self._credentials = credentials(service.connection)
         self._collected = self._followed_at = -math.inf

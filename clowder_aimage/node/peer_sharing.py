@@ -9,7 +9,6 @@ Manifests and tags are the registry's alone.
 from __future__ import annotations
 
 import io
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peers import Peers, SharingLimits, parse_peer
-from clowder_aimage.node.range_cache import RangeCache, RangeFile, RangeFlight
+from clowder_aimage.node.range_cache import RangeCache, RangeFlight
 from clowder_aimage.node.range_routes import RangeRoutes, ReadOnlyRegistry
 from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
@@ -202,7 +201,8 @@ class _RangeReader(io.RawIOBase):
         span = BlobSpan(source.reference, part.digest, self._at, min(part.end, self._end))
         while True:
             if (kept := cache.kept_file(part)) is not None:
-                return _FileReader(kept, self._at - part.start), "cache"
+                kept.offset += self._at - part.start
+                return kept, "cache"
             may_ask = self._failures < _MAX_FAILURES and self._flight is None
             may_ask = may_ask and not cache.is_coming(part)
             if may_ask and (stream := source.owners.open(span)) is not None:
@@ -242,18 +242,3 @@ class _RangeReader(io.RawIOBase):
         if not self.closed:
             self._finish()
         super().close()
-
-
-class _FileReader:
-    """Reads a kept range. The file is shared: its position is not used."""
-
-    def __init__(self, kept: RangeFile, at: int) -> None:
-        self._kept, self._at = kept, at
-
-    def readinto(self, buffer: memoryview) -> int:
-        count = os.preadv(self._kept.fileno(), [buffer], self._at)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        self._kept.close()

@@ -126,8 +126,8 @@ def unpin(store: ImageLayout, name: str, owner: str) -> None:
 
 
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
-    """Return whether the node of ``owner`` set a pin; an old one has no owner."""
-    return pin.get("by") == BY_NODE and pin.get("owner", owner) == owner
+    """Return whether the node of ``owner`` set a pin."""
+    return pin.get("by") == BY_NODE and pin.get("owner") == owner
 
 
 class CrowdedError(Exception):

@@ -40,11 +40,16 @@ _log = logging.getLogger("aimage.node")
 
 
 class RangeFile(io.FileIO):
-    """An open file with a range from ``offset`` on; others may share its position."""
+    """An open file, read from ``offset`` on. Others may share its position, which is not used."""
 
     def __init__(self, fd: int, offset: int) -> None:
         super().__init__(fd)
         self.offset = offset
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = os.preadv(self.fileno(), [buffer], self.offset)
+        self.offset += count
+        return count
 
 
 class RangeFlight:

@@ -12,13 +12,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from clowder_aimage.api.service import Service
 from clowder_aimage.engine.backoff import TIME, again
 from clowder_aimage.engine.engine_error import StoppedError
-from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH, TransferQueue
+from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
-from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import CompletenessCache
 from clowder_aimage.node.model_state import (
     UNKNOWN,
@@ -47,7 +45,6 @@ from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, ch
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import stored_name
-from clowder_aimage.registry import ClientOptions
 
 _log = logging.getLogger("aimage.node")
 
@@ -63,21 +60,18 @@ class Reconciler:
 
     def __init__(
         self,
-        store: ImageLayout,
-        connection: ClientOptions,
-        transfers: TransferQueue,
-        news: EventLog,
+        service: Service,
+        records: SpecStore,
+        relieve: Callable[[int], object],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
-        relieve: Callable[[int], object],
-        records: SpecStore,
-        metrics: Metrics,
     ) -> None:
-        self._store, self._transfers, self._news = store, transfers, news
-        self._clock, self._chance, self._relieve, self._metrics = clock, chance, relieve, metrics
-        self._completeness = CompletenessCache(store, clock=clock, chance=chance)
-        self._registries, self._pinner = RegistryLimiter(connection), Pinner(store, records)
+        self._service, self._store = service, service.store
+        self._clock, self._chance, self._relieve = clock, chance, relieve
+        self._completeness = CompletenessCache(service.store, clock=clock, chance=chance)
+        self._registries = RegistryLimiter(service.connection)
+        self._pinner = Pinner(service.store, records)
 
     async def reconcile(self, model: ModelStatus) -> None:
         """Do what is due for a model. Raises only what is an error in the node itself."""
@@ -112,7 +106,7 @@ class Reconciler:
             case Evict():
                 await asyncio.to_thread(self._relieve, action.room)
             case Announce():
-                await self._news.tell(action.kind, model=model.spec.name, **action.facts)
+                await self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
         return None
 
     # -- the store
@@ -158,7 +152,7 @@ class Reconciler:
             raise
         finally:
             if model.state.is_here and outcome:
-                self._metrics.tag_checked(reference.registry or "", outcome)
+                self._service.metrics.tag_checked(reference.registry or "", outcome)
         return partial(checked, root=found[0].digest, chosen=found[1].digest) if found else checked
 
     # -- pulls
@@ -167,7 +161,7 @@ class Reconciler:
         spec, came, total = model.spec, False, 0
         try:
             await asyncio.to_thread(self._pinner.remember, spec, model.state.name)
-            with self._transfers.pull(
+            with self._service.transfers.pull(
                 spec.reference,
                 components=spec.components,
                 urgency=DESIRED if spec.priority >= 0 else PREFETCH,

@@ -19,7 +19,6 @@ from clowder_aimage.node.model_spec import ModelSpec, parse_specs
 
 _KIND = "wanted"
 _EVER, _LAST = "ever ", "last "  # no name has a space in it
-_FORMER = "api"  # the owner of names that version 0.1 took over HTTP: no list has them now
 
 
 class SpecStore:
@@ -70,8 +69,7 @@ class SpecStore:
 
     def stored(self, name: str) -> str:
         """Return the name in the store where it is recorded as another; else an empty text."""
-        found = (self._records.get(_ever(self.owner, name)) or {}).get("stored")
-        return found if isinstance(found, str) else ""
+        return str((self._records.get(_ever(self.owner, name)) or {}).get("stored", ""))
 
     def ours(self) -> dict[str, str]:
         """Return the names that this directory ever listed and were not forgotten.
@@ -82,11 +80,7 @@ class SpecStore:
 
     def others(self) -> dict[str, str]:
         """Return the names that the directories of other nodes ever listed, as ``ours``."""
-        return {
-            name: stored
-            for owner, name, stored in self._ever()
-            if owner not in (self.owner, _FORMER)
-        }
+        return {name: stored for owner, name, stored in self._ever() if owner != self.owner}
 
     def forget(self, name: str) -> None:
         """Remove the record that this directory ever listed ``name``."""
@@ -102,8 +96,7 @@ class SpecStore:
         for key, value in self._records.items():
             if key.startswith(_EVER):
                 owner, _, name = key.removeprefix(_EVER).partition(" ")
-                stored = value.get("stored")
-                yield owner, name, stored if stored and isinstance(stored, str) else name
+                yield owner, name, str(value.get("stored", name))
 
 
 def _ever(owner: str, name: str) -> str:

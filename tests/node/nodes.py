@@ -49,8 +49,10 @@ def push_model(home: Path, repository: str, *layers: bytes, tag: str = "1") -> R
 
 
 class Node:
-    """A node that can be asked, pull, and die. ``seen`` are the requests that it was asked, with
-    their headers; ``before(request)`` may answer in its place."""
+    """A node with a server. ``seen`` are the requests to it, with their headers.
+
+    ``before(request)`` may answer in its place.
+    """
 
     def __init__(self, root: Path, *, token: str | None = TOKEN, **options: Any) -> None:
         self.layout = ImageLayout(root)
@@ -61,11 +63,16 @@ class Node:
         self.before: Callable[[web.Request], Any] | None = None
         self.bytes: Counter[str] = Counter()  # that came for others, and traffic
         self.has_repository = True
+        self.reference: Reference | None = None  # what a test lets it pull
         self._changed = threading.Condition()
         connection = options.pop("connection", None) or ClientOptions(docker_config=root)
         self.connection = connection
         timeouts = PeerTimeouts(stall=10, range=30)
-        defaults = {"node": secrets.token_hex(16), "limits": LIMITS, "timeouts": timeouts}
+        defaults: dict[str, Any] = {
+            "node": secrets.token_hex(16),
+            "limits": LIMITS,
+            "timeouts": timeouts,
+        }
         self.sharing = PeerSharing(
             self.layout,
             connection,
@@ -90,7 +97,7 @@ class Node:
         with self._changed:
             self._changed.notify_all()
 
-    # -- its life
+    # -- start and end
 
     def start(self) -> Node:
         """Listen on a free port."""
@@ -103,7 +110,7 @@ class Node:
         self._do(self._serve(port))
 
     def hang_up(self) -> None:
-        """As a killed process does: its connections end, and nobody listens."""
+        """End all connections and stop listening, as a killed process does."""
         runner, self._runner = self._runner, None
         if runner is not None:
             self._do(self._abandon(runner))
@@ -151,12 +158,12 @@ class Node:
         await runner.cleanup()
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
-        """Wait for the neighbours to make it true."""
+        """Wait until the state of a neighbour makes a condition true."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), self.sharing.peers.states()
 
     def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
-        """Wait for something that nothing announces."""
+        """Poll until a condition is true."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, self.sharing.peers.states()
@@ -172,7 +179,7 @@ class Node:
             )
         )
 
-    # -- what it does
+    # -- pulls
 
     def pull(self, reference: Reference) -> tuple[Descriptor, Counter[str]]:
         """Pull by way of the neighbours; and how many bytes came from where."""
@@ -215,7 +222,7 @@ def fleet(
 
 
 def acquaint(nodes: list[Node]) -> None:
-    """Tell each node of all, itself included, and wait until it knows them."""
+    """Configure all nodes at each, itself included, and wait until they are live."""
     for node in nodes:
         node.addresses[:] = [each.address for each in nodes]
     for node in nodes:

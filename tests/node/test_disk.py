@@ -63,7 +63,7 @@ def test_the_least_recently_used_goes_first_and_no_more_than_must(store):
     assert names(store) == {index_name(MIDDLE), index_name(NEW)}
 
 
-def test_what_is_wanted_stays_though_it_was_not_used_for_longest(store):
+def test_a_desired_name_stays_though_it_was_used_least_recently(store):
     done = relieve(store, 100_000, keep=[index_name(OLD)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
 
@@ -73,7 +73,7 @@ def test_a_name_that_looks_like_a_pattern_is_none(store):
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
 
 
-def test_pins_and_leases_stay_whatever_the_disk_says(store):
+def test_pinned_and_leased_names_stay_on_a_full_disk(store):
     store.pins.put(index_name(OLD), {}, durable=True)
     with store.lease(store.resolve(MIDDLE).digest):
         done = relieve(store, 10**12, keep=())
@@ -90,7 +90,7 @@ def test_garbage_goes_before_any_name(store):
         store.resolve(NEW)
 
 
-def test_what_was_just_used_stays_for_a_while(store):
+def test_a_name_that_was_just_used_stays_for_a_while(store):
     store.use(store.resolve(OLD))
     done = relieve(store, 10**12, keep=[index_name(NEW)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
@@ -116,7 +116,7 @@ def test_the_disk_of_a_store_that_is_not_there_yet_is_that_of_its_place(tmp_path
     assert 0 < found.part < 1 and found.total >= found.used + found.free > 0
 
 
-def test_what_the_store_takes_is_counted_with_what_is_on_its_way(store):
+def test_stored_counts_blobs_and_interrupted_downloads(store):
     kept, _ = stored(store.root)
     assert kept == sum(each.st_size for _, each in blobs(store.root)) > 600_000
     size = 20 * 1024 * 1024  # worth keeping book of

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ class Fleet:
         for node in self.nodes:
             node.start()
         for node in self.nodes:
-            until(lambda node=node: neighbours(node, "live") == NODES - 1, "the nodes to meet")
+            until(partial(sees, node, "live", NODES - 1), "the nodes to meet")
 
     def asked(self) -> list[dict[str, str]]:
         """The headers of all requests from node to node."""
@@ -206,10 +207,10 @@ def test_the_fleet_converges_whatever_is_killed_and_full_meanwhile(tmp_path, mor
         killed.end()
         assert first.model(ref)["state"] != "present"
         failed = [
-            until(lambda n=n: failures(n, ref), "the failure to be told") for n in (first, other)
+            until(partial(failures, n, ref), "the failure to be reported") for n in (first, other)
         ]
         for node in (first, other):
-            until(lambda node=node: neighbours(node, "silent") == 1, "the dead to be missed")
+            until(partial(sees, node, "silent", 1), "the killed node to be silent")
             assert node.readiness()[1]["reasons"] == [{"reason": "model missing", "model": ref}]
         killed.start()
         until(lambda: time.monotonic() - gone >= seconds, "the time to pass")
@@ -237,14 +238,21 @@ def failures(node: LiveNode, ref: str) -> float:
     return node.metric(f'aimage_pulls_total{{outcome="failed",registry="{host}"}}')
 
 
+def sees(node: LiveNode, state: str, count: int) -> bool:
+    return neighbours(node, state) == count
+
+
+def is_complete(node: LiveNode) -> bool:
+    return node.readiness()[0] == 200 and not node.metric("aimage_desired_missing")
+
+
 def check_converged(fleet: Fleet, ref: str) -> None:
     """All have the same, and nothing of it is corrupt; nothing is kept twice."""
     digests = {node.model(ref)["digest"] for node in fleet.nodes}
     assert len(digests) == 1 and None not in digests
     for node in fleet.nodes:
         node.aimage("verify")
-        until(lambda node=node: node.readiness()[0] == 200, "the node to be ready")
-        until(lambda node=node: not node.metric("aimage_desired_missing"), "nothing to be missing")
+        until(partial(is_complete, node), "the node to be ready, and no model to be missing")
         assert node.metric("aimage_digest_mismatch_total") == 0
         assert node.metric('aimage_store_bytes{kind="partial"}') < LAYERS * LAYER
         assert node.worker is not None

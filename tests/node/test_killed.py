@@ -57,10 +57,12 @@ class Child:
         self.address = self.heard()
 
     def say(self, value):
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
     def heard(self):
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the node has ended"
         return json.loads(line)
@@ -68,9 +70,8 @@ class Child:
     def end(self, number=signal.SIGKILL):
         self.process.send_signal(number)
         self.process.wait(20)
-        self.process.stdout.close()
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self.process.communicate()
 
     def check(self):
         """All it has is right, and nothing is left over."""

@@ -155,7 +155,7 @@ def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(no
 
 
 @pytest.mark.integration
-def test_a_want_that_goes_in_the_middle_of_its_pull_ends_it_and_names_nothing(node, shop):
+def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, shop):
     ref = shop.publish("a", "b", size=20_000_000)
     other = shop.publish("c", tag="other")
     shop.proxy.hold = 25_000_000
@@ -194,7 +194,7 @@ def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
 
 
 @pytest.mark.integration
-def test_components_that_change_in_the_middle_are_what_is_fetched_in_the_end(
+def test_components_that_change_during_the_pull_are_fetched_in_the_end(
     node, author, repository, proxy
 ):
     name = f"{repository}:v1"
@@ -269,7 +269,7 @@ def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, sh
 
 
 @pytest.mark.integration
-def test_what_somebody_asks_for_passes_what_waits_and_what_waits_is_joined(node, shop):
+def test_a_requested_pull_passes_queued_ones_and_joins_its_own(node, shop):
     refs = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
     extra = shop.publish("extra", tag="extra")
     shop.proxy.hold = 1

@@ -173,9 +173,7 @@ def test_above_the_upper_mark_unwanted_names_go_and_the_others_stay(tmp_path, sh
 
 
 @pytest.mark.integration
-def test_a_node_whose_disk_is_full_serves_what_it_has_and_says_what_is_the_matter(
-    disk, shop, tmp_path
-):
+def test_a_node_with_a_full_disk_serves_its_models_and_reports_the_reason(disk, shop, tmp_path):
     here, more = shop.publish("a", size=MIB), shop.publish("b", tag="more", size=20 * MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -25,6 +26,10 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def has_live_neighbours(node):
+    return all(each["state"] == "live" for each in node.status()["neighbours"])
+
+
 def test_the_registry_sends_a_new_model_once_to_all_of_them(tmp_path, repository, proxy):
     sizes = (70 * MIB, 20 * MIB, 5 * MIB, 300_000, 20_000)
     layers = [noise(size, f"fleet {number}") for number, size in enumerate(sizes)]
@@ -38,10 +43,7 @@ def test_the_registry_sends_a_new_model_once_to_all_of_them(tmp_path, repository
             node = LiveNode(tmp_path / f"node{number}", *known)
             nodes.append(node.start("--addr", f"127.0.0.1:{port}"))
         for node in nodes:
-            until(
-                lambda node=node: all(n["state"] == "live" for n in node.status()["neighbours"]),
-                "the neighbours to be seen",
-            )
+            until(partial(has_live_neighbours, node), "the neighbours to be live")
         for node in nodes:
             node.want({"ref": ref, "refresh": 1})
         for node in nodes:

@@ -121,7 +121,7 @@ def test_a_tag_that_is_gone_is_told_though_the_model_is_here(node, shop: Shop):
     until(lambda: node.model(ref)["code"] is None, "it to be there again")
 
 
-def test_what_may_not_be_fetched_and_is_not_here_has_a_word_of_its_own(node, shop: Shop):
+def test_a_missing_model_of_policy_never_has_its_own_code(node, shop: Shop):
     ref = shop.publish("a")
     node.want({"ref": ref, "pullPolicy": "Never"})
     node.start()
@@ -131,7 +131,7 @@ def test_what_may_not_be_fetched_and_is_not_here_has_a_word_of_its_own(node, sho
     node.reaches(ref, "present")
 
 
-def test_a_component_that_the_model_has_not_is_said_though_all_of_it_is_here(node, shop: Shop):
+def test_a_component_that_the_model_lacks_is_reported(node, shop: Shop):
     ref = shop.publish("a")
     node.aimage("pull", "-q", ref)
     node.want({"ref": ref, "components": ["nothing"]})

@@ -53,7 +53,7 @@ def asked(node, method, path, body=None):
 
 
 @pytest.mark.integration
-def test_what_is_wanted_comes_is_pinned_and_makes_the_node_ready(node, model, proxy):
+def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(node, model, proxy):
     ref = model()
     proxy.hold = 1000
     node.want({"ref": ref, "pin": True, "priority": 3})
@@ -127,7 +127,7 @@ def test_a_tag_that_moves_is_followed_where_that_is_wanted_and_told_where_not(no
 
 
 @pytest.mark.integration
-def test_what_is_invalid_empty_or_gone_deletes_nothing_and_is_said(node, model):
+def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(node, model):
     ref = model()
     node.want({"ref": ref})
     node.start()
@@ -153,7 +153,7 @@ def test_what_is_invalid_empty_or_gone_deletes_nothing_and_is_said(node, model):
 
 
 @pytest.mark.integration
-def test_with_prune_what_nobody_wants_goes_but_for_pins_and_what_others_pulled(node, model):
+def test_prune_removes_former_names_but_for_pins_and_other_pulls(node, model):
     wanted, unwanted, pinned, other = (model(tag) for tag in ("a", "b", "c", "d"))
     node.aimage("pull", "-q", other)
     node.want({"ref": wanted}, {"ref": unwanted}, {"ref": pinned})
@@ -195,7 +195,7 @@ def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model,
 
 
 @pytest.mark.integration
-def test_what_is_refused_is_not_asked_for_again_until_the_credentials_change(node, model, proxy):
+def test_an_unauthorized_pull_is_retried_when_the_credentials_change(node, model, proxy):
     ref = model()
     challenge = {"WWW-Authenticate": 'Basic realm="x"'}
     proxy.instead = lambda it: None if "Authorization" in it.headers else Reply(401, challenge)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):
     for name in (base, ref, f"oci://{base}", f"oci://{ref}", f"{ref}@{OTHER}"):
         since = len(shop.proxy.seen)
         assert retry(name) == 202, name
-        until(lambda since=since: shop.manifests("latest", since), f"{name} to be tried again")
+        until(partial(shop.manifests, "latest", since), f"{name} to be tried again")
         until(lambda: node.model(ref)["code"] == "not_found", "it to fail again")
     for name in (f"{base}:v1", f"{base}@{OTHER}", f"{base}x", "no//name"):
         assert retry(name) == 404, name
@@ -173,7 +174,7 @@ def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):
 # -- what nobody is in a hurry for
 
 
-def test_what_has_a_negative_priority_waits_for_what_is_wanted_now(node, shop):
+def test_models_of_negative_priority_wait_for_the_others(node, shop):
     idle = shop.publish("idle", tag="a-idle")
     refs = [shop.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
     shop.proxy.hold = 1

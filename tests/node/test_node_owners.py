@@ -48,7 +48,7 @@ async def evicted(bench):
     return [item.facts["model"] for item in bench.news._items if item.kind == "evict"]
 
 
-def test_what_a_list_has_no_more_goes(tmp_path, shop):
+def test_a_name_that_leaves_the_list_is_removed(tmp_path, shop):
     one, other = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
 
     async def play():
@@ -114,7 +114,7 @@ def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
 
 
 @pytest.mark.parametrize("when", ["running", "at the start"])
-def test_what_cannot_be_read_is_not_nothing(tmp_path, shop, monkeypatch, when):
+def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
     """An unreadable memory is not an empty one, also when it can be read again."""
     ref = shop.publish("a")
     listdir, is_lost = os.listdir, [False]

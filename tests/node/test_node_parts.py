@@ -52,9 +52,12 @@ def begun(store, age):
     ingest = store.ingest(content.digest.encoded, content)
     ingest.write_at(0, bytes(PARTIAL))
     at = time.time() - age
-    return ingest, lambda: [
-        os.utime(path, (at, at)) for path in (store.root / ".aimage" / "ingest").iterdir()
-    ]
+
+    def let_age():
+        for path in (store.root / ".aimage" / "ingest").iterdir():
+            os.utime(path, (at, at))
+
+    return ingest, let_age
 
 
 def abandoned(store, age):
@@ -94,7 +97,7 @@ def test_a_download_that_broke_off_lately_stays_and_a_model_goes(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_a_download_that_somebody_is_at_stays_however_slow_it_is(store):
+def test_a_slow_download_under_way_stays(store):
     ingest, let_age = begun(store, 86400.0)
     let_age()
     try:
@@ -132,28 +135,22 @@ def test_a_node_above_its_mark_lets_abandoned_downloads_go_and_counts_them(tmp_p
     asyncio.run(play())
 
 
-# -- what it is told
+# -- names of models
 
 
 @pytest.mark.parametrize(
     ("ref", "name", "is_meant"),
     [
-        ("h.io/a", "h.io/a", True),
-        ("h.io/a:latest", "h.io/a", True),
         ("h.io/a:latest", "oci://h.io/a", True),
         ("h.io/a", f"h.io/a:latest@{DIGEST}", True),
         ("h.io/a", "h.io/a:v1", False),
-        ("h.io/a", f"h.io/a@{DIGEST}", False),
         (f"h.io/a:v1@{DIGEST}", "h.io/a:v1", True),
-        (f"h.io/a:v1@{DIGEST}", f"oci://h.io/a:v1@{DIGEST}", True),
-        (f"h.io/a@{DIGEST}", f"h.io/a@{DIGEST}", True),
         (f"h.io/a@{DIGEST}", f"h.io/a@{OTHER}", False),
         (f"h.io/a@{DIGEST}", "h.io/a", False),
-        ("h.io/a", "", False),
         ("h.io/a", "oci://", False),
     ],
 )
-def test_a_name_means_a_want_however_it_is_spelled(ref, name, is_meant):
+def test_is_of_accepts_each_spelling_of_a_name(ref, name, is_meant):
     (found,) = parse_specs([{"ref": ref}])
     assert is_of(name, found) is is_meant
 

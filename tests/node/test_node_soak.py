@@ -232,7 +232,7 @@ def soak(node: LiveNode, mover: Mover, refs: list[str]) -> list[Figures]:
     assert readers.counts["pictures"] > SECONDS / 5 and readers.counts["models read"] > 1
     for ref in refs:
         last = ImageLayout(node.aimage.store)
-        until(lambda ref=ref: node.model(ref)["drift"] is None, f"{ref} to be followed")
+        until(lambda: not any(each["drift"] for each in node.status()["models"]), f"{ref} to move")
         assert str(last.resolve(Reference.parse(ref)).digest) == node.model(ref)["digest"]
     return figures
 

@@ -218,7 +218,7 @@ def test_a_store_that_may_come_back_is_waited_for(tmp_path, monkeypatch, number)
         ({"low": 101.0}, "--low: between 0 and 100 per cent of the disk"),
     ],
 )
-def test_a_figure_that_cannot_be_meant_is_refused_with_what_can(said, sentence):
+def test_settings_out_of_range_are_refused_with_the_range(said, sentence):
     with pytest.raises(UsageError) as caught:
         gather(NodeSettings, said, None, spell)
     assert caught.value.message == sentence

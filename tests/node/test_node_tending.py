@@ -163,7 +163,7 @@ def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
     assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
 
 
-def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
+def test_two_nodes_leave_the_pins_of_each_other(tmp_path):
     store = ImageLayout(tmp_path / "store")
     name = index_name(put(store, "model", 1000, 1))
     nodes = [
@@ -190,7 +190,7 @@ def test_two_nodes_of_which_one_wants_a_pin_let_each_others_be(tmp_path):
         model.close()
 
 
-def test_who_ends_a_wish_in_a_thread_leaves_no_lease_whatever_is_still_at_it(tmp_path):
+def test_close_leaves_no_lease_while_other_threads_hold(tmp_path):
     store = ImageLayout(tmp_path / "store")
     reference = put(store, "model", 1000, 1)
     digest = store.resolve(reference).digest

@@ -27,7 +27,7 @@ BLOB = noise(2 * RANGE + 12345, "near")
 CONTENT = blob(BLOB)
 REFERENCE = Reference.parse("registry.example.com/a/b:1")
 IDS = ["a" * 32, "b" * 32, "c" * 32, "d" * 32]
-LAYERS = [noise(3 * RANGE + 77, "large"), *(noise(5000 + n, f"small {n}") for n in range(6))]
+LAYERS = [noise(2 * RANGE + 77, "large"), *(noise(5000 + n, f"small {n}") for n in range(4))]
 SHORT = replace(LIMITS, coming=0.3, busy=0.3, pause=0.1)
 
 
@@ -79,7 +79,7 @@ def test_errors_of_the_registry_are_raised(node):
     assert not source.exists(CONTENT)
 
 
-def test_readers_that_are_given_up_keep_nobody_waiting(node, store):
+def test_a_reader_closed_early_blocks_no_other(node, store):
     source = node.sharing.near(REFERENCE)(store)
     for _ in range(40):
         with source.open(CONTENT) as reader:
@@ -119,7 +119,8 @@ def instead(answer):
 
 
 def check_right(node: Node) -> None:
-    """The model is whole, and everything in the store is what its name says."""
+    """Check that the model is complete, and each blob of the store has its digest."""
+    assert node.reference is not None
     manifest = node.layout.read(node.layout.resolve(node.reference))
     sizes = [layer["size"] for layer in json.loads(manifest)["layers"]]
     assert sizes == [len(layer) for layer in LAYERS]
@@ -152,10 +153,6 @@ async def another_range(_, start, end):
     return partial(bytes(end - start), start + 1, end + 1)
 
 
-async def too_short(_, start, end):
-    return partial(bytes(end - start - 1), start, end)
-
-
 async def too_long(_, start, end):
     return partial(bytes(end - start + 1), start, end)
 
@@ -182,26 +179,17 @@ async def breaks_off(request, start, end):
     return answer
 
 
-async def refuses(_, start, end):
-    return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="http://10.0.0.1"'})
-
-
 async def is_missing(_, start, end):
     return web.Response(status=404)
-
-
-async def fails(_, start, end):
-    return web.Response(status=500, body=bytes(4 * MIB))
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        wrong_bytes, another_range, too_short, too_long, everything, endless, breaks_off,
-        refuses, is_missing, fails,
+        wrong_bytes, another_range, too_long, everything, endless, breaks_off, is_missing,
     ],
 )  # fmt: skip
-def test_the_model_is_right_whatever_another_node_sends(tmp_path, pushed, answer):
+def test_a_pull_is_right_beside_a_faulty_peer(tmp_path, pushed, answer):
     one, _, came = pull_from(answer, tmp_path, pushed)
     if answer not in (wrong_bytes, breaks_off):
         assert not came["neighbour"]

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,8 @@ def upstream():
 
 
 def cached(layout, upstream, **options):
-    return RangeCache(layout, upstream, NoPeers(), lambda *_: None, replace(LIMITS, **options))
+    peers: Any = NoPeers()
+    return RangeCache(layout, upstream, peers, lambda *_: None, replace(LIMITS, **options))
 
 
 @pytest.fixture

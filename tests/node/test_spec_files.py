@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("yaml", reason="pyyaml is not installed")
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,7 @@ def refused_text(tmp_path, text, name="a.yaml"):
 # -- what an entry means
 
 
-def test_an_entry_says_everything(tmp_path):
+def test_all_keys_of_an_entry(tmp_path):
     (tmp_path / "a.yml").write_text(
         f"""\
 # a comment
@@ -97,7 +97,7 @@ def test_an_entry_says_everything(tmp_path):
     assert (found.name, found.origin) == (f"example.com/team/a:v1@{DIGEST}", "a.yml")
 
 
-def test_only_the_name_must_be_said():
+def test_defaults_of_a_spec():
     found = want()
     assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
     assert (found.components, found.refresh, found.origin) == ((), 300.0, "")
@@ -121,14 +121,13 @@ def test_policies_have_two_spellings():
     ("said", "name"),
     [
         ({"ref": f"h.io/a@{DIGEST}"}, f"h.io/a@{DIGEST}"),
-        ({"ref": f"h.io/a:v1@{DIGEST}"}, f"h.io/a:v1@{DIGEST}"),
         ({"ref": f"h.io/a:v1@{DIGEST}", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
         ({"ref": "h.io/a:v1", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
         # no tag was said, and none is made up beside a digest
         ({"ref": "h.io/a", "digest": DIGEST}, f"h.io/a@{DIGEST}"),
     ],
 )
-def test_a_digest_is_said_in_the_name_or_beside_it(said, name):
+def test_a_digest_is_in_the_reference_or_beside_it(said, name):
     found = want(**said)
     assert (found.name, str(found.digest)) == (name, DIGEST)
     assert found.reference.digest == found.digest
@@ -137,9 +136,8 @@ def test_a_digest_is_said_in_the_name_or_beside_it(said, name):
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [
-        *((1, 1.0), (1.5, 1.5), ("1h30m", 5400.0), (0, math.inf), ("0s", math.inf)),
-        *((-1, math.inf), (10**400, math.inf), ("9" * 41, None), ("500ms", None)),
-        *(("soon", None), (True, None)),
+        *((1.5, 1.5), ("1h30m", 5400.0), (0, math.inf), (10**400, math.inf)),
+        *(("9" * 41, None), ("500ms", None), ("soon", None)),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -155,27 +153,26 @@ def test_refresh_is_a_duration_of_a_second_or_more(said, seconds):
     "said",
     [
         {},
-        {"ref": "h.io/a"},
         {"ref": "h.io/a", "digest": DIGEST, "refresh": 0, "pullPolicy": "always"},
         {"priority": 3, "pin": True, "components": ["b", "a"], "refresh": "90s"},
     ],
     ids=str,
 )
-def test_what_a_want_writes_means_the_same(said):
+def test_to_json_parses_to_the_same_spec(said):
     found = want(**said)
     text = json.dumps(found.to_json())
     assert parse_specs([json.loads(text)]) == (found,)
     assert list(schema.violations("desired", [found.to_json()])) == []
 
 
-def test_wants_are_equal_wherever_they_come_from():
+def test_specs_are_equal_without_their_origin():
     one, other = (parse_specs([{"ref": "h.io/a"}], origin)[0] for origin in ("a.yaml", "b.yaml"))
     assert one == other
     assert one.origin != other.origin
     assert one != want(ref="h.io/a", priority=1)
 
 
-def test_a_want_without_a_registry_cannot_be_made():
+def test_model_spec_refuses_a_reference_without_a_registry():
     with pytest.raises(FormatError, match="no registry"):
         ModelSpec(Reference.parse("a:v1"))
     with pytest.raises(FormatError, match="another digest"):
@@ -188,22 +185,18 @@ def test_a_want_without_a_registry_cannot_be_made():
         *(("text", "entry 1: "), ({}, "'ref' is a required property")),
         *(({"ref": 5}, "entry 1, ref: "), ({"ref": "team/a:v1"}, "its registry")),
         ({"ref": "h.io/A"}, "names are lower case"),
-        ({"ref": "h.io/" + "a" * 1024}, "too long"),
         ({"ref": "h.io/a", "digest": "sha256:ab"}, "entry 1, digest: "),
         ({"ref": f"h.io/a@{OTHER}", "digest": DIGEST}, "another digest"),
         ({"ref": "h.io/a", "pullPolicy": "Sometimes"}, "'Never', 'IfNotPresent', 'Always'"),
-        ({"ref": "h.io/a", "pulPolicy": "Never"}, "entry 1, pulPolicy: "),
         ({"ref": "h.io/a", "pin\x1b[2J": True}, "entry 1, "),
         ({"ref": "h.io/a", "priority": 2**31}, "entry 1, priority: "),
-        ({"ref": "h.io/a", "pin": "yes"}, "entry 1, pin: "),
-        ({"ref": "h.io/a", "components": "vae"}, "entry 1, components: "),
         ({"ref": "h.io/a", "components": ["vae", "../x"]}, "entry 1, components/2: "),
         ({"ref": "h.io/a", "components": ["\ud800"]}, "layer name"),
         ({"ref": "h.io/\ud800"}, "entry 1"),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_an_entry_cannot_be(entry, where):
+def test_parse_specs_refuses_an_invalid_entry(entry, where):
     with pytest.raises(FormatError) as caught:
         parse_specs([entry])
     assert where in f"{caught.value.message} {caught.value.hint}"
@@ -230,7 +223,7 @@ def test_schema_and_reader_agree_on_what_names_a_registry():
 # -- one model, twice
 
 
-def test_what_is_said_twice_is_one(tmp_path):
+def test_equal_entries_are_one_spec(tmp_path):
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n- ref: h.io/b\n")
     (tmp_path / "b.yaml").write_text("- ref: h.io/a:latest\n  pullPolicy: always\n")
     found = read_directory(tmp_path).specs
@@ -244,14 +237,12 @@ def test_what_is_said_twice_is_one(tmp_path):
     ("said", "difference"),
     [
         ("priority: 3", "priority is 0 and 3"),
-        ("pin: true", "pin is false and true"),
-        ("refresh: 0", "refresh is 300.0 and 0"),
         ("components: [vae]", 'components is [] and ["vae"]'),
         ("pullPolicy: Never", 'pullPolicy is "IfNotPresent" and "Never"'),
         (f"digest: {DIGEST}", f'digest is null and "{DIGEST}"'),
     ],
 )
-def test_what_two_files_say_differently_is_refused_with_both_places(tmp_path, said, difference):
+def test_different_entries_of_one_model_are_refused_with_both_places(tmp_path, said, difference):
     (tmp_path / "a.yaml").write_text("- ref: h.io/b\n\n- ref: h.io/a:v1\n")
     (tmp_path / "b.yaml").write_text(f"- ref: h.io/a:v1\n  {said}\n")
     assert refused(tmp_path) == (
@@ -291,12 +282,12 @@ def test_an_empty_file_has_no_specs(tmp_path, loaders):
         assert read_directory(tmp_path).specs == ()
 
 
-def test_an_empty_directory_wants_nothing(tmp_path):
+def test_an_empty_directory_has_no_specs(tmp_path):
     found = read_directory(tmp_path)
     assert (found.specs, found.files) == ((), ())
 
 
-def test_a_directory_that_is_not_there_is_said_so(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for name in ("none", "file"):
         with pytest.raises(NotFoundError, match="there is no directory"):
@@ -317,27 +308,18 @@ def test_a_directory_that_is_not_there_is_said_so(tmp_path):
         ("- ref: h.io/a\n---\n- ref: h.io/b\n", "line 2: a second document"),
         ("- &a ref: h.io/a\n- *a\n", "line 2: "),
         ("- &a [ref]\n- *a\n", "line 2: aliases"),
-        ("- &a [*a]\n", "line 1: aliases"),
         ("- !!python/object/apply:os.system [id]\n", "line 1: the tag"),
-        ("- ref: !!str h.io/a\n", "line 1: the tag"),
         ("- ref: ! h.io/a\n", "line 1: the tag"),
-        ("- ref: !!binary aC5pby9h\n", "line 1: the tag"),
         ("- {1: 2}\n", "line 1: a key must be a string"),
         ("- ? [a]\n  : b\n", "line 1: a key must be a string"),
-        ("- ref: h.io/a\n  <<: {pin: true}\n", "line 2: entry 1, <<: "),
         ("- ref: 2026-01-31\n", "ref: '2026-01-31' is not valid"),
-        ("- ref: 12:30:45\n", "ref: '12:30:45' is not valid"),
-        ("- ref: h.io/a\n  priority: 0x10\n", "'0x10' is not of type 'integer'"),
-        ("- ref: h.io/a\n  priority: 1_000\n", "'1_000' is not of type 'integer'"),
         ("- ref: h.io/a\n  priority: " + "9" * 5000 + "\n", "line 2: entry 1, priority: "),
         ("- ref: h.io/a\n  refresh: .nan\n", "line 2: entry 1, refresh: "),
         ("- ref: h.io/a\n\x00", "line 2: a character that YAML forbids"),
         ("\x00" * 4096, "line 1: a character that YAML forbids"),
         ("- ref: h.io/a\n\tpin: true\n", "a.yaml, line 2: "),
         ("[" * 100_000, "line 1: nested more than 20 deep"),
-        ("{a: " * 100_000, "line 1: nested more than 20 deep"),
         ("%YAML 3.0\n---\n- a\n", "line 1: "),
-        ("kind: ConfigMap\n", "is not of type 'array'"),
     ],
     ids=lambda text: repr(text)[:40],
 )
@@ -357,13 +339,11 @@ def test_an_alias_bomb_is_refused(tmp_path, loaders):
     ("text", "said"),
     [
         ("[", "a.json is not JSON: "),
-        ("- ref: h.io/a", "a.json is not JSON: "),
         ('[{"ref": "h.io/a", "pin": true, "pin": true}]', "the key 'pin' twice"),
         ('[{"ref": "h.io/a", "refresh": NaN}]', "NaN is not a JSON number"),
         ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/b",\n"pin": 1}\n]', "a.json, line 4: entry 2, pin"),
         ('[\n{"ref": "h.io/a"},\n{"ref": "h.io/B"}]', "a.json, line 3: entry 2: "),
         ("[" * 100_000, "nested"),
-        ("{}", "is not of type 'array'"),
     ],
     ids=lambda text: repr(text)[:40],
 )
@@ -372,7 +352,7 @@ def test_odd_json_is_refused_with_its_place(tmp_path, text, said):
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
-def test_what_is_not_utf_8_is_refused_with_its_line(tmp_path, name):
+def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path, name):
     (tmp_path / name).write_bytes(b"[\n# gr\xfc\xdfe\n]")
     assert refused(tmp_path) == f"{tmp_path / name}, line 2: not UTF-8"
     (tmp_path / name).write_bytes("- ref: h.io/a\n".encode("utf-16"))
@@ -416,12 +396,12 @@ def test_a_file_with_an_odd_name_is_shown_without_it(tmp_path, name):
     assert all(each.isprintable() for each in (*found.files, found.specs[0].origin))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.binary(max_size=200)
     | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
 )
-def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path_factory, raw):
+def test_any_bytes_are_read_or_refused(tmp_path_factory, raw):
     directory = tmp_path_factory.mktemp("any")
     for name in ("a.yaml", "a.json"):
         path = directory / name
@@ -442,7 +422,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(PIECES, max_size=30).map("".join))
 def test_both_parsers_take_or_refuse_any_pieces_of_yaml(text):
     for each in LOADERS:
@@ -456,7 +436,7 @@ def test_both_parsers_take_or_refuse_any_pieces_of_yaml(text):
                 json.dumps(value)
 
 
-class Plain(yaml.SafeDumper):
+class Plain(yaml.SafeDumper):  # type: ignore[misc]
     """Writes everything out."""
 
     def ignore_aliases(self, data):
@@ -476,9 +456,9 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(VALUES, st.booleans())
-def test_what_another_writes_is_read_as_it_was_meant(value, is_flow):
+def test_yaml_of_pyyaml_is_read_with_the_same_value(value, is_flow):
     text = yaml.dump(value, Dumper=Plain, default_flow_style=is_flow)
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
@@ -486,7 +466,7 @@ def test_what_another_writes_is_read_as_it_was_meant(value, is_flow):
             assert read_yaml(text, "a.yaml")[0] == value
 
 
-def test_lines_of_json_are_known_whatever_indents_it():
+def test_json_lines_with_tabs():
     text = '[\n\t{\n\t\t"ref": "a",\n\t\t"pin": 1\n\t}\n]'
     assert json_lines(text)[0, "pin"] == 4
 
@@ -494,9 +474,8 @@ def test_lines_of_json_are_known_whatever_indents_it():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *(("no", "no"), ("on", "on"), ("0o17", "0o17"), ("017", 17), ("12:30", "12:30")),
-        *(("2026-01-31", "2026-01-31"), ("1_000", "1_000"), ("0x10", "0x10"), (".nan", ".nan")),
-        *(("'5'", "5"), ('"true"', "true"), ("True", True), ("~", None), ("1e3", 1000.0)),
+        *(("no", "no"), ("0x10", "0x10"), ("017", 17), ("2026-01-31", "2026-01-31")),
+        *((".nan", ".nan"), ("'5'", "5"), ("True", True), ("~", None), ("1e3", 1000.0)),
     ],
 )
 def test_plain_scalars_are_resolved_by_the_core_schema(text, value, loaders):
@@ -544,7 +523,7 @@ def test_a_key_that_leaves_a_config_map_is_refused_until_its_link_is_gone(tmp_pa
     assert names(tmp_path) == ["h.io/a:v1"]
 
 
-def test_what_is_replaced_during_the_reading_is_read_again(tmp_path, monkeypatch):
+def test_a_directory_replaced_during_the_read_is_read_again(tmp_path, monkeypatch):
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
     read, done = spec_files._content, []
 
@@ -643,7 +622,7 @@ def test_a_directory_that_goes_and_comes_back_is_noticed(tmp_path):
 # -- the example
 
 
-def test_the_example_is_what_the_schema_says_and_shows_everything():
+def test_the_examples_are_valid_and_show_every_key():
     documents = [yaml.safe_load(path.read_bytes()) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert documents
     for document in documents:
