@@ -94,6 +94,7 @@ NO_REFERENCES = [
     "model:v1:v2",
     f"m:{'t' * 129}",
     "r" * 256,
+    "r" * 1025,
     "m@sha256:abc",
     f"m@{str(DIGEST).upper()}",
     f"m@{DIGEST}@{DIGEST}",
