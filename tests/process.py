@@ -24,7 +24,8 @@ PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
 # Variables that the interpreter or a library reads once, when it starts
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
-POOLS = ("aimage-write", "aimage-mlx")  # threads that stay for the next use
+# Threads that stay for the next use; the last two are of servers in this process
+POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid")
 THREADS_END = 20.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
 _children: list[subprocess.Popen[Any]] = []

@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # root's modules are "."
 BUDGETS = {
     ".": 2_980,
-    "api": 2_540,
+    "api": 2_430,
     "cli": 4_560,
     "content": 2_470,
     "dialect": 1_440,
     "distribution": 2_040,
-    "engine": 3_100,
+    "engine": 2_900,
     "exporter": 1_300,
     "formats": 2_830,
-    "http": 1_390,
+    "http": 1_340,
     "importer": 2_240,
     "layout": 2_750,
     "model": 3_600,
@@ -32,7 +32,7 @@ BUDGETS = {
     "registry": 3_000,
     "tensor": 1_100,
 }
-MODULES = 285  # in the whole package
+MODULES = 277  # in the whole package
 FOLDER = 25  # modules in one folder
 # Files of a verb, and the parallel files of a family of models, may share their names
 SHARED = {("cli", "verbs"), ("model", "zimage")}

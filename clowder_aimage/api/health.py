@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
 from clowder_aimage.api.service import Service
-from clowder_aimage.api.sse import ticking
-from clowder_aimage.engine.event_log import LoggedEvent
 from clowder_aimage.engine.metric import CONTENT_TYPE
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.route import INFER, OPEN, Route
@@ -77,18 +75,17 @@ class Health:
         after = last.removeprefix(mark) if last.startswith(mark) else "0"
         if not after.isascii() or not after.isdigit() or len(after) > 15:
             raise ApiError(400, "Last-Event-ID is not the id of an event", param="Last-Event-ID")
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
+        answer = EventStream(request)
+        await answer.open()
         if request.method == "HEAD":
-            return answer
-        await answer.write(b"retry: 2000\n\n")
+            return answer.response
+        await answer.send(b"retry: 2000\n\n")
         items = ticking(self._service.news.listen(int(after)), ALIVE)
         async with contextlib.aclosing(items):
             async for item in items:
-                await answer.write(b": alive\n\n" if item is None else _frame(mark, item))
-        return answer
-
-
-def _frame(mark: str, item: LoggedEvent) -> bytes:
-    data = json.dumps({"at": item.at, **item.facts})
-    return f"id: {mark}{item.id}\nevent: {item.kind}\ndata: {data}\n\n".encode()
+                if item is None:
+                    await answer.send(comment("alive"))
+                    continue
+                facts = {"at": item.at, **item.facts}
+                await answer.send(frame(item.kind, facts, mark=f"{mark}{item.id}"))
+        return await answer.close()

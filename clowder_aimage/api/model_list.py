@@ -154,7 +154,6 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(count: int) -> str:
-    """Return a number of parameters as ``6.2B``."""
     for unit, letter in _UNITS:
         if count >= unit:
             return f"{count / unit:.1f}{letter}"

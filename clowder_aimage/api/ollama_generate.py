@@ -21,13 +21,12 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
+from clowder_aimage.api.answer_stream import NdjsonStream, ticking
 from clowder_aimage.api.image_request import MAX_TEXT, check_pixels
-from clowder_aimage.api.ndjson import NdjsonStream
 from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_body
 from clowder_aimage.api.service import Service
-from clowder_aimage.api.sse import ticking
+from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
-from clowder_aimage.engine.limits import NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
@@ -118,7 +117,7 @@ class OllamaGeneration:
         """Return ``keep_alive`` and ``pull`` of the engine, which a token may not be allowed."""
         if not self._is_admin:
             return {"pull": NEVER}
-        return {"keep_alive": self._body.keep_alive, "pull": self._service.pull}
+        return {"keep_alive": self._body.keep_alive, "pull": self._service.settings.pull}
 
     def _resolve(self) -> Descriptor | None:
         try:
@@ -127,7 +126,6 @@ class OllamaGeneration:
             return None
 
     async def _unload(self) -> web.StreamResponse:
-        """Unload a model after the last of its requests."""
         found = await asyncio.to_thread(self._resolve)
         loaded = self._service.engine.loaded()
         digests = {found.digest} if found else set()
@@ -143,7 +141,9 @@ class OllamaGeneration:
         events = self._service.engine.generate(
             self.reference,
             lambda aimage: GenerateRequest.for_model(aimage, prompt, **self._parameters),
-            encoding=PictureEncoding(has_facts=self._service.facts if facts is None else facts),
+            encoding=PictureEncoding(
+                has_facts=self._service.settings.png_facts if facts is None else facts
+            ),
             **self._terms(),
         )
         return await self._stream(events, None)
@@ -151,7 +151,6 @@ class OllamaGeneration:
     async def _stream(
         self, events: AsyncGenerator[Event, None], last: dict[str, Any] | None
     ) -> web.StreamResponse:
-        """Answer with a line for each event, or only with the last one."""
         answer, has_no_picture = NdjsonStream(self._request), last is not None
         try:
             async with contextlib.aclosing(ticking(events, SILENCE)) as coming:
@@ -168,7 +167,6 @@ class OllamaGeneration:
         return await answer.end()
 
     def _line(self, *, done: bool = False, **more: Any) -> dict[str, Any]:
-        """Return a line of the answer."""
         name = self._body.reference or str(self.reference)
         created = datetime.now(UTC).isoformat()
         return {"model": name, "created_at": created, "response": "", **more, "done": done}

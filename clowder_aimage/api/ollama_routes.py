@@ -19,11 +19,11 @@ from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
+from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.model_list import capabilities, details
-from clowder_aimage.api.ndjson import NdjsonStream
 from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.model_slot import ModelSlot
+from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http import PRODUCT
@@ -33,7 +33,6 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
 FOR_EVER = timedelta(days=365 * 100)  # expiry of a model that is never unloaded
-_VERSION = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
 _Lines = AsyncGenerator[dict[str, Any], None]
 
 
@@ -64,7 +63,8 @@ async def _hello(_: web.Request) -> web.StreamResponse:
 
 
 async def _version(_: web.Request) -> web.StreamResponse:
-    return web.json_response({"version": _VERSION[0] if _VERSION else "0"})
+    number = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
+    return web.json_response({"version": number[0] if number else "0"})
 
 
 # -- what is there
@@ -241,7 +241,6 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
 async def _answer_lines(
     request: web.Request, is_streaming: bool, lines: _Lines
 ) -> web.StreamResponse:
-    """Answer with the lines as they come, or only with the last one."""
     answer, last = NdjsonStream(request), dict[str, Any]()
     async with contextlib.aclosing(lines):
         try:

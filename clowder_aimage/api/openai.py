@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from clowder_aimage.api import picture_link, sse
+from clowder_aimage.api import answer_stream, picture_link
 from clowder_aimage.api.image_request import ImageRequest, read_request
 from clowder_aimage.api.openai_model import (
     ModelCatalog,
@@ -66,9 +66,7 @@ def routes(service: Service) -> list[Route]:
         Route("POST", "/v1/images/generations", images.generate, INFER),
         Route("GET", "/v1/models", list_models, INFER),
         Route("GET", "/v1/models/{id:.+}", get_model, INFER),
-        Route(
-            "GET", picture_link.PATH + "{name}", images.fetch, OPEN
-        ),  # its signature says who may
+        Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # by its signature
     ]
 
 
@@ -82,10 +80,9 @@ class ImageRoutes:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer with pictures, in one piece or as a stream."""
         strict = request.query.get("strict", "") in ("1", "true")
-        service = self._service
-        defaults = {"pull": service.pull, "stream_format": service.stream_format}
-        raw = await request.read()
-        body = read_request(raw, strict=strict, png_facts=service.facts, **defaults)
+        service, names = self._service, ("pull", "stream_format", "png_facts")
+        defaults = {name: getattr(service.settings, name) for name in names}
+        body = read_request(await request.read(), strict=strict, **defaults)
         selected = await choose_model(service, body, may_pull=request.get("scope") == ADMIN)
         request["model"] = selected.reference
         headers = _headers(body, selected.reference)
@@ -146,9 +143,9 @@ class ImageRoutes:
         """Answer with all pictures at once; none are made for a client that has left."""
         pictures: list[ImageEvent] = []
         try:
-            async with contextlib.aclosing(sse.ticking(events)) as coming:
+            async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
                 async for event in coming:
-                    if sse.is_gone(request):
+                    if answer_stream.is_gone(request):
                         raise ConnectionResetError("the client has left")
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
@@ -162,7 +159,7 @@ class ImageRoutes:
 
     def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
         """Return the function that keeps a picture and returns its URL on this host."""
-        base = self._service.public_url or f"{request.scheme}://{request.host}"
+        base = self._service.settings.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
 
         def keep(picture: ImageEvent) -> str:
@@ -173,7 +170,6 @@ class ImageRoutes:
 
 
 def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -> dict[str, Any]:
-    """Return OpenAI's ``ImagesResponse``."""
     first = pictures[0]
     return {
         "created": int(time.time()),
@@ -187,7 +183,6 @@ def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -
 
 
 def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
-    """Return the headers of an answer: the seed, the model, and ignored fields."""
     headers = {"X-Aimage-Seed": str(body.seed), "X-Aimage-Model": str(reference)}
     if body.ignored:
         names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in body.ignored]
@@ -206,12 +201,12 @@ async def _streamed(
 
     An error before the first event has a status of its own; a later one is an event.
     """
-    async with contextlib.aclosing(sse.ticking(events)) as coming:
+    async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
         try:
             first = await anext(coming)
         except AImageError as error:
             raise _with_param(error, body) from None
-        stream = sse.EventStream(request, headers)
+        stream = answer_stream.EventStream(request, headers)
         await stream.open()
         try:
             await _send(stream, stream_form, first)
@@ -221,11 +216,13 @@ async def _streamed(
         except ConnectionError:
             raise
         except Exception as error:
-            await stream.send(sse.frame("error", _error_data(request, body, error)))
+            await stream.send(answer_stream.frame("error", _error_data(request, body, error)))
         return await stream.close()
 
 
-async def _send(stream: sse.EventStream, stream_form: ImageStream, event: Event | None) -> None:
+async def _send(
+    stream: answer_stream.EventStream, stream_form: ImageStream, event: Event | None
+) -> None:
     if event is None:
         await stream.keep_alive()
     else:
@@ -233,7 +230,6 @@ async def _send(stream: sse.EventStream, stream_form: ImageStream, event: Event 
 
 
 def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
-    """Return the error as an event's data."""
     if not isinstance(error, AImageError):
         _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
         error = ApiError(500, "the worker failed; its log says at what", code="internal_error")

@@ -13,7 +13,7 @@ from clowder_aimage.api.image_request import ImageRequest
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
@@ -78,7 +78,7 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
     if aimage is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
         is_said = service.alias(body.model) is None if body.model else False
-        if service.default is None or (is_exact and is_said):
+        if service.settings.default_model is None or (is_exact and is_said):
             raise unknown_model(body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
@@ -90,7 +90,6 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
 
 
 def _parse(service: Service, name: str | None) -> Reference:
-    """Return the reference of a name. Raises ApiError: it is malformed."""
     try:
         return service.reference(name)
     except UsageError as error:
@@ -149,7 +148,7 @@ class ModelCatalog:
         return _model(name, facts)
 
     def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        for alias in sorted(self._service.aliases):
+        for alias in sorted(self._service.settings.aliases):
             try:
                 name = str(self._service.reference(alias))
             except UsageError:

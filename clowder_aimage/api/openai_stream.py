@@ -11,9 +11,9 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from clowder_aimage.api import sse
+from clowder_aimage.api import answer_stream
 from clowder_aimage.api.image_request import AUTO, OLLAMA, OPENAI, WITH_PROGRESS, ImageRequest
 from clowder_aimage.engine.event import (
     Event,
@@ -31,22 +31,6 @@ KeepPicture = Callable[[ImageEvent], str]  # the link to a picture that is kept 
 _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
 
-class ImageStream(Protocol):
-    """A form of events."""
-
-    def learn(self, parameters: GenerateRequest) -> None:
-        """Set the parameters, once the model is known."""
-        ...
-
-    def frames(self, event: Event) -> Iterator[bytes]:
-        """Yield the frames of an event."""
-        ...
-
-    def end(self) -> Iterator[bytes]:
-        """Yield the frames after the last picture."""
-        ...
-
-
 def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     """Return the form that a client expects.
 
@@ -58,13 +42,6 @@ def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     return OPENAI if is_openai else OLLAMA
 
 
-def image_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
-    """Return the stream of that form."""
-    if dialect == OLLAMA:
-        return PlainStream(body, keep)
-    return OpenAIStream(body, keep, has_progress=dialect == WITH_PROGRESS)
-
-
 def encoded(picture: ImageEvent | PreviewEvent) -> str:
     """Return a picture as base64."""
     return base64.b64encode(picture.data).decode()
@@ -72,21 +49,15 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
 
 def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
     """Return a picture as an entry of an answer: its bytes, or its URL."""
-    return (
-        {"url": keep(picture)} if body.response_format == "url" else {"b64_json": encoded(picture)}
-    )
+    is_link = body.response_format == "url"
+    return {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
 
 
 def usage() -> dict[str, Any]:
     """Return token counts of zero: clients require them."""
     details = {"image_tokens": 0, "text_tokens": 0}
-    return {
-        "input_tokens": 0,
-        "input_tokens_details": dict(details),
-        "output_tokens": 0,
-        "output_tokens_details": dict(details),
-        "total_tokens": 0,
-    }
+    counts = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
+    return {**counts, "input_tokens_details": details, "output_tokens_details": details}
 
 
 def quality(body: ImageRequest) -> str:
@@ -95,7 +66,11 @@ def quality(body: ImageRequest) -> str:
 
 
 class PlainStream:
-    """ollama's form. Steps count through all pictures of a request."""
+    """ollama's form. Steps count through all pictures of a request.
+
+    ``learn`` sets the parameters once the model is known; ``frames`` yields those of an event,
+    ``end`` those after the last picture.
+    """
 
     def __init__(self, body: ImageRequest, keep: KeepPicture) -> None:
         self._body, self._keep = body, keep
@@ -107,14 +82,16 @@ class PlainStream:
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
             step = event.picture * event.total + event.index
-            yield sse.frame("progress", {"step": step, "total": self._body.n * event.total})
+            yield answer_stream.frame(
+                "progress", {"step": step, "total": self._body.n * event.total}
+            )
         elif isinstance(event, PullingEvent):
-            yield sse.frame("pull", {"completed": event.done, "total": event.total})
+            yield answer_stream.frame("pull", {"completed": event.done, "total": event.total})
         elif isinstance(event, ImageEvent):
             self._data.append(entry(event, self._body, self._keep))
 
     def end(self) -> Iterator[bytes]:
-        yield sse.frame("done", {"created": int(time.time()), "data": self._data})
+        yield answer_stream.frame("done", {"created": int(time.time()), "data": self._data})
 
 
 class OpenAIStream:
@@ -129,13 +106,13 @@ class OpenAIStream:
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, QueuedEvent):
-            yield sse.comment(f"queued behind {event.ahead}")
+            yield answer_stream.comment(f"queued behind {event.ahead}")
         elif isinstance(event, PullingEvent):
-            yield sse.comment(f"pulled {event.done} of {event.total} bytes")
+            yield answer_stream.comment(f"pulled {event.done} of {event.total} bytes")
         elif isinstance(event, LoadingEvent):
-            yield sse.comment("loading")
+            yield answer_stream.comment("loading")
         elif isinstance(event, StartedEvent):
-            yield sse.comment("begun")
+            yield answer_stream.comment("begun")
         elif isinstance(event, Step):
             yield self._progress(event)
         elif isinstance(event, PreviewEvent):
@@ -151,7 +128,7 @@ class OpenAIStream:
         step = event.picture * event.total + event.index
         total = self._body.n * event.total
         if not self._has_progress:
-            return sse.comment(f"step {step} of {total}")
+            return answer_stream.comment(f"step {step} of {total}")
         facts = {"step": step, "total": total, "created_at": int(time.time())}
         return self._frame("progress", facts)
 
@@ -173,4 +150,14 @@ class OpenAIStream:
 
     def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:
         kind = f"image_generation.{name}"
-        return sse.frame(kind, {"type": kind, **facts})
+        return answer_stream.frame(kind, {"type": kind, **facts})
+
+
+ImageStream = PlainStream | OpenAIStream
+
+
+def image_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
+    """Return the stream of that form."""
+    if dialect == OLLAMA:
+        return PlainStream(body, keep)
+    return OpenAIStream(body, keep, has_progress=dialect == WITH_PROGRESS)

@@ -38,7 +38,6 @@ class ModelBody(RequestBody):
 
 
 def _integer(value: object) -> object:
-    """Return 8.0, as some clients write it, as 8."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

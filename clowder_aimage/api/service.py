@@ -1,24 +1,31 @@
-"""The service behind every route of a worker."""
+"""The service behind every route of a worker, and its readiness for requests."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from clowder_aimage.api.readiness import Readiness
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.limits import IF_MISSING, EngineLimits
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.settings import ServerSettings, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import (
+    Completeness,
+    CompletenessCache,
+    check_completeness,
+)
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions
+
+BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
 
 
 class NodeState(Protocol):
@@ -26,28 +33,71 @@ class NodeState(Protocol):
 
     def missing(self) -> Sequence[str]:
         """Return the models that are to be here and are not."""
-        ...
 
     def against(self) -> list[dict[str, str]]:
         """Return other reasons to send requests elsewhere."""
-        ...
 
     def warnings(self) -> Sequence[str]:
         """Return what is wrong although requests are accepted."""
-        ...
+
+
+class Readiness:
+    """The readiness of one store. Threads may share it."""
+
+    def __init__(self, store: ImageLayout) -> None:
+        self._store = store
+        self._completeness = CompletenessCache(store)
+
+    def against(
+        self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
+    ) -> list[dict[str, str]]:
+        """Return the reasons to send requests elsewhere: the store, and missing models.
+
+        A store that fails is a reason, not an error. ``missing`` are known not to be here.
+        """
+        found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
+        try:
+            pins = self._store.pins.items()
+            pinned = sorted(name for name, value in pins if value.get("by") != BY_NODE)
+        except (AImageError, OSError):  # which models are to be here is unknown
+            pinned = []
+            found = found or [{"reason": "store not readable"}]
+        others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
+        for name in dict.fromkeys((*missing, *others)):
+            found.append({"reason": "model missing", "model": name})
+        return found
+
+    def _is_complete(self, name: str) -> bool:
+        def check() -> Completeness:
+            return check_completeness(self._store, self._store.resolve(Reference.parse(name)))
+
+        try:
+            return self._completeness.find(name, check).is_complete
+        except (AImageError, OSError):
+            return False
+
+
+def _is_writable(store: ImageLayout) -> bool:
+    """Return True if a byte can be written where the store is, or will be. No file is left."""
+    place = store.root / ".aimage"
+    try:
+        while not place.exists() and place != place.parent:  # it may not even be looked at
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
 class Service:
     """A worker: its engine and store, and the names that clients have for models.
 
-    Args:
-        aliases: Names that clients have built in (``gpt-image-1``), and the AImages they stand for.
-        default: The model of a request that names none, or one that is not here.
-        pull: if-missing, always or never, if a request does not say.
-        stream_format: The form of streams, if a request does not say.
-        facts: Pictures hold how they were made, if a request does not say.
-        public_url: The base of links; None: the address of the request.
+    ``node`` is the state of a server that is a node, too; ``has_gone`` is called when a name was
+    removed; ``wanted`` are models to have before requests are accepted.
     """
 
     engine: Engine
@@ -56,24 +106,16 @@ class Service:
     connection: ClientOptions
     metrics: Metrics
     news: EventLog
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    default: str | None = None
-    pull: str = IF_MISSING
-    stream_format: str = "auto"
-    facts: bool = True
-    public_url: str | None = None
-    wanted: Sequence[str] = ()  # models to have before requests are accepted
-    node: NodeState | None = None  # of a server that is a node, too
-    has_gone: Callable[[], object] = lambda: None  # called when a name was removed
+    settings: Settings
+    readiness: Readiness
+    wanted: Sequence[str]
+    node: NodeState | None = None
+    has_gone: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
-    readiness: Readiness = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.readiness = Readiness(self.store)
 
     def reference(self, name: str | None) -> Reference:
         """Return the AImage that a client means by ``name``. Raises UsageError."""
-        text = (self.alias(name) or name) if name else self.default
+        text = (self.alias(name) or name) if name else self.settings.default_model
         if not text:
             raise UsageError("the request names no model, and the worker has no default")
         return Reference.parse(text)
@@ -85,7 +127,7 @@ class Service:
         """
         other = name.removesuffix(f":{DEFAULT_TAG}")
         other = other if other != name else f"{name}:{DEFAULT_TAG}"
-        return self.aliases.get(name) or self.aliases.get(other)
+        return self.settings.aliases.get(name) or self.settings.aliases.get(other)
 
 
 def make_service(
@@ -94,24 +136,16 @@ def make_service(
     """Return the service of a worker, or of a node that makes no pictures."""
     metrics, news = Metrics(), EventLog()
     transfers = TransferQueue(store, connection, metrics, news)
-    limits = settings.limits if isinstance(settings, Settings) else EngineLimits()
-    service = Service(
-        engine=Engine(store, transfers, limits, metrics, news=news),
+    if not isinstance(settings, Settings):
+        settings = Settings()
+    return Service(
+        engine=Engine(store, transfers, settings.limits, metrics, news=news),
         transfers=transfers,
         store=store,
         connection=connection,
         metrics=metrics,
         news=news,
-    )
-    if not isinstance(settings, Settings):
-        return service
-    return replace(
-        service,
-        aliases=settings.aliases,
-        default=settings.default_model,
-        pull=settings.pull,
-        stream_format=settings.stream_format,
-        facts=settings.png_facts,
-        public_url=settings.public_url,
+        settings=settings,
+        readiness=Readiness(store),
         wanted=settings.wanted,
     )

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +34,6 @@ from clowder_aimage.registry.docker_config import Credential
 STOP_TIMEOUT = 3.0  # seconds that a pull gets to end in when its content is deleted
 _MAX_URL = 1500  # characters of a URL
 _OTHERS = ("hf", "huggingface", "http", "https")  # what the storage manager took, too
-_Answer = Callable[[Service, web.Request], Awaitable[web.StreamResponse]]
 
 
 def routes(service: Service) -> list[Route]:
@@ -248,10 +246,5 @@ def _stored(item: model_list.ModelEntry) -> dict[str, Any]:
 
 
 def _pulling(pull: SharedTransfer) -> dict[str, Any]:
-    completed, total = min(pull.completed, pull.total), pull.total
-    return {
-        "url": _url(pull.reference),
-        "status": "pulling",
-        "completed": completed,
-        "total": total,
-    }
+    url, completed = _url(pull.reference), min(pull.completed, pull.total)
+    return {"url": url, "status": "pulling", "completed": completed, "total": pull.total}

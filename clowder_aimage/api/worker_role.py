@@ -56,15 +56,15 @@ class WorkerRole(Role):
             yield
 
     async def ready(self) -> None:
-        await self._service.news.tell("ready")
+        self._service.news.tell("ready")
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
         """Let requests end, then event streams."""
-        await self._service.news.tell("drain", grace=grace)
+        self._service.news.tell("drain", grace=grace)
         waiting = self._service.engine.waiting
         _log.info("draining", extra={"grace": grace, "waiting": waiting})
         await drain(self._service.engine, grace, hurry)
-        await self._service.news.close()
+        self._service.news.close()
 
     async def _expire(self) -> None:
         while True:

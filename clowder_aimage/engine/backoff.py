@@ -8,18 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from clowder_aimage.errors import (
-    AImageError,
-    ContentError,
-    NetworkError,
-    NoSpaceError,
-    NotFoundError,
-    RegistryError,
-    StoreError,
-    UnauthorizedError,
-    UsageError,
-    VerificationError,
-)
+from clowder_aimage import errors
+from clowder_aimage.errors import AImageError
 
 FIRST, LONGEST = 1.0, 300.0  # seconds of backing off
 HOUR, DAY = 3600.0, 86400.0  # after content that failed verification: all of it is fetched again
@@ -29,17 +19,15 @@ NEVER_FETCHED = "never_fetched"  # it is missing, and its policy is never
 
 # The code of an error, and the condition of the next attempt: time alone (backoff, or the next
 # check of the tag), more space, or a change
-_TABLE: tuple[tuple[type[AImageError], str, str, bool], ...] = (
-    # error, code, condition, backs off
-    (NoSpaceError, "no_space", SPACE, False),
-    (UnauthorizedError, "unauthorized", CHANGE, False),
-    (NotFoundError, "not_found", CHANGE, False),
-    (VerificationError, WRONG, CHANGE, False),
-    (UsageError, "invalid", CHANGE, False),
-    (ContentError, "invalid", CHANGE, False),
-    (NetworkError, "unreachable", TIME, True),
-    (RegistryError, "registry_failed", TIME, True),
-    (StoreError, STORE, TIME, True),
+_TABLE: tuple[tuple[type[AImageError], str, str], ...] = (
+    (errors.NoSpaceError, "no_space", SPACE),
+    (errors.UnauthorizedError, "unauthorized", CHANGE),
+    (errors.NotFoundError, "not_found", CHANGE),
+    (errors.VerificationError, WRONG, CHANGE),
+    (errors.ContentError, "invalid", CHANGE),
+    (errors.NetworkError, "unreachable", TIME),
+    (errors.RegistryError, "registry_failed", TIME),
+    (errors.StoreError, STORE, TIME),
 )
 
 
@@ -63,9 +51,9 @@ def again(error: AImageError, attempts: int, chance: float, refresh: float) -> B
     ``chance``, in [0, 1), is the place in the interval. A longer Retry-After counts. After an error
     that only a change can remove, the delay is ``refresh`` seconds.
     """
-    found = next((row for row in _TABLE if isinstance(error, row[0])), None)
-    code, after, backs_off = found[1:] if found else ("failed", TIME, True)
-    if not backs_off:
+    rows = (row[1:] for row in _TABLE if isinstance(error, row[0]))
+    code, after = next(rows, ("failed", TIME))
+    if after != TIME:
         return Backoff(code, after, math.inf if after == SPACE else refresh)
     longest = min(LONGEST, FIRST * 2.0 ** min(attempts, 30))
     asked = getattr(error, "retry_after", 0.0)

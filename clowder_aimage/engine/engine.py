@@ -11,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
 
-from clowder_aimage.engine.engine_error import BusyError, StoppedError, ending
-from clowder_aimage.engine.event import Event, LoadingEvent, PullingEvent, QueuedEvent
-from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER, EngineLimits
+from clowder_aimage.engine.admission import (
+    ALWAYS,
+    IF_MISSING,
+    NEVER,
+    BusyError,
+    EngineLimits,
+    StoppedError,
+    ending,
+)
+from clowder_aimage.engine.event import Event, EventLog, LoadingEvent, QueuedEvent
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
-from clowder_aimage.engine.model_slot import ModelSlot
-from clowder_aimage.engine.queued_request import MakeRequest, QueuedRequest
+from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -32,8 +35,7 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Reference
 
-T = TypeVar("T")
-Emit = Callable[[T], None]
+Emit = Callable[[Event], None]
 
 
 class Engine:
@@ -54,9 +56,7 @@ class Engine:
         self._news = news or EventLog()
         self._transfers = transfers
         self._clock = clock
-        self._scheduler = ModelScheduler(
-            store.roots, limits, metrics, self._news, clock=clock, free=free
-        )
+        self._scheduler = ModelScheduler(store.roots, limits, metrics, self._news, clock, free)
         self._requests: set[QueuedRequest] = set()
         self._number = 0
         self._average = 10.0  # seconds of a request
@@ -99,28 +99,43 @@ class Engine:
         request = QueuedRequest(
             reference, make, encoding or PictureEncoding(), keep_alive=keep_alive, pull=pull
         )
-        return _stream(partial(self._serve, request))
+        return self._stream(request)
 
     def load(
         self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
     ) -> AsyncGenerator[Event, None]:
         """Yield events until the model is in memory. Raises as ``generate``."""
         request = QueuedRequest(reference, keep_alive=keep_alive, pull=pull)
-        return _stream(partial(self._serve, request))
+        return self._stream(request)
 
-    def pull(self, reference: Reference) -> AsyncGenerator[PullingEvent, None]:
-        """Pull an AImage; requests for the same one share the transfer. Raises as ``pull``.
+    async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, which a task of its own serves until this is closed.
 
-        Closing the generator cancels the transfer unless others wait for it; partial content is
-        kept.
+        Events are queued: a slow consumer does not keep a model from the next request.
         """
-        return _stream(partial(fetch, self._transfers, reference))
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
 
-    async def _serve(self, request: QueuedRequest, emit: Emit[Event]) -> None:
-        """Admit a request, run it, and release its place."""
+        def end(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                task.exception()  # which is raised below, unless the consumer has left
+            events.put_nowait(None)
+
+        task = asyncio.create_task(self._serve(request, events.put_nowait))
+        task.add_done_callback(end)
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
         if self.is_draining:
             raise ending()
-        self._check_queue("waiting", self.limits.queue + self._idle())
+        busy = sum(one.is_begun for one in self._requests)
+        idle = max(0, self.limits.models - busy)  # requests that would start at once
+        self._check_queue("waiting", self.limits.queue + idle)
         request.number, request.deadline = self._next(), self.limits.deadline
         self._requests.add(request)
         self._count()
@@ -154,16 +169,10 @@ class Engine:
             self.metrics.refused.inc()
             raise BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
 
-    def _idle(self) -> int:
-        """Return the number of requests that would start at once."""
-        busy = sum(request.is_begun for request in self._requests)
-        return max(0, self.limits.models - busy)
-
     def _count(self) -> None:
         self.metrics.queue.set(self.waiting)
 
-    async def _run(self, request: QueuedRequest, emit: Emit[Event]) -> None:
-        """Fetch the AImage, wait for the model and generate."""
+    async def _run(self, request: QueuedRequest, emit: Emit) -> None:
         stored = await self._find(request)
         if stored is None:
             self._check_queue("pulling", self.limits.queue + self.limits.models)
@@ -200,7 +209,7 @@ class Engine:
         model: ModelSlot,
         request: QueuedRequest,
         parameters: GenerateRequest,
-        emit: Emit[Event],
+        emit: Emit,
     ) -> None:
         assert request.runner is not None  # noqa: S101 - its turn has come
         outcome, begun = "cancelled", self._clock()
@@ -222,12 +231,9 @@ class Engine:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             raise
         finally:
-            seconds = self._clock() - begun
             if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
-            self._observe(model, outcome, seconds)
-            facts = {"outcome": outcome, "seconds": round(seconds, 3)}
-            await self._news.tell("generate", model=str(model.reference), **facts)
+            self._observe(model, outcome, self._clock() - begun)
 
     def _observe(self, model: ModelSlot, outcome: str, seconds: float) -> None:
         if outcome == "done":
@@ -236,6 +242,8 @@ class Engine:
             self.metrics.cancelled.inc()
         label = self.metrics.model(model.reference.repository)
         self.metrics.generations.labels(label, outcome).observe(seconds)
+        facts = {"outcome": outcome, "seconds": round(seconds, 3)}
+        self._news.tell("generate", model=str(model.reference), **facts)
 
     # -- ending
 
@@ -273,28 +281,3 @@ class Engine:
     def _interrupt(self, matches: Callable[[QueuedRequest], bool]) -> None:
         for request in filter(matches, self._requests):
             request.interrupt(ending())
-
-
-async def _stream(
-    produce: Callable[[Emit[T]], Coroutine[Any, Any, None]],
-) -> AsyncGenerator[T, None]:
-    """Yield what ``produce`` emits, in a task of its own, which closing the generator cancels.
-
-    Events are queued: a slow consumer does not keep a model from the next request.
-    """
-    events: asyncio.Queue[T | None] = asyncio.Queue()
-
-    def end(task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            task.exception()  # which is raised below, unless the consumer has left
-        events.put_nowait(None)
-
-    task = asyncio.create_task(produce(events.put_nowait))
-    task.add_done_callback(end)
-    try:
-        while (event := await events.get()) is not None:
-            yield event
-        task.result()
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -1,10 +1,24 @@
-"""The events of a request, from its place in the queue to its last picture."""
+"""Events: of a request, from its place in the queue to its last picture, and of a worker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from clowder_aimage.model.pipeline import Step
+
+MAX_EVENTS = 1000
+# Logged too: these have no request with a line in the log
+LOGGED = frozenset({"pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
+_log = logging.getLogger("aimage.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +70,63 @@ class ImageEvent:
 
 
 Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | PreviewEvent | ImageEvent
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """Event number ``id`` of a worker: its ``kind`` (pull, load, generate, evict, ...), facts."""
+
+    id: int
+    kind: str
+    facts: dict[str, Any]
+    at: float = field(default_factory=time.time)
+
+
+class EventLog:
+    """The events of a worker, for its clients; the last ones are kept, without prompts."""
+
+    def __init__(self) -> None:
+        self._items: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
+        self._numbers = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Add an event, in the event loop."""
+        self.attach()
+        if kind in LOGGED:
+            _log.info(kind, extra=facts)
+        self._items.append(LoggedEvent(next(self._numbers), kind, facts))
+        self._wake()
+
+    def attach(self) -> None:
+        """Add the events of other threads in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def tell_from_thread(self, kind: str, **facts: Any) -> None:
+        """Add an event from another thread, if an event loop is attached."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(partial(self.tell, kind, **facts))
+
+    async def listen(self, after: int = 0) -> AsyncGenerator[LoggedEvent, None]:
+        """Yield the events after number ``after`` that are kept, then new ones."""
+        while True:
+            found = [item for item in self._items if item.id > after]
+            for item in found:
+                after = item.id
+                yield item
+            if not found:
+                if self._is_closed:
+                    return
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """End the generators of all listeners."""
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -73,9 +73,11 @@ class Metrics:
 
     def host(self, name: str) -> str:
         """Return the label of a registry; "other" after the first ones."""
-        if len(self._hosts) < _HOSTS:
-            self._hosts.add(name)
-        return name if name in self._hosts else "other"
+        return _label(name, self._hosts, _HOSTS)
+
+    def model(self, name: str) -> str:
+        """Return the label of a model; "other" after the first ones."""
+        return _label(name, self._names, _MODELS)
 
     def tag_checked(self, registry: str, outcome: str) -> None:
         """Count a tag that was resolved; ``outcome`` is one of TAG_CHECKS.
@@ -87,12 +89,6 @@ class Metrics:
             self.tag_checks.labels(each, host)
         self.tag_checks.labels(outcome, host).inc()
 
-    def model(self, name: str) -> str:
-        """Return the label of a model; "other" after the first ones."""
-        if len(self._names) < _MODELS:
-            self._names.add(name)
-        return name if name in self._names else "other"
-
     def show_models(self, loaded: Iterable[str]) -> None:
         """Show which models are in memory."""
         there = {self.model(name) for name in loaded}
@@ -103,3 +99,9 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _label(name: str, known: set[str], limit: int) -> str:
+    if len(known) < limit:
+        known.add(name)
+    return name if name in known else "other"

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,7 +89,7 @@ class ModelProcess:
                 return
             # on one line, and without the message, which may contain a prompt
             _log.error("the model failed: %s at %s", type(error).__name__, _places(error))
-            self._fail(number, "Exception", f"the model failed: {type(error).__name__}")
+            self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
         finally:
             self._cancelled.discard(number or 0)
 
@@ -106,7 +106,7 @@ class ModelProcess:
         with self._reporting():
             stored = generate.find(store, Reference.parse(command["reference"]), lease)
             self._model = generate.load(store, stored, dtype=command.get("dtype"))
-            _set_memory(self._model.pipeline, command["memory"])
+            _set_memory(self._model.pipeline, command)
         self._send("loaded", device=self._model.backend, dtype=self._model.dtype, bytes=_resident())
 
     @contextlib.contextmanager
@@ -144,9 +144,9 @@ class ModelProcess:
                 if isinstance(event, Image):
                     own = facts | {"seed": event.seed} if encoding.has_facts else None
                     data = encode_picture(event.pixels, own, encoding.kind, encoding.quality)
-                    said = {"seed": event.seed, "picture": event.picture}
-                    size = {"width": event.width, "height": event.height}
-                    self._send("image", number, data, **said, **size)
+                    names = ("seed", "picture", "width", "height")
+                    size = {name: getattr(event, name) for name in names}
+                    self._send("image", number, data, **size)
                 elif isinstance(event, Preview):
                     data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
                     self._send("preview", number, data, number=event.number, picture=event.picture)
@@ -193,20 +193,18 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _places(error: Exception) -> str:
-    """Return the places of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
 
 
-def _set_memory(pipeline: Any, policy: Mapping[str, Any]) -> None:
-    """Give the pipeline its share of the memory."""
+def _set_memory(pipeline: Any, command: frame.Message) -> None:
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import device_memory
 
     total = device_memory() or machine.memory()
-    share = total if policy["memory"] is None else policy["memory"]
-    share = None if share is None else share // policy["models"]
-    pipeline.set_memory(policy["text_encoder"], share, total)
+    share = total if command["memory"] is None else command["memory"]
+    share = None if share is None else share // command["models"]
+    pipeline.set_memory(command["text_encoder"], share, total)
 
 
 def _resident() -> int:

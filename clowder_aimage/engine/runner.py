@@ -1,75 +1,59 @@
-"""A loaded model as seen by the worker: a child process and its requests."""
+"""A loaded model as seen by the worker: a child process that communicates in frames."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
 from clowder_aimage import errors
 from clowder_aimage.engine import frame
-from clowder_aimage.engine.child_process import ChildProcess
+from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
 GRACE = 2.0  # seconds in which a process may end before it is killed
-LOAD_TIMEOUT = 300.0  # seconds without progress
-CANCEL_TIMEOUT = 30.0  # seconds
+_COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
+_LIMITS = EngineLimits()
 _EVENTS: dict[str, type[Event]] = {
     "started": StartedEvent,
     "step": Step,
     "preview": PreviewEvent,
     "image": ImageEvent,
 }
+_log = logging.getLogger("aimage.worker")
 
 
 class NoMemoryError(ModelError):
     """The memory is not enough for a model or a picture."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPolicy:
-    """The memory of a model between requests.
-
-    text_encoder: "keep", "release" to load it again for new prompts, "auto" for what fits. memory:
-    bytes that ``models`` models share; None for the machine's.
-    """
-
-    text_encoder: str = "auto"
-    memory: int | None = None
-    models: int = 1
-
-
-_DEFAULT_POLICY = MemoryPolicy()
-
-
 class Runner:
     """One process with one model. Requests are served one at a time, in order.
 
-    ``ending`` is the task in which the process ends a cancelled request.
+    ``ending`` is the task in which the process ends a cancelled request. Lines that the process
+    writes to standard error go to the log.
     """
 
-    def __init__(
-        self,
-        child: ChildProcess,
-        loaded: Mapping[str, Any],
-        *,
-        cancel_timeout: float = CANCEL_TIMEOUT,
-    ) -> None:
-        self._child, self._cancel_timeout = child, cancel_timeout
+    def __init__(self, process: asyncio.subprocess.Process, cancel_timeout: float) -> None:
+        self._process, self._cancel_timeout = process, cancel_timeout
+        self._receiving: asyncio.Task[tuple[frame.Message, bytes] | None] | None = None
         self._numbers = itertools.count(1)
-        self.ended = child.ended
+        self._logging = asyncio.create_task(_log_lines(process))
+        self.ended = asyncio.create_task(process.wait())
         self.ending: asyncio.Task[None] | None = None
-        self.device: str = loaded["device"]
-        self.dtype: str = loaded["dtype"]
-        self.size: int = loaded["bytes"]
+        self.device = self.dtype = ""
+        self.size = 0  # bytes
 
     @classmethod
     async def start(
@@ -77,11 +61,7 @@ class Runner:
         roots: Sequence[Path],
         reference: str,
         manifest: Descriptor,
-        *,
-        dtype: str | None = None,
-        policy: MemoryPolicy = _DEFAULT_POLICY,
-        load_timeout: float = LOAD_TIMEOUT,
-        cancel_timeout: float = CANCEL_TIMEOUT,
+        limits: EngineLimits = _LIMITS,
     ) -> Runner:
         """Start a process and load an AImage that the store has in full.
 
@@ -90,31 +70,50 @@ class Runner:
         Raises:
             AImageError: the error that the process reported.
             NoMemoryError: the memory is not enough.
-            ModelError: the process died, or made no progress for ``load_timeout`` seconds.
+            ModelError: the process cannot be started, it died, or it made no progress for
+                ``limits.load_timeout`` seconds.
         """
-        child = await ChildProcess.spawn()
         try:
-            child.send(
+            process = await asyncio.create_subprocess_exec(
+                *_COMMAND,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,  # an interrupt at the terminal is for the worker alone
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+        except OSError as error:
+            raise ModelError(
+                f"the model's process cannot be started: {error.strerror or error}",
+                hint="the machine may be out of memory or of processes",
+            ) from None
+        runner = cls(process, limits.cancel_timeout)
+        try:
+            runner.send(
                 {
                     "do": "load",
                     "roots": [str(root) for root in roots],
                     "reference": reference,
                     "manifest": manifest.to_json(),
-                    "dtype": dtype,
-                    "memory": asdict(policy),
+                    "dtype": limits.dtype,
+                    "text_encoder": limits.text_encoder,
+                    "memory": limits.memory,
+                    "models": limits.models,
                 }
             )
-            message = await _loaded(child, load_timeout)
+            message = await runner._loaded(limits.load_timeout)
             if message["is"] == "error":
                 raise _error(message)
         except BaseException:
-            await child.end(0.0)
+            await runner.end(0.0)
             raise
-        return cls(child, message, cancel_timeout=cancel_timeout)
+        runner.device, runner.dtype = message["device"], message["dtype"]
+        runner.size = message["bytes"]
+        return runner
 
     @property
     def is_alive(self) -> bool:
-        return self._child.is_alive
+        return self._process.returncode is None
 
     @property
     def is_free(self) -> bool:
@@ -123,7 +122,7 @@ class Runner:
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        return self._process.pid
 
     async def generate(
         self,
@@ -146,18 +145,11 @@ class Runner:
             await asyncio.wait({self.ending})
         number = next(self._numbers)
         is_done = False
-        self._child.send(
-            {
-                "do": "generate",
-                "id": number,
-                "reference": reference,
-                "request": asdict(request),
-                "encoding": asdict(encoding),
-            }
-        )
+        facts = {"request": asdict(request), "encoding": asdict(encoding)}
+        self.send({"do": "generate", "id": number, "reference": reference, **facts})
         try:
             while True:
-                message, data = await self._child.receive()
+                message, data = await self.receive()
                 if message["is"] in _EVENTS:
                     on_event(_event(message, data))
                     continue
@@ -165,54 +157,103 @@ class Runner:
                 if message["is"] == "error":
                     raise _error(message)
                 if message["cancelled"]:  # though this request was not: the process is ending
-                    raise self._child.died()
+                    raise self._died()
                 return
         finally:
             if not is_done and self.is_alive:
                 self.ending = asyncio.create_task(self._cancel(number))
+
+    async def stop(self) -> None:
+        """End the process; all of its memory is free then."""
+        await self.end(GRACE)
+        if self.ending is not None:
+            await asyncio.wait({self.ending})
+
+    def send(self, message: frame.Message) -> None:
+        """Send a frame; if the process has ended, ``receive`` raises."""
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(frame.encode(message))
+
+    async def receive(self) -> tuple[frame.Message, bytes]:
+        """Return the next frame; if this is cancelled, the next call returns it.
+
+        Raises ModelError: the process has ended, or sent something else.
+        """
+        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        if self._receiving is None:
+            self._receiving = asyncio.create_task(frame.receive(self._process.stdout))
+        await asyncio.wait({self._receiving})
+        receiving, self._receiving = self._receiving, None
+        try:
+            found = receiving.result()
+        except ValueError as error:
+            await self.end(0.0)
+            raise ModelError(f"the model's process sent what is not a frame: {error}") from None
+        if found is None:
+            await asyncio.wait({self.ended})
+            raise self._died()
+        return found
+
+    async def end(self, grace: float) -> None:
+        """End the process within ``grace`` seconds, or kill it; its memory is free then.
+
+        If this is cancelled, the process is killed at once.
+        """
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            if grace > 0:
+                await asyncio.wait({self.ended}, timeout=grace)
+        finally:
+            if self.is_alive:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+        await asyncio.wait({self.ended, self._logging})
+
+    async def _loaded(self, timeout: float) -> frame.Message:
+        """Return the message that ends a load.
+
+        The process reports how much memory it has: a load whose size does not change has stalled.
+        """
+        loop, size = asyncio.get_running_loop(), None
+        end = loop.time() + timeout
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    message, _ = await self.receive()
+            except TimeoutError:
+                raise ModelError(
+                    f"the model did not load: no progress for {timeout:g} seconds",
+                    hint="see the worker's log, and whether the disk and the device work",
+                ) from None
+            except ModelError as error:
+                # not sent by this worker: the system needs memory
+                if self._process.returncode == -SIGKILL:
+                    raise NoMemoryError(error.message, **error.advice) from None
+                raise
+            if message["is"] != "loading":
+                return message
+            if message["bytes"] != size:
+                size, end = message["bytes"], loop.time() + timeout
 
     async def _cancel(self, number: int) -> None:
         """Cancel a request and read the rest of its frames; kill the process after a timeout."""
         with contextlib.suppress(ModelError):
             try:
                 async with asyncio.timeout(self._cancel_timeout):
-                    self._child.send({"do": "cancel", "id": number})
-                    while (await self._child.receive())[0]["is"] not in ("done", "error"):
+                    self.send({"do": "cancel", "id": number})
+                    while (await self.receive())[0]["is"] not in ("done", "error"):
                         pass
             except TimeoutError:
-                await self._child.end(0.0)
+                await self.end(0.0)
 
-    async def stop(self) -> None:
-        """End the process; all of its memory is free then."""
-        await self._child.end(GRACE)
-        if self.ending is not None:
-            await asyncio.wait({self.ending})
-
-
-async def _loaded(child: ChildProcess, timeout: float) -> frame.Message:
-    """Return the message that ends a load.
-
-    The process reports how much memory it has: a load whose size does not change has stalled.
-    """
-    loop, size = asyncio.get_running_loop(), None
-    end = loop.time() + timeout
-    while True:
-        try:
-            async with asyncio.timeout_at(end):
-                message, _ = await child.receive()
-        except TimeoutError:
-            raise ModelError(
-                f"the model did not load: no progress for {timeout:g} seconds",
-                hint="see the worker's log, and whether the disk and the device work",
-            ) from None
-        except ModelError as error:
-            if child.signal == SIGKILL:  # not sent by this worker: the system needs memory
-                raise NoMemoryError(error.message, **error.advice) from None
-            raise
-        if message["is"] != "loading":
-            return message
-        if message["bytes"] != size:
-            size, end = message["bytes"], loop.time() + timeout
+    def _died(self) -> ModelError:
+        how, signal = "ended", -(self._process.returncode or 0)
+        if signal > 0:  # the advice is in the message: a 5xx has no hint
+            how = f"was killed by signal {signal}: it may have lacked memory; "
+            how += "ask for a smaller picture"
+        return ModelError(f"the model's process {how}", hint="the next request starts it again")
 
 
 def _event(message: frame.Message, data: bytes) -> Event:
@@ -223,11 +264,20 @@ def _event(message: frame.Message, data: bytes) -> Event:
 
 
 def _error(message: frame.Message) -> AImageError:
-    """Return an error of the class that the process raised."""
     if message["kind"] == "MemoryError":
         return NoMemoryError(message["message"], hint=message["hint"])
-    kind = getattr(errors, message["kind"], ModelError)
-    if not (isinstance(kind, type) and issubclass(kind, AImageError)):
-        kind = ModelError
-    error: AImageError = kind(message["message"], hint=message["hint"])
-    return error
+    kind: type[AImageError] = getattr(errors, message["kind"], ModelError)
+    return kind(message["message"], hint=message["hint"])
+
+
+async def _log_lines(process: asyncio.subprocess.Process) -> None:
+    assert process.stderr is not None  # noqa: S101 - it is a pipe
+    while True:
+        try:
+            line = await process.stderr.readline()
+        except ValueError:  # a line above the limit, which is dropped
+            continue
+        if not line:
+            return
+        if text := line.decode("utf-8", "replace").strip():
+            _log.warning("a model's process (%d): %s", process.pid, text)

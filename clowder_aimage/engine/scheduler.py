@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.limits import EngineLimits
-from clowder_aimage.engine.machine import available
+from clowder_aimage.engine.admission import EngineLimits
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_slot import ModelSlot
-from clowder_aimage.engine.queued_request import QueuedRequest
-from clowder_aimage.engine.runner import MemoryPolicy, NoMemoryError, Runner
+from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
+from clowder_aimage.engine.runner import NoMemoryError, Runner
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest
@@ -41,9 +38,8 @@ class ModelScheduler:
         limits: EngineLimits,
         metrics: Metrics,
         news: EventLog,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        free: Callable[[], int | None] = available,
+        clock: Callable[[], float],
+        free: Callable[[], int | None],
     ) -> None:
         self._roots, self._limits, self._metrics, self._news = roots, limits, metrics, news
         self._clock, self._free = clock, free
@@ -51,7 +47,6 @@ class ModelScheduler:
         self._queue: list[QueuedRequest] = []
         self._loads: set[asyncio.Task[Runner]] = set()  # cancelled ones too, until they end
         self._unloads: set[asyncio.Task[None]] = set()
-        self._records: set[asyncio.Task[None]] = set()
 
     @property
     def models(self) -> list[ModelSlot]:
@@ -151,7 +146,6 @@ class ModelScheduler:
         return True
 
     def _idle(self) -> ModelSlot | None:
-        """Return the model that was idle for longest."""
         idle = [one for one in self.loaded() if one.current is None]
         return idle[-1] if idle else None
 
@@ -164,37 +158,31 @@ class ModelScheduler:
             request.moved.set()
 
     async def _run(self, model: ModelSlot) -> Runner:
-        """Start the model's process; unload idle models first while the memory is not enough."""
-        while self._lacks(model.size) and (idle := self._idle()) is not None:
-            await self._wait([self.unload(idle, "memory")])
-        limits = self._limits
-        start = partial(
-            Runner.start,
-            self._roots,
-            model.pinned_name(model.reference),
-            model.manifest,
-            dtype=limits.dtype,
-            policy=MemoryPolicy(limits.text_encoder, limits.memory, limits.models),
-            load_timeout=limits.load_timeout,
-            cancel_timeout=limits.cancel_timeout,
-        )
+        while self._lacks(model.size) and await self._unload_idle():
+            pass
+        name = model.pinned_name(model.reference)
+        start = partial(Runner.start, self._roots, name, model.manifest, self._limits)
         try:
             return await start()
         except NoMemoryError:
-            if (idle := self._idle()) is None:
+            if not await self._unload_idle():
                 raise
-            while idle is not None:
-                await self._wait([self.unload(idle, "memory")])
-                idle = self._idle()
+            while await self._unload_idle():
+                pass
             return await start()
 
+    async def _unload_idle(self) -> bool:
+        """Unload the model that was idle for longest; return False if none is idle."""
+        if (idle := self._idle()) is None:
+            return False
+        await _wait([self.unload(idle, "memory")])
+        return True
+
     def _lacks(self, size: int) -> bool:
-        """Return whether the memory is not enough for a model of that size."""
         sizes = [one.runner.size for one in self.loaded() if one.runner is not None]
         limit, free = self._limits.memory, self._free()
-        return (free is not None and free < size) or (
-            limit is not None and limit < size + sum(sizes)
-        )
+        is_above = limit is not None and limit < size + sum(sizes)
+        return is_above or (free is not None and free < size)
 
     def _ended(self, model: ModelSlot, begun: float, load: asyncio.Task[Runner]) -> None:
         self._loads.discard(load)
@@ -243,37 +231,29 @@ class ModelScheduler:
         self._record("evict", model, reason=reason)
         task = asyncio.create_task(runner.stop())
         self._unloads.add(task)
-        task.add_done_callback(self._unloaded)
+        task.add_done_callback(self._unloads.discard)
+        task.add_done_callback(lambda _: self.arrange())
         return task
-
-    def _unloaded(self, task: asyncio.Task[None]) -> None:
-        self._unloads.discard(task)
-        self.arrange()
 
     async def stop(self, model: ModelSlot) -> None:
         """Unload a model at once; no request is served by it any more."""
         model.is_stopped = True
         if self._models.get(model.digest) is model:
             del self._models[model.digest]  # a new request loads it again
-        await self._wait([self.unload(model, "stopped")])
-        await self._wait([model.unloading])  # if its load had just ended
+        await _wait([self.unload(model, "stopped")])
+        await _wait([model.unloading])  # if its load had just ended
 
     async def expire(self) -> None:
         """Unload idle models whose time is over."""
         idle = [one for one in self.loaded() if not one.users and not one.left]
-        await self._wait([self.unload(one, "idle") for one in idle])
+        await _wait([self.unload(one, "idle") for one in idle])
 
     async def end(self) -> None:
         """Unload all models, and wait until they have ended."""
         for model in self.models:
             self.unload(model, "end")
-        while tasks := [*self._loads, *self._unloads, *self._records]:
-            await self._wait(tasks)
-
-    async def _wait(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-        """Wait for all tasks; their errors are not raised, and a cancelled wait cancels none."""
-        if waited := [task for task in tasks if task is not None]:
-            await asyncio.wait(waited)
+        while tasks := [*self._loads, *self._unloads]:
+            await _wait(tasks)
 
     def _drop(self, model: ModelSlot) -> None:
         """Forget a model that is not in memory and that no request waits for."""
@@ -285,6 +265,10 @@ class ModelScheduler:
         return [request for request in self._queue if request.model is model]
 
     def _record(self, kind: str, model: ModelSlot, **facts: Any) -> None:
-        task = asyncio.create_task(self._news.tell(kind, model=str(model.reference), **facts))
-        self._records.add(task)
-        task.add_done_callback(self._records.discard)
+        self._news.tell(kind, model=str(model.reference), **facts)
+
+
+async def _wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    """Wait for all tasks; their errors are not raised, and a cancelled wait cancels none."""
+    if waited := [task for task in tasks if task is not None]:
+        await asyncio.wait(waited)

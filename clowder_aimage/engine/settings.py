@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.engine.limits import FOR_EVER, EngineLimits
+from clowder_aimage.engine.admission import FOR_EVER, EngineLimits
+from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.schema import read_configuration
 
-DEFAULT_ADDRESS = "127.0.0.1:11434"
+camel = to_camel  # the name of a field in the configuration
 MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer is for ever
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 _URL = re.compile(
@@ -66,7 +68,6 @@ def _size(value: object) -> int | None:
 
 
 def _pairs(value: object) -> object:
-    """Parse ``NAME=REF,NAME=REF``."""
     if not isinstance(value, str):
         return value
     found = {}
@@ -79,7 +80,6 @@ def _pairs(value: object) -> object:
 
 
 def _list(value: object) -> object:
-    """Parse ``TEXT,TEXT``."""
     if not isinstance(value, str):
         return value
     return tuple(filter(None, map(str.strip, value.split(","))))
@@ -141,13 +141,13 @@ class Settings(ServerSettings):
 
     SECTION = "worker"
     PREFIX = "AIMAGE_SERVE_"
-    ADDRESS = DEFAULT_ADDRESS
+    ADDRESS = DEFAULT_HOST
 
     public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
-    max_models: int = Field(1, ge=1)
+    max_models: int = Field(default=1, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"
     memory: Annotated[int | None, BeforeValidator(_size)] = None
-    queue: int = Field(8, ge=0)
+    queue: int = Field(default=8, ge=0)
     keep_alive: Seconds = 300.0
     deadline: Annotated[float, BeforeValidator(_limit)] = FOR_EVER
     default_model: Name | None = None
@@ -171,12 +171,6 @@ class Settings(ServerSettings):
         )
 
 
-def camel(name: str) -> str:
-    """Return the name of a field in the configuration."""
-    first, *others = name.split("_")
-    return first + "".join(map(str.capitalize, others))
-
-
 def gather(
     kind: type[ServerSettingsT],
     options: Mapping[str, Any],
@@ -191,19 +185,19 @@ def gather(
     Raises:
         UsageError: the file or a value is not valid; the message names its origin.
     """
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    variables = {f"{kind.PREFIX}{name.upper()}": name for name in kind.model_fields}
+    found = {}
     for name, value in (read_section(file, kind) if file else {}).items():
-        values[name], origins[name] = value, str(file)
-    for variable, name in variables.items():
+        found[name] = value, str(file)
+    for name in kind.model_fields:
+        variable = f"{kind.PREFIX}{name.upper()}"
         if os.environ.get(variable):
-            values[name], origins[name] = os.environ[variable], variable
+            found[name] = os.environ[variable], variable
     for name, value in options.items():
         if value not in (None, (), {}):
-            values[name], origins[name] = value, "command line"
+            found[name] = value, "command line"
+    origins = {name: origin for name, (_, origin) in found.items()}
     try:
-        return kind(**values), origins
+        return kind(**{name: value for name, (value, _) in found.items()}), origins
     except ValidationError as error:
         raise UsageError(_sentence(error, origins, spell)) from None
 

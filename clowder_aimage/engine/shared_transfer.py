@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, BinaryIO, TypeVar, cast
 
-from clowder_aimage.content import Rate
+from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent
-from clowder_aimage.engine.engine_error import StoppedError
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.content.store import WrappedSource
+from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.engine.admission import StoppedError
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.registry import Repository
 
 INTERVAL = 0.1  # seconds between two polls of a transfer
 PULL, PUSH = "pull", "push"
 _WINDOW = 5.0  # seconds that a speed is measured over
+T = TypeVar("T")
 Work = Callable[["SharedTransfer", OnEvent], Descriptor]
 
 
@@ -60,7 +65,6 @@ class SharedTransfer:
         self._work, self._is_over = work, is_over
         self._blobs: dict[Digest, TransferBlob] = {}
         self._passed: deque[tuple[float, int]] = deque(maxlen=64)
-        self._count = 0
         self._lock = threading.Lock()
 
     @property
@@ -79,9 +83,9 @@ class SharedTransfer:
         now = time.monotonic()
         with self._lock:
             recent = [(at, count) for at, count in self._passed if now - at <= _WINDOW]
-            if not recent:
-                return 0.0
-            return (self._count - recent[0][1]) / max(now - recent[0][0], INTERVAL)
+        if not recent:
+            return 0.0
+        return sum(count for _, count in recent) / max(now - recent[0][0], INTERVAL)
 
     def blobs(self) -> list[TransferBlob]:
         """Return all known blobs, as they are now."""
@@ -92,36 +96,15 @@ class SharedTransfer:
         """Run in a daemon thread."""
         self.is_begun = True
         self.begun = self.moved = time.monotonic()
-        loop = asyncio.get_running_loop()
+        run_in_thread(lambda: self._work(self, self._on_event), self.result, f"aimage-{self.kind}")
 
-        def settle(set_it: Callable[[Any], None], value: Any) -> None:
-            def soon() -> None:
-                if not self.result.done():
-                    set_it(value)
+    def stop(self, *, is_now: bool = False) -> None:
+        """End the transfer; a running one ends between two pieces of a blob.
 
-            with contextlib.suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(soon)
-
-        def run() -> None:
-            try:
-                root = self._work(self, self._on_event)
-            except BaseException as error:
-                settle(self.result.set_exception, error)
-            else:
-                settle(self.result.set_result, root)
-
-        threading.Thread(target=run, daemon=True, name=f"aimage-{self.kind}").start()
-
-    def stop(self) -> None:
-        """End the transfer; a running one ends between two pieces of a blob."""
+        With ``is_now`` its thread is not waited for, which may hang on a silent registry.
+        """
         self.is_stopped = True
-        if not self.is_begun and not self.result.done():
-            self.result.set_exception(self._stopped())
-
-    def end_now(self) -> None:
-        """End without waiting for the thread, which may hang on a silent registry."""
-        self.stop()
-        if not self.result.done():
+        if (is_now or not self.is_begun) and not self.result.done():
             self.result.set_exception(self._stopped())
 
     def check(self) -> None:
@@ -139,34 +122,30 @@ class SharedTransfer:
             self.sources[source] += count
 
     def _on_event(self, event: CopyEvent) -> None:
-        """Record an event, in any thread."""
         if self.kind == PUSH:  # a pull may end only between bytes of a blob: see TransferGate
             self.check()
         with self._lock:
             self._record(event)
 
     def _record(self, event: CopyEvent) -> None:
+        content = event.content
         if event.kind == "plan":
             self.total = event.count
-        if event.kind == "plan" or event.content is None:
+        if event.kind == "plan" or content is None:
             return
-        content = event.content
         blob = self._blobs.setdefault(content.digest, TransferBlob(content.digest, content.size))
         if event.kind == "progress":
             blob.completed = max(0, min(blob.total, blob.completed + event.count))
-            self._advance(event.count)
+            self.moved, self.is_stalled = time.monotonic(), False
+            if not self._passed or self.moved - self._passed[-1][0] >= INTERVAL:
+                self._passed.append((self.moved, 0))
+            at, count = self._passed[-1]
+            self._passed[-1] = at, count + max(0, event.count)
         elif event.kind == "skip":
             blob.completed, blob.is_here = blob.total, True
             self.sources["cache"] += blob.total
         elif event.kind == "done":
             blob.completed = blob.total
-
-    def _advance(self, count: int) -> None:
-        now = time.monotonic()
-        if not self._passed or now - self._passed[-1][0] >= INTERVAL:
-            self._passed.append((now, self._count))
-        self._count += max(0, count)
-        self.moved, self.is_stalled = now, False
 
     async def watch(self) -> AsyncGenerator[TransferBlob, None]:
         """Yield each blob whose state has changed, until the transfer ends.
@@ -176,9 +155,7 @@ class SharedTransfer:
         """
         seen: dict[Digest, int] = {}
         while True:
-            is_done = (
-                self.result.done()
-            )  # before the blobs are read: later changes are seen next time
+            is_done = self.result.done()  # before the blobs: later changes are seen next time
             for blob in self.blobs():
                 if seen.get(blob.digest) != blob.completed:
                     seen[blob.digest] = blob.completed
@@ -191,6 +168,23 @@ class SharedTransfer:
     async def end(self) -> Descriptor:
         """Wait for the end and return the root. Raises as ``watch``."""
         return await asyncio.shield(self.result)
+
+
+def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -> None:
+    """Set ``result`` to what ``call`` returns or raises, in a daemon thread of its own."""
+    loop = asyncio.get_running_loop()
+
+    def settle(set_it: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(lambda: None if result.done() else set_it(value))
+
+    def run() -> None:
+        try:
+            settle(result.set_result, call())
+        except BaseException as error:
+            settle(result.set_exception, error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
 
 
 class TransferGate(Rate):
@@ -209,3 +203,51 @@ class TransferGate(Rate):
 
     def passed(self, _: int) -> None:
         self._transfer.check()
+
+
+class CountedSource(WrappedSource):
+    """A registry whose blobs are counted, and limited to ``rate``.
+
+    ``count`` is called with "registry" or "mirror" and the bytes of each reader.
+    """
+
+    def __init__(
+        self, source: Source, count: Callable[[str, int], None], rate: Rate | None = None
+    ) -> None:
+        super().__init__(source)
+        self._report, self._rate = count, rate
+
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+        reader = self._source.open(content, offset, length)
+        if content.media_type in mediatype.DOCUMENTS:
+            return reader  # of which there may be many, from memory
+
+        def ended(count: int) -> None:
+            source = self._source
+            is_mirrored = isinstance(source, Repository) and source.was_mirrored(content)
+            self._report("mirror" if is_mirrored else "registry", count)
+
+        return cast(BinaryIO, _Reader(reader, ended, self._rate))
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, source: BinaryIO, ended: Callable[[int], None], rate: Rate | None) -> None:
+        self._source, self._ended, self._rate = source, ended, rate
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)
+        count = readinto(self._source, view[: self._rate.burst] if self._rate else view)
+        self._count += count
+        if self._rate is not None:
+            self._rate.passed(count)
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+            self._ended(self._count)
+        super().close()

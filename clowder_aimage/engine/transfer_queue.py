@@ -14,17 +14,19 @@ from typing import Any
 from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.copy_option import OnEvent
 from clowder_aimage.dialect.selection import LayerSelection
+from clowder_aimage.engine.admission import BusyError, ending
 from clowder_aimage.engine.backoff import again
-from clowder_aimage.engine.counted_source import CountedSource
-from clowder_aimage.engine.engine_error import BusyError, ending
-from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.shared_transfer import PULL, PUSH, SharedTransfer, TransferGate, Work
-from clowder_aimage.errors import (
-    AImageError,
-    UsageError,
-    VerificationError,
+from clowder_aimage.engine.shared_transfer import (
+    PULL,
+    PUSH,
+    CountedSource,
+    SharedTransfer,
+    TransferGate,
+    Work,
 )
+from clowder_aimage.errors import AImageError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.pull import PullOptions, pull
@@ -78,7 +80,6 @@ class TransferQueue:
         self._known: dict[_Key, SharedTransfer] = {}
         self._numbers = itertools.count()
         self._settle = settle
-        self._records: set[asyncio.Task[None]] = set()
 
     def of(self, reference: Reference) -> SharedTransfer | None:
         """Return the pull of ``reference`` that waits or runs."""
@@ -93,7 +94,7 @@ class TransferQueue:
         """Refuse new transfers and end the others; partial content is kept."""
         self.is_over = True
         for each in list(self._known.values()):
-            each.end_now()
+            each.stop(is_now=True)
 
     def look(self) -> None:
         """Count stalled pulls; to be called periodically."""
@@ -194,14 +195,12 @@ class TransferQueue:
                 found.stop()
 
     def _check_places(self, reference: Reference) -> None:
-        """Raise BusyError if there are too many interactive transfers."""
         asked = [one for one in self._known.values() if one.urgency == INTERACTIVE]
         of_one = sum(one.reference.registry == reference.registry for one in asked)
         if of_one >= MAX_TRANSFERS or len(asked) >= _MAX_ALL:
             raise BusyError(len(asked), 5)
 
     def _turn(self) -> None:
-        """Start waiting transfers in the places that are free."""
         known = [one for one in self._known.values() if not one.result.done()]
         for one in _next(known):
             one.start()
@@ -218,33 +217,26 @@ class TransferQueue:
         outcome = "done" if error is None else "stopped" if transfer.is_stopped else "failed"
         facts: dict[str, Any] = {"reference": str(transfer.reference), "outcome": outcome}
         if transfer.kind == PULL and transfer.is_begun:
-            self._count(transfer, outcome)
-            if outcome == "failed":
-                self._count_failure(transfer, error)
-            if isinstance(error, VerificationError):
-                self._metrics.mismatches.inc()
+            self._count(transfer, outcome, error)
             fetched = {name: count for name, count in transfer.sources.items() if name != "cache"}
             facts |= {"seconds": round(time.monotonic() - transfer.begun, 3), "bytes": fetched}
         if isinstance(error, AImageError) and outcome == "failed":
             facts["reason"] = error.message
-        task = asyncio.ensure_future(self._news.tell(transfer.kind, **facts))
-        self._records.add(task)
-        task.add_done_callback(self._records.discard)
+        self._news.tell(transfer.kind, **facts)
         self._turn()
 
-    def _count(self, transfer: SharedTransfer, outcome: str) -> None:
-        metrics = self._metrics
-        metrics.pulls.labels(outcome, metrics.host(transfer.reference.registry or "")).inc()
-        metrics.pull_seconds.observe(time.monotonic() - transfer.begun)
-        for source, count in transfer.sources.items():
+    def _count(self, pull: SharedTransfer, outcome: str, error: BaseException | None) -> None:
+        metrics, host = self._metrics, self._metrics.host(pull.reference.registry or "")
+        metrics.pulls.labels(outcome, host).inc()
+        metrics.pull_seconds.observe(time.monotonic() - pull.begun)
+        for source, count in pull.sources.items():
             metrics.pull_bytes.labels(source).inc(count)
-        metrics.dedup.inc(transfer.sources["cache"])
-
-    def _count_failure(self, transfer: SharedTransfer, error: BaseException | None) -> None:
-        metrics, code = self._metrics, "failed"  # an error of this program
-        if isinstance(error, AImageError):
-            code = again(error, 1, 0.0, 0.0).code
-        metrics.pull_failures.labels(code, metrics.host(transfer.reference.registry or "")).inc()
+        metrics.dedup.inc(pull.sources["cache"])
+        if outcome == "failed":  # its code is "failed" too after an error of this program
+            code = again(error, 1, 0.0, 0.0).code if isinstance(error, AImageError) else "failed"
+            metrics.pull_failures.labels(code, host).inc()
+        if isinstance(error, VerificationError):
+            metrics.mismatches.inc()
 
 
 def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
@@ -272,5 +264,4 @@ def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
 
 
 def _running(one: SharedTransfer, running: list[SharedTransfer]) -> int:
-    """Return the number of running transfers of its registry."""
     return sum(other.reference.registry == one.reference.registry for other in running)

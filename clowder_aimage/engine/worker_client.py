@@ -37,6 +37,23 @@ _PIECE = 1 << 20
 # A machine that vanished is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
+# Codes of the worker are more exact than the status
+_CODES: Mapping[str, type[AImageError]] = {
+    "model_not_found": NotFoundError,
+    "registry_unauthorized": UnauthorizedError,
+    "insufficient_storage": NoSpaceError,
+    "verification_failed": VerificationError,
+    "invalid_content": FormatError,
+}
+_KINDS: Mapping[int, type[AImageError]] = {
+    **dict.fromkeys((400, 409, 413, 415, 422), UsageError),
+    **dict.fromkeys((401, 403), UnauthorizedError),
+    404: NotFoundError,
+    507: NoSpaceError,
+}
+# OpenAI's types of errors, in a stream whose own status was 200
+_TYPES = {"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403}
+
 
 class WorkerClient:
     """A worker on this machine or another one; ``host`` is an address for ``Endpoint.parse``.
@@ -100,7 +117,6 @@ class WorkerClient:
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request and yield the response, if its status is 2xx."""
         headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -142,7 +158,6 @@ class WorkerClient:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """Raise NetworkError if the connection ends or hangs."""
         try:
             yield
         except TimeoutError:
@@ -170,7 +185,7 @@ class WorkerClient:
                 f"the worker at {self.endpoint} sent {type(value).__name__}, not an object"
             )
         if value.get("error"):
-            raise self._error(value, _status(value))
+            raise _error(value, value.get("status"))
         return value
 
     def _refusal(self, response: http.client.HTTPResponse) -> AImageError:
@@ -185,62 +200,28 @@ class WorkerClient:
                 f"{self.endpoint} answered {response.status} {response.reason}",
                 hint="check that AIMAGE_HOST names a worker",
             )
-        return self._error(value, response.status, response.getheader("Retry-After"))
-
-    def _error(
-        self, value: Mapping[str, Any], status: int, retry_after: str | None = None
-    ) -> AImageError:
-        """Return the error of ``{"error": "..."}`` or ``{"error": {"message": "..."}}``."""
-        error = value["error"]
-        fields = error if isinstance(error, dict) else {**value, "message": error}
-        message, hint = str(fields.get("message") or error), fields.get("hint")
-        if not hint and status == 401:
-            hint = "AIMAGE_TOKEN must be the token in the worker's token file"
-        if not hint and retry_after and retry_after.isdecimal():
-            hint = f"try again in {retry_after} seconds"
-        code = str(fields.get("code"))
-        kind = _CODES.get(code) or _KINDS.get(status, AccessError)
-        is_registrys = code == "registry_unauthorized"
-        return kind(
-            message,
-            hint=None if hint is None else str(hint),
-            remedy="login_of_worker" if is_registrys else "",
-        )
+        return _error(value, response.status, response.getheader("Retry-After"))
 
 
-_KINDS: Mapping[int, type[AImageError]] = {
-    **dict.fromkeys((400, 409, 413, 415, 422), UsageError),
-    **dict.fromkeys((401, 403), UnauthorizedError),
-    404: NotFoundError,
-    507: NoSpaceError,
-}
-_CODES: Mapping[
-    str, type[AImageError]
-] = {  # codes of the worker, which are more exact than the status
-    "model_not_found": NotFoundError,
-    "registry_unauthorized": UnauthorizedError,
-    "insufficient_storage": NoSpaceError,
-    "verification_failed": VerificationError,
-    "invalid_content": FormatError,
-}
-_STATUS = {  # of OpenAI's types of errors, in a stream whose own status was 200
-    "invalid_request_error": 400,
-    "authentication_error": 401,
-    "permission_error": 403,
-}
-
-
-def _status(value: Mapping[str, Any]) -> int:
-    """Return the status of an error in a stream."""
-    error, status = value["error"], value.get("status")
-    if type(status) is int:
-        return status
-    return _STATUS.get(str(error.get("type")), 500) if isinstance(error, dict) else 500
+def _error(value: Mapping[str, Any], status: object, retry_after: str | None = None) -> AImageError:
+    """Return the error of ``{"error": "..."}`` or ``{"error": {"message": "..."}}``."""
+    error = value["error"]
+    fields = error if isinstance(error, dict) else {**value, "message": error}
+    message, hint = str(fields.get("message") or error), fields.get("hint")
+    if type(status) is not int:  # in OpenAI's streams
+        status = _TYPES.get(str(fields.get("type")), 500)
+    if not hint and status == 401:
+        hint = "AIMAGE_TOKEN must be the token in the worker's token file"
+    if not hint and retry_after and retry_after.isdecimal():
+        hint = f"try again in {retry_after} seconds"
+    code = str(fields.get("code"))
+    kind = _CODES.get(code) or _KINDS.get(status, AccessError)
+    is_login = code == "registry_unauthorized"
+    hint = None if hint is None else str(hint)
+    return kind(message, hint=hint, remedy="login_of_worker" if is_login else "")
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=_CONNECT)
         self._path = path
@@ -252,18 +233,16 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
-    """Open a connection. Raises NetworkError."""
-    connection: http.client.HTTPConnection
+    kind = http.client.HTTPSConnection if endpoint.scheme == "https" else http.client.HTTPConnection
+    connection = kind(endpoint.host, endpoint.port, timeout=_CONNECT)
     if endpoint.scheme == "unix":
         connection = _UnixConnection(endpoint.path)
-    elif endpoint.scheme == "https":
-        connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=_CONNECT)
-    else:
-        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=_CONNECT)
     try:
         connection.connect()
-        if endpoint.scheme != "unix":
-            _keep_alive(connection.sock)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if endpoint.scheme != "unix" and hasattr(socket, name):
+                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     except (OSError, UnicodeError) as error:
         connection.close()
         reason = getattr(error, "strerror", None) or str(error)
@@ -273,10 +252,3 @@ def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
             remedy="no_worker",
         ) from None
     return connection
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -170,7 +170,6 @@ def host_name(host: str) -> str | None:
 
 
 def _origin_host(origin: str) -> str | None:
-    """Return the host and port in an ``Origin`` header; None if it is not a URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

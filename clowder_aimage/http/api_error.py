@@ -10,20 +10,16 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage import errors
+from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
     ContentError,
-    FormatError,
-    NetworkError,
     NoSpaceError,
     NotFoundError,
-    RegistryError,
     StoreError,
-    UnauthorizedError,
     UsageError,
-    VerificationError,
 )
 
 RETRY_AFTER = 5  # seconds, where nothing better is known
@@ -36,12 +32,12 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (DeadlineError, 504, "deadline_exceeded"),
     (NotFoundError, 404, "model_not_found"),
     (UsageError, 400, "invalid_value"),
-    (UnauthorizedError, 502, "registry_unauthorized"),
-    (VerificationError, 502, "verification_failed"),
-    (FormatError, 500, "invalid_content"),
+    (errors.UnauthorizedError, 502, "registry_unauthorized"),
+    (errors.VerificationError, 502, "verification_failed"),
+    (errors.FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
-    (NetworkError, 502, "registry_unreachable"),
-    (RegistryError, 502, "registry_failed"),
+    (errors.NetworkError, 502, "registry_unreachable"),
+    (errors.RegistryError, 502, "registry_failed"),
 )
 _OTHER = (500, "internal_error")
 # Codes of the distribution specification for errors that did not arise from one of its routes
@@ -156,7 +152,6 @@ def _distribution_error(error: AImageError) -> ApiError:
 
 
 def _known(error: AImageError) -> tuple[int, str]:
-    """Return the status and the code of an error of a lower floor."""
     found = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
     return next(found, _OTHER)
 

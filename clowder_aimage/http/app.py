@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
 
-from clowder_aimage.engine.engine_error import ending
+from clowder_aimage.engine.admission import ending
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
+
+from clowder_aimage.engine.shared_transfer import run_in_thread
 
 _T = TypeVar("_T")
 _log = logging.getLogger("aimage.worker")
@@ -39,21 +40,6 @@ async def aside(call: Callable[[], _T]) -> _T:
     The threads of the event loop's executor are few, and the process does not end before they do: a
     silent upstream must neither keep others from the disk nor the server from ending.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def answer(action: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and its callers with it
-            loop.call_soon_threadsafe(lambda: None if done.done() else action())
-
-    def work() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            failed = error  # which outlives the block
-            answer(lambda: done.set_exception(failed))
-        else:
-            answer(lambda: done.set_result(result))
-
-    threading.Thread(target=work, name="aimage-upstream", daemon=True).start()
+    done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+    run_in_thread(call, done, "aimage-upstream")
     return await done

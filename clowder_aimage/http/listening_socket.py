@@ -48,12 +48,6 @@ class Listeners:
         elif self.hosts is not None:
             self.hosts.add(endpoint.host)
 
-    def check_access(self) -> None:
-        """Raise UsageError if other machines reach one of the sockets."""
-        for each in self.sockets:
-            if each.family != socket.AF_UNIX:
-                check_access(Endpoint("http", *each.getsockname()[:2]), has_tokens=False)
-
 
 def listen(
     address: str | None,
@@ -83,8 +77,9 @@ def listen(
             endpoint = Endpoint.parse_listen(address)
             check_access(endpoint, has_tokens=has_tokens)
             found.add(listen_tcp(endpoint))
-        if not has_tokens:
-            found.check_access()
+        for each in found.sockets:  # systemd's, too
+            if each.family != socket.AF_UNIX:
+                check_access(Endpoint("http", *each.getsockname()[:2]), has_tokens=has_tokens)
     except BaseException:
         found.close()
         raise
@@ -154,7 +149,6 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket that a killed server left."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 CONSOLE, JSON = "console", "json"
 FORMATS = (CONSOLE, JSON)
-LEVELS = ("debug", "info", "warning", "error")
 _SECRET = frozenset(
     "prompt negative_prompt user token tokens authorization password credentials api_key".split()
 )

@@ -1,4 +1,4 @@
-"""The life of a server, from the first connection to the last."""
+"""The life of a server, from the first connection to the last, and the timeouts of connections."""
 
 from __future__ import annotations
 
@@ -10,19 +10,82 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.connection_timeout import IdleTimeout, WriteTimeout
 from clowder_aimage.http.listening_socket import Listeners
 from clowder_aimage.http.route import Role
 
 MAX_HEADER = 16 * 1024  # bytes of a request's line, and of each of its header fields
 LINGER = 1.0  # seconds that connections get to end in when all work is done
+IDLE = 60.0  # seconds that a connection may be open without a request
+CROWD = 512  # idle connections above which IDLE_IN_CROWD holds
+IDLE_IN_CROWD = 2.0  # seconds
+WRITE = 60.0  # seconds in which the client must take a byte
+INTERVAL = 1.0  # seconds between two checks
 
 _log = logging.getLogger("aimage.worker")
+
+
+class IdleTimeout:
+    """Closes connections without a request. A request begins when its head is complete."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._busy: set[web.RequestHandler] = set()
+        self._since: dict[web.RequestHandler, float] = {}
+
+    @property
+    def middleware(self) -> Middleware:
+        """The first of an application's middlewares."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = request.protocol
+            self._busy.add(connection)
+            try:
+                return await handler(request)
+            finally:
+                self._busy.discard(connection)
+                self._since[connection] = self._clock()
+
+        return middleware
+
+    def check(self, connections: list[web.RequestHandler]) -> None:
+        """Close those of ``connections`` that have been idle for too long."""
+        now = self._clock()
+        self._since = {
+            each: self._since.get(each, now) for each in connections if each not in self._busy
+        }
+        timeout = IDLE_IN_CROWD if len(self._since) > CROWD else IDLE
+        for connection, since in self._since.items():
+            if now - since > timeout and connection.transport is not None:
+                connection.transport.abort()
+
+
+class WriteTimeout:
+    """Closes connections whose unsent bytes have not become fewer."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: dict[web.RequestHandler, tuple[int, float]] = {}
+
+    def check(self, connections: list[web.RequestHandler]) -> None:
+        """Close those of ``connections`` that take nothing; their requests end with them."""
+        now, seen = self._clock(), {}
+        for connection in connections:
+            transport = connection.transport
+            unsent = transport.get_write_buffer_size() if transport is not None else 0
+            if unsent:
+                known, since = self._since.get(connection, (unsent, now))
+                seen[connection] = (unsent, since if known == unsent else now)
+        self._since = seen
+        for connection, (_, since) in seen.items():
+            if now - since > WRITE and connection.transport is not None:
+                connection.transport.abort()
 
 
 class Signals:
@@ -126,14 +189,20 @@ async def accepting(
         for each in listeners.sockets:
             await web.SockSite(runner, each).start()
         assert runner.server is not None  # noqa: S101
-        async with beside(idle.watch(runner.server), stalled.watch(runner.server)):
+        async with beside(_check_connections(runner.server, idle, stalled)):
             yield
     finally:
         await runner.cleanup()
 
 
+async def _check_connections(server: web.Server, *timeouts: IdleTimeout | WriteTimeout) -> None:
+    while True:
+        await asyncio.sleep(INTERVAL)
+        for timeout in timeouts:
+            timeout.check(server.connections)
+
+
 def _is_not_disconnect(record: logging.LogRecord) -> bool:
-    """Return whether a record is about more than a client that has left."""
     return not (record.exc_info and isinstance(record.exc_info[1], ConnectionError))
 
 
@@ -146,7 +215,6 @@ async def _notify_watchdog() -> None:
 
 
 async def _reload(signals: Signals, roles: tuple[Role, ...]) -> None:
-    """Let the roles read their configuration again at each SIGHUP."""
     while True:
         await signals.reload.wait()
         signals.reload.clear()

@@ -232,7 +232,7 @@ class Evictor:
                 _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
             await asyncio.to_thread(records.forget, known)
-            await self._service.news.tell("evict", model=name, reason="not wanted")
+            self._service.news.tell("evict", model=name, reason="not wanted")
         return list(gone)
 
     def _unwanted(self, wanted: Set[str], records: SpecStore) -> dict[str, str]:

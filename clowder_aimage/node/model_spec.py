@@ -11,7 +11,7 @@ from typing import Any
 
 from clowder_aimage import schema
 from clowder_aimage.dialect.aimage import check_name
-from clowder_aimage.engine.limits import ALWAYS, FOR_EVER, IF_MISSING, NEVER
+from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name

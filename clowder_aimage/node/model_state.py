@@ -10,8 +10,8 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any
 
+from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.backoff import SPACE, TIME, WRONG, Backoff
-from clowder_aimage.engine.limits import NEVER
 from clowder_aimage.engine.metric import SOURCES
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.layout import ImageLayout

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from clowder_aimage.content.fetch import RESERVE
+from clowder_aimage.engine.admission import ALWAYS, NEVER
 from clowder_aimage.engine.backoff import (
     CHANGE,
     NEVER_FETCHED,
@@ -23,7 +24,6 @@ from clowder_aimage.engine.backoff import (
     again,
     whole,
 )
-from clowder_aimage.engine.limits import ALWAYS, NEVER
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout.completeness import Completeness
 from clowder_aimage.node.model_spec import ModelSpec

@@ -232,7 +232,7 @@ class Node:
                 config.state, config.is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
             _log.error("the desired state stays as it was", extra={"reason": error.message})
-            await self._service.news.tell("desired", valid=False, reason=error.message)
+            self._service.news.tell("desired", valid=False, reason=error.message)
             return
         config.error, config.loaded, config.is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a store that is only read
@@ -241,7 +241,7 @@ class Node:
         self.metrics.config_at.set(time.time())
         models = len(config.state.specs)
         _log.info("desired state", extra={"models": models, "files": len(config.state.files)})
-        await self._service.news.tell("desired", valid=True, models=models)
+        self._service.news.tell("desired", valid=True, models=models)
 
     async def _follow(self, specs: dict[str, ModelSpec]) -> None:
         """Add and remove models; those whose spec has changed are due now."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.readiness import BY_NODE
+from clowder_aimage.api.service import BY_NODE
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.http.background import aside

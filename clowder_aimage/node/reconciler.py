@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.engine.backoff import TIME, again
-from clowder_aimage.engine.engine_error import StoppedError
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout.completeness import CompletenessCache
@@ -106,7 +106,7 @@ class Reconciler:
             case Evict():
                 await asyncio.to_thread(self._relieve, action.room)
             case Announce():
-                await self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
+                self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
         return None
 
     # -- the store

@@ -28,11 +28,12 @@ import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.distribution import cache, registry_role
-from clowder_aimage.http import body_stream, connection_timeout
+from clowder_aimage.http import body_stream
+from clowder_aimage.http import server as http_server
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
     body_stream.READ_TIMEOUT = registry_role.GRACE = 0.2
-    connection_timeout.IDLE = connection_timeout.INTERVAL = 0.1
+    http_server.IDLE = http_server.INTERVAL = 0.1
     cache.CLOSE_TIMEOUT = 0.2
 upstream = None
 if "upstream" in flags:

@@ -19,9 +19,9 @@ from aiohttp import web
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.errors import UsageError
-from clowder_aimage.http import connection_timeout
+from clowder_aimage.http import server as http_server
 from clowder_aimage.http.access import read_token
-from clowder_aimage.http.connection_timeout import IdleTimeout
+from clowder_aimage.http.server import IdleTimeout
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
 from tests.distribution.served import Server, digest_of, error_of
@@ -160,10 +160,10 @@ class Connection:
 def test_a_crowd_of_idle_connections_is_hurried() -> None:
     now = [0.0]
     idle = IdleTimeout(lambda: now[0])
-    crowd: Any = [Connection() for _ in range(connection_timeout.CROWD + 1)]
+    crowd: Any = [Connection() for _ in range(http_server.CROWD + 1)]
     few = crowd[:3]
     idle.check(few)
-    now[0] = connection_timeout.IDLE_IN_CROWD + 1
+    now[0] = http_server.IDLE_IN_CROWD + 1
     idle.check(few)
     assert not any(each.aborted for each in few)
     idle.check(crowd)

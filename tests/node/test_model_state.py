@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from clowder_aimage.content.fetch import RESERVE
+from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.backoff import CHANGE, SPACE, TIME, Backoff, whole
-from clowder_aimage.engine.limits import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.errors import (
     NetworkError,
     NoSpaceError,

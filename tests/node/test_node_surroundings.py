@@ -9,8 +9,7 @@ import urllib.error
 
 import pytest
 
-from clowder_aimage.api.readiness import Readiness
-from clowder_aimage.api.service import make_service
+from clowder_aimage.api.service import Readiness, make_service
 from clowder_aimage.cli.verbs.serve import check_stores, spell
 from clowder_aimage.engine.settings import gather
 from clowder_aimage.errors import FormatError, UsageError

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from clowder_aimage.engine.admission import FOR_EVER
 from clowder_aimage.engine.backoff import DAY, HOUR, whole
-from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clowder_aimage import schema
-from clowder_aimage.engine.limits import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.node import spec_document, spec_files
 from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs

@@ -1,7 +1,8 @@
-"""Live workers for the tests of this directory."""
+"""Workers for the tests of this directory: in this process, and as processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -10,15 +11,22 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.process import Aimage
+
+if TYPE_CHECKING:
+    from clowder_aimage.api.service import Service
+    from clowder_aimage.engine.settings import Settings
 
 
 @dataclass
@@ -49,9 +57,7 @@ class Worker:
 
     def get(self, path: str, **headers: str) -> Any:
         """The JSON at a path."""
-        asked = urllib.request.Request(self.url + path, headers=headers)
-        with urllib.request.urlopen(asked, timeout=30) as answer:
-            return json.load(answer)
+        return get(self.url + path, headers)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """End it; its exit code and all that it wrote to standard error."""
@@ -108,6 +114,13 @@ def _read(process: subprocess.Popen[str], lines: list[str]) -> None:
         lines.extend(iter(process.stderr.readline, ""))
 
 
+def get(url: str, headers: Mapping[str, str]) -> Any:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers=dict(headers)), timeout=30
+    ) as answer:
+        return json.load(answer)
+
+
 def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
     """The status, the headers and the body of an answer, whatever it is."""
     try:
@@ -116,6 +129,104 @@ def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
+
+
+class LocalWorker:
+    """A worker in this process, on a free port; its event loop runs in a thread of its own.
+
+    ``launch`` starts ``aimage serve`` as a process, on the same store.
+    """
+
+    def __init__(self, here: Aimage, *arguments: object) -> None:
+        from clowder_aimage.http.access import read_tokens
+        from clowder_aimage.http.listening_socket import listen
+
+        self.aimage, self.store = here, here.store
+        self._settings = _settings(arguments)
+        path = self._settings.token_file
+        self._tokens = read_tokens(path) if path else {}
+        address = self._settings.addr or (None if self._settings.socket else "127.0.0.1:0")
+        is_guarded = bool(self._tokens)
+        self._listeners = listen(address, self._settings.socket, has_tokens=is_guarded)
+        self.urls = self._listeners.urls
+        self.url = self.urls[0]
+        self._others: list[LocalWorker | Worker] = []
+        self._ready: Future[Service] = Future()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.service = self._ready.result(30)
+
+    @property
+    def host(self) -> str:
+        return self.url.removeprefix("http://")
+
+    def get(self, path: str, **headers: str) -> Any:
+        """The JSON at a path."""
+        return get(self.url + path, headers)
+
+    def start(self, *arguments: object) -> LocalWorker:
+        """Another worker on the same store; it ends when this one does."""
+        other = LocalWorker(self.aimage, *arguments)
+        self._others.append(other)
+        return other
+
+    def launch(self, *arguments: object, **environment: str) -> Worker:
+        """Another worker on the same store, as a process; it ends when this one does."""
+        other = begin(self.aimage, *arguments, **environment)
+        self._others.append(other)
+        return other
+
+    def drain(self) -> None:
+        """Have it end, and come back at once."""
+        self._loop.call_soon_threadsafe(self._over.set)
+
+    def end(self) -> None:
+        """End it and its others."""
+        for other in self._others:
+            other.end()
+        if self._thread.is_alive():
+            self.drain()
+            self._thread.join(30)
+        self._listeners.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        from clowder_aimage.api.service import make_service
+        from clowder_aimage.api.worker_role import WorkerRole
+        from clowder_aimage.http.app import build_app
+        from clowder_aimage.http.server import accepting
+
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        connection = ClientOptions(docker_config=self.aimage.home / "docker")
+        service = make_service(self._settings, LayeredStore([self.store]), connection)
+        role = WorkerRole(service)
+        hosts = self._listeners.hosts
+        app = build_app(
+            role, tokens=self._tokens, hosts=None if hosts is None else frozenset(hosts)
+        )
+        async with role.running(), accepting(app, self._listeners):
+            self._ready.set_result(service)
+            await role.ready()
+            await self._over.wait()
+            await role.drain(0.0, asyncio.Event())
+
+
+def _settings(arguments: tuple[object, ...]) -> Settings:
+    """The settings that the options of ``aimage serve`` mean."""
+    from clowder_aimage.cli.verbs.serve import serve
+    from clowder_aimage.engine.settings import Settings, gather
+
+    options = serve.make_context("serve", [str(each) for each in arguments]).params
+    options["aliases"] = ",".join(options["aliases"]) or None
+    given = {name: value for name, value in options.items() if name in Settings.model_fields}
+    return gather(Settings, given, None)[0]
 
 
 @pytest.fixture(scope="session")
@@ -127,11 +238,20 @@ def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """A worker that the tests of a module share, with a store of its own."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     home = tmp_path_factory.mktemp("worker")
     shutil.copytree(stocked, home / "store")
-    found = begin(Aimage(home, home / "store"))
+    found = LocalWorker(Aimage(home, home / "store"))
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[LocalWorker]:
+    """A worker whose store has nothing."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    found = LocalWorker(Aimage(tmp_path, tmp_path / "store"))
     yield found
     found.end()

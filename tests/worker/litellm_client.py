@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-import litellm  # type: ignore[import-not-found]
+import litellm
 
 
 def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.create import create
+from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
-from clowder_aimage.engine.event_log import EventLog
-from clowder_aimage.engine.limits import EngineLimits
+from clowder_aimage.engine.event import Event, EventLog, ImageEvent, StartedEvent
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.importer import Provenance

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
-from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import (
     FormatError,
@@ -28,7 +28,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http import app, connection_timeout
+from clowder_aimage.http import app, server
 from clowder_aimage.http.api_error import api_error
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.route import Role, Route
@@ -172,8 +172,8 @@ def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
 
 
 def test_a_head_that_does_not_come_is_given_up(monkeypatch):
-    monkeypatch.setattr(connection_timeout, "IDLE", 0.05)
-    monkeypatch.setattr(connection_timeout, "INTERVAL", 0.01)
+    monkeypatch.setattr(server, "IDLE", 0.05)
+    monkeypatch.setattr(server, "INTERVAL", 0.01)
     places = listen("127.0.0.1:0", has_tokens=False)
 
     async def talk():
@@ -190,8 +190,8 @@ def test_a_head_that_does_not_come_is_given_up(monkeypatch):
 
 
 def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(connection_timeout, "WRITE", 0.05)
-    monkeypatch.setattr(connection_timeout, "INTERVAL", 0.01)
+    monkeypatch.setattr(server, "WRITE", 0.05)
+    monkeypatch.setattr(server, "INTERVAL", 0.01)
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     places = listen("127.0.0.1:0", has_tokens=False)
     is_over = asyncio.Event()
@@ -231,9 +231,9 @@ class Slow:
 
 def test_a_slow_client_is_not_one_that_has_stopped():
     now = [0.0]
-    watch, slow, stopped = connection_timeout.WriteTimeout(lambda: now[0]), Slow(), Slow()
+    watch, slow, stopped = server.WriteTimeout(lambda: now[0]), Slow(), Slow()
     for size in range(100, 90, -1):
         slow.waiting, stopped.waiting = size, 5000
-        watch.check([slow, stopped])
-        now[0] += connection_timeout.WRITE / 5
+        watch.check([slow, stopped])  # type: ignore[list-item]
+        now[0] += server.WRITE / 5
     assert (slow.is_aborted, stopped.is_aborted) == (False, True)

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_what_is_no_address_is_refused(text):
 def test_credentials_in_an_address_are_refused_and_not_repeated():
     with pytest.raises(errors.UsageError) as caught:
         Endpoint.parse("http://me:secret@box")
-    assert "AIMAGE_TOKEN" in caught.value.hint
+    assert "AIMAGE_TOKEN" in str(caught.value.hint)
     assert "secret" not in f"{caught.value} {caught.value.hint}"
 
 
@@ -142,7 +143,7 @@ def test_a_refusal_for_want_of_a_token_says_where_it_goes():
         pytest.raises(errors.UnauthorizedError) as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_TOKEN" in caught.value.hint
+    assert "AIMAGE_TOKEN" in str(caught.value.hint)
 
 
 def test_a_busy_worker_says_when_to_come_back():
@@ -172,7 +173,7 @@ def test_a_refusal_by_who_is_no_worker_says_so(answer):
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_HOST" in caught.value.hint
+    assert "AIMAGE_HOST" in str(caught.value.hint)
 
 
 def test_an_answer_that_is_no_json_is_refused():
@@ -235,11 +236,15 @@ def test_lines_come_before_the_end():
         assert list(got) == [{"completed": 2}]
 
 
+def answer(said: Says, _: Asked) -> Says:
+    return said
+
+
 def test_lines_may_come_in_any_pieces():
     text = line(a="ö" * 3) + b"\r\n" + line(b=1).strip()
     for size in (1, 2, 7, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        with ScriptedWorker(lambda _, pieces=pieces: Says(pieces)).running() as worker:
+        with ScriptedWorker(partial(answer, Says(pieces))).running() as worker:
             assert list(WorkerClient(worker.host).lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
 
 
@@ -292,8 +297,8 @@ def test_events_are_read_as_the_standard_says():
     )
     for size in (1, 5, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        answer = Says(pieces, headers={"X-Name": "value"})
-        with ScriptedWorker(lambda _, answer=answer: answer).running() as worker:
+        said = Says(pieces, headers={"X-Name": "value"})
+        with ScriptedWorker(partial(answer, said)).running() as worker:
             (kind, headers), *others = WorkerClient(worker.host).events("/", {})
             assert (kind, headers["x-name"]) == ("open", "value")
             assert others == [

@@ -13,8 +13,8 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from clowder_aimage.cli.verbs.config import MASK, masked
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
+from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.engine.settings import (
-    DEFAULT_ADDRESS,
     Settings,
     camel,
     duration,
@@ -72,7 +72,7 @@ def test_what_is_no_duration(text):
 def test_nothing_said(file):
     said, origins = gather(Settings, {}, file)
     assert origins == {}
-    assert said.address == DEFAULT_ADDRESS == "127.0.0.1:11434"
+    assert said.address == DEFAULT_HOST == "127.0.0.1:11434"
     assert (said.text_encoder, said.memory) == ("auto", None)
     assert (said.pull, said.stream_format, said.png_facts) == ("if-missing", "auto", True)
     limits = said.limits
@@ -295,16 +295,10 @@ def test_masks(name, value, said):
     assert masked(name, value) == said
 
 
-def test_what_the_worker_is_told_it_does(worker):
-    other = worker.start("--alias", "gpt-image-1=tiny", AIMAGE_SERVE_LOG_FORMAT="json")
-    assert other.stop()[0] == 0
-    assert all(json.loads(line) for line in other.lines)
-    assert "is not a duration" in worker.aimage("serve", "--keep-alive", "soon", code=2).err
-
-
 def test_aliases_that_are_none_are_refused_wherever_they_were_said(aimage):
     here = aimage()
     here.environment["AIMAGE_SERVE_ALIASES"] = "a"
     said = here("serve", "--addr", "127.0.0.1:0", code=2).err
     assert "aliases (AIMAGE_SERVE_ALIASES): 'a' is not NAME=REF" in said
     assert "'b' is not NAME=REF" in here("serve", "--alias", "b", code=2).err
+    assert "is not a duration" in here("serve", "--keep-alive", "soon", code=2).err

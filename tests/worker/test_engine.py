@@ -13,7 +13,6 @@ pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.engine import frame
-from clowder_aimage.engine.child_process import ChildProcess
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
@@ -148,11 +147,10 @@ def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
 
     async def play():
         pipe = asyncio.subprocess.PIPE
-        child = ChildProcess(
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
-            )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
         )
+        child = Runner(process, 30.0)
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):

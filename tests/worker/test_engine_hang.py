@@ -16,14 +16,13 @@ import pytest
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine.engine_error import DeadlineError, StoppedError
+from clowder_aimage.engine.admission import FOR_EVER, DeadlineError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
     QueuedEvent,
     StartedEvent,
 )
-from clowder_aimage.engine.limits import FOR_EVER
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.pipeline import Step
@@ -282,7 +281,7 @@ def test_a_load_that_stands_still_is_given_up(store):
     async def play():
         before = children()
         start = asyncio.create_task(
-            Runner.start(store.roots, "tiny", store.resolve(NAME), load_timeout=1.0)
+            Runner.start(store.roots, "tiny", store.resolve(NAME), EngineLimits(load_timeout=1.0))
         )
         await until(lambda: children() - before)
         (pid,) = children() - before

@@ -8,12 +8,13 @@ import dataclasses
 import socket
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine.engine_error import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
@@ -23,7 +24,8 @@ from clowder_aimage.engine.event import (
 )
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_slot import ModelSlot
+from clowder_aimage.engine.model_fetch import fetch
+from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -257,12 +259,12 @@ def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
             clients.append(client := Client(engine, job(name)))
             await client.hears(QueuedEvent)
             number = len(clients)
-            client.task.add_done_callback(lambda _, number=number: order.append(number))
+            client.task.add_done_callback(partial(lambda each, _: order.append(each), number))
         await first.leave()
         is_running.set()
         for each in clients:
             await each.result()
-        return order, [each.heard[0].ahead for each in clients]
+        return order, [getattr(each.heard[0], "ahead", None) for each in clients]
 
     order, ahead = played(store, play)
     assert order == [1, 2, 3, 4]
@@ -329,16 +331,12 @@ def test_who_waits_for_a_download_hears_at_once_that_the_worker_ends(store):
             asked = Client(engine, job(f"{host}/team/x"))
             await asked.hears(PullingEvent)
             other = Reference.parse(f"{host}/team/y")
-            pull = asyncio.create_task(anext_of(engine.pull(other)))
+            pull = asyncio.create_task(fetch(engine._transfers, other, lambda _: None))
             await until(lambda: engine._transfers.of(other))
             await engine.close(60)
             for each in (asked.task, pull):
                 with pytest.raises(StoppedError):
                     await each
-
-    async def anext_of(events):
-        async for _ in events:
-            pass
 
     played(store, play)
 
@@ -444,6 +442,7 @@ def test_what_stays_for_ages_stays_for_ever(seconds):
     model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
     assert model.until is None
     model.keep_alive = 60.0
+    assert model.until is not None
     assert 0 < (model.until - datetime.now(UTC)).total_seconds() <= 60
 
 

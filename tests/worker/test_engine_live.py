@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 
@@ -82,7 +83,7 @@ def status(worker, path="/healthz"):
 )
 def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        other = worker.start()
+        other = worker.launch()
         name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
         line = post(other, path, body | {"model": name})
         with contextlib.closing(line):
@@ -105,7 +106,7 @@ def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
 @pytest.mark.integration
 @needs_proc
 def test_a_forced_end_is_told_as_an_end(worker):
-    other = worker.start("--grace", "1h")
+    other = worker.launch("--grace", "1h")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
         os.kill(pid, signal.SIGSTOP)
@@ -121,7 +122,7 @@ def test_a_forced_end_is_told_as_an_end(worker):
 
 @pytest.mark.integration
 def test_a_hangup_ends_nothing(worker):
-    other = worker.start()
+    other = worker.launch()
     other.process.send_signal(signal.SIGHUP)
     until(lambda: any("nothing is read again" in line for line in other.lines))
     assert status(other) == 200
@@ -142,29 +143,29 @@ def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
     )
     manifest = ImageLayout(worker.store).resolve(Reference.parse("tiny")).to_json()
     place = {"roots": [str(worker.store)], "reference": "tiny", "manifest": manifest}
-    load = {"do": "load", **place}
-    process.stdin.write(
-        frame.encode(load | {"memory": {"text_encoder": "auto", "memory": None, "models": 1}})
-    )
-    process.stdin.flush()
-    while (found := frame.read(process.stdout))[0]["is"] == "loading":
+    limits = {"dtype": None, "text_encoder": "auto", "memory": None, "models": 1}
+    source, target, errors = process.stdout, process.stdin, process.stderr
+    assert source is not None and target is not None and errors is not None
+    target.write(frame.encode({"do": "load", **place, **limits}))
+    target.flush()
+    while (found := frame.read(cast(BinaryIO, source))) is not None and found[0]["is"] == "loading":
         pass
-    assert found[0]["is"] == "loaded"
-    process.stdout.close()
+    assert found is not None and found[0]["is"] == "loaded"
+    source.close()
     request = {"prompt": "a dog", "width": 32, "height": 32, "steps": 3, "seed": 1}
     command = {"do": "generate", "id": 1, "reference": "tiny", "encoding": {}}
-    process.stdin.write(frame.encode(command | {"request": request}))
-    process.stdin.flush()
-    with process.stderr:
-        assert process.stderr.read() == b""
+    target.write(frame.encode(command | {"request": request}))
+    target.flush()
+    with errors:
+        assert errors.read() == b""
     assert process.wait(30) == 0
-    process.stdin.close()
+    target.close()
 
 
 @pytest.mark.integration
 @needs_proc
 def test_what_a_process_writes_is_in_the_workers_log(worker):
-    other = worker.start("--log-format", "json", PYTHONFAULTHANDLER="1")
+    other = worker.launch("--log-format", "json", PYTHONFAULTHANDLER="1")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
         os.kill(pid, signal.SIGABRT)
@@ -186,7 +187,7 @@ def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, r
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(418)  # for which no request is repeated
         late = repository.replace(registry.host, proxy.host)
-        other = worker.start("--wanted", late, "--wanted", repository)
+        other = worker.launch("--wanted", late, "--wanted", repository)
         until(lambda: any("cannot fetch a wanted" in line for line in other.lines))
         until(lambda: repository in worker.aimage("ls").out)
         assert status(other, "/readyz") == 503

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,14 +23,15 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Reference
+from tests.model.model_oracle import CASES
 from tests.process import Aimage
-from tests.worker.conftest import answer_to, begin
+from tests.worker.conftest import LocalWorker, answer_to
 
 MODEL = Path(__file__).parents[1] / "model"
 ORACLE = MODEL / "oracle"
-sys.path.append(str(MODEL))
-from model_oracle import CASES  # noqa: E402
 
+# One case with guidance, one without
+GUIDED_AND_NOT = {bool(request.guidance): case for case, request in CASES.items()}.values()
 GENERATIONS = "/v1/images/generations"
 CHUNKS = (b"iTXt", b"tEXt", b"zTXt", b"eXIf")
 
@@ -117,7 +117,7 @@ def test_all_that_run_can_be_told_a_worker_does(worker, tmp_path):
     assert run(worker, *options, AIMAGE_HOST=worker.url) == alone
     assert pixels(alone, tmp_path).shape == (64, 48, 3)
     assert facts_of(alone)["shift"] == 1.5
-    wishes = {"width": 48, "shift": 1.5, "guidance": 2, "negative_prompt": "a cat"}
+    wishes: dict[str, Any] = {"width": 48, "shift": 1.5, "guidance": 2, "negative_prompt": "a cat"}
     assert drawn(worker.url, **wishes, strict=True) == alone
     assert drawn(worker.url, **wishes | {"shift": 3}) != alone
     usual = run(worker, "--steps", 2, "--height", 32, AIMAGE_HOST=worker.url)
@@ -130,11 +130,8 @@ def test_all_that_run_can_be_told_a_worker_does(worker, tmp_path):
         ({"width": 100}, "width"),
         ({"width": 16384}, "width"),  # too large for this model, as only it knows
         ({"size": "16384x16"}, "size"),
-        ({"height": 16384, "width": 16}, "height"),
-        ({"height": 518400}, "height"),
         ({"size": "64x64", "height": 48}, "height"),
         ({"shift": 0}, "shift"),
-        ({"shift": -1}, "shift"),
     ],
 )
 def test_a_refusal_names_the_field_that_was_said(worker, fields, param):
@@ -149,7 +146,7 @@ def ollama_refusal(url: str, **fields: Any) -> str:
     return answer["error"]
 
 
-TOO_LARGE = [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)]
+TOO_LARGE = [(8192, 8192), (3840, 2160)]
 
 
 @pytest.mark.parametrize(("width", "height"), TOO_LARGE)
@@ -192,15 +189,22 @@ def test_a_prompt_has_the_same_bounds_everywhere(worker):
 # -- diffusers
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GUIDED_AND_NOT)
 def test_a_worker_makes_the_picture_that_diffusers_makes(worker, tmp_path, case):
     """As tests/model/oracle has it of this very model; no value may differ by more than one."""
     request = CASES[case]
     with np.load(ORACLE / f"{case.replace(' ', '-')}.npz") as recorded:
         expected = recorded["picture"].astype(int)
-    wishes = {"width": request.width, "height": request.height, "steps": request.steps}
+    wishes: dict[str, Any] = {
+        "width": request.width,
+        "height": request.height,
+        "steps": request.steps,
+    }
     wishes |= {"prompt": request.prompt, "seed": request.seed}
-    guided = {"guidance": request.guidance, "negative_prompt": request.negative or ""}
+    guided: dict[str, Any] = {
+        "guidance": request.guidance,
+        "negative_prompt": request.negative or "",
+    }
     found = pixels(drawn(worker.url, **wishes, **guided), tmp_path).astype(int)
     assert np.abs(found - expected).max() <= 1
     if not request.guidance:
@@ -246,14 +250,13 @@ def spoil_text_encoder(store: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "stays"),
     [
-        *((("--text-encoder", "keep", "--memory", "1"), True), ((), True)),
-        *((("--text-encoder", "release"), False), (("--memory", "2MB"), False)),
-        *((("--memory", "40MB"), True), (("--memory", "40MB", "--max-models", "20"), False)),
+        *(((), True), (("--text-encoder", "release"), False)),
+        (("--memory", "40MB", "--max-models", "20"), False),
     ],
 )
 def test_a_worker_lets_the_text_encoder_go_as_it_is_told(own, options, stays):
     """One that was let go is needed for a new prompt, and for no other."""
-    worker = begin(own, *options)
+    worker = LocalWorker(own, *options)
     try:
         first = drawn(worker.url)
         spoil_text_encoder(own.store)

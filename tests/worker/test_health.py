@@ -18,8 +18,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.api.readiness import Readiness
-from clowder_aimage.api.service import make_service
+from clowder_aimage.api.service import Readiness, make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
@@ -108,13 +107,18 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
     stocked, tmp_path, monkeypatch
 ):
     shutil.copytree(stocked, tmp_path / "store")
-    store, seen = ImageLayout(tmp_path / "store"), []
+    store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
     exists, later = store.exists, time.time_ns() + 10**11
     monkeypatch.setattr(
         fingerprint, "time", SimpleNamespace(time_ns=lambda: later)
     )  # all was long ago
-    monkeypatch.setattr(store, "exists", lambda blob: seen.append(blob) or exists(blob))
+
+    def looked(blob):
+        seen.append(blob)
+        return exists(blob)
+
+    monkeypatch.setattr(store, "exists", looked)
     readiness = Readiness(store)
     assert readiness.against() == [] and seen
     seen.clear()
@@ -222,11 +226,11 @@ async def heard(answer, count):
 
 def test_events_are_heard_as_they_come_and_after_an_id(service):
     async def talk(client, _):
-        await service.news.tell("load", model="a")
+        service.news.tell("load", model="a")
         answer = await client.get("/v1/events")
-        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
         (first,) = await heard(answer, 1)
-        await service.news.tell("evict", model="a", reason="idle")
+        service.news.tell("evict", model="a", reason="idle")
         (second,) = await heard(answer, 1)
         again = await client.get("/v1/events", headers={"Last-Event-ID": first[0]})
         assert await heard(again, 1) == [second]
@@ -253,7 +257,7 @@ def test_an_id_that_is_none_is_refused(service):
 def test_a_stream_of_events_ends_when_the_worker_does(service):
     async def talk(client, app):
         answer = await client.get("/v1/events")
-        await service.news.close()
+        service.news.close()
         return await answer.content.read()
 
     assert spoken(service, talk) == b"retry: 2000\n\n"

@@ -58,22 +58,24 @@ def test_fifty_clients_at_once(worker):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
+    other = worker.launch()
+
     async def play():
         async with aiohttp.ClientSession() as session:
 
             async def many(count):
                 for seed in range(count):
-                    status, _, _ = await ask(session, worker.url, seed=seed)
+                    status, _, _ = await ask(session, other.url, seed=seed)
                     assert status == 200
 
-            server = worker.process.pid
+            server = other.process.pid
             await many(50)  # what is made once is made
             (model,) = children(server)
             before = resident(server), resident(model)
             await many(PICTURES)
             after = resident(server), resident(model)
             stop = {"model": "tiny", "prompt": "", "keep_alive": 0}
-            async with session.post(f"{worker.url}/api/generate", json=stop) as answer:
+            async with session.post(f"{other.url}/api/generate", json=stop) as answer:
                 assert answer.status == 200
             for _ in range(200):
                 if not children(server):

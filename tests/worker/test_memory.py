@@ -14,8 +14,9 @@ pytest.importorskip("mlx")
 from clowder_aimage import generate
 from clowder_aimage.create import create
 from clowder_aimage.engine import machine
+from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import ImageEvent
-from clowder_aimage.engine.runner import MemoryPolicy, Runner
+from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -101,8 +102,7 @@ def played(store, play, keep):
             store.roots,
             "tiny",
             store.resolve(Reference.parse("tiny")),
-            dtype="float32",
-            policy=keep,
+            dataclasses.replace(keep, dtype="float32"),
         )
         try:
             async with asyncio.timeout(100):
@@ -120,10 +120,14 @@ async def two(runner):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "keep",
-    [MemoryPolicy("release"), MemoryPolicy(memory=1), MemoryPolicy(memory=30_000_000, models=30)],
+    [
+        EngineLimits(text_encoder="release"),
+        EngineLimits(memory=1),
+        EngineLimits(memory=30_000_000, models=30),
+    ],
 )
 def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, keep):
-    stays = played(store, two, MemoryPolicy("keep"))
+    stays = played(store, two, EngineLimits(text_encoder="keep"))
     assert played(store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
 
@@ -144,7 +148,7 @@ def test_a_process_with_room_keeps_the_text_encoder(store):
         lose_text_encoder(store)
         return await picture(runner, "a cat")
 
-    assert played(store, without, MemoryPolicy())
+    assert played(store, without, EngineLimits())
 
 
 # -- how large a picture can be
@@ -178,7 +182,9 @@ def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
         pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
     )  # as much as there is
     error = refused(pipeline, 2048, 1024)
-    side = int(re.search("such as ([0-9]+)x", error.hint)[1])
+    found = re.search("such as ([0-9]+)x", error.hint)
+    assert found is not None
+    side = int(found[1])
     assert side == 1024
     assert refused(pipeline, side + pipeline.multiple, side).hint == error.hint
     pipeline.set_memory("keep", None, 1)

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
-from tests.worker.conftest import Worker
+from tests.worker.conftest import LocalWorker
 
 ollama = pytest.importorskip("ollama")
 Image = pytest.importorskip("PIL.Image")
@@ -28,13 +28,13 @@ DRAW = {"model": "tiny", "prompt": "a dog", "width": 32, "height": 32, "steps": 
 
 
 @pytest.fixture(scope="module")
-def client(worker: Worker) -> Iterator[Any]:
+def client(worker: LocalWorker) -> Iterator[Any]:
     with ollama.Client(worker.url) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def ask(worker: Worker) -> Callable[..., tuple[int, Any]]:
+def ask(worker: LocalWorker) -> Callable[..., tuple[int, Any]]:
     """``ask(path, body)``: the status and the JSON of an answer, or its lines."""
 
     def asked(path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
@@ -205,33 +205,7 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
     assert ask("/api/generate", {"model": "nothing", "keep_alive": 0})[0] == 404
 
 
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        (5, 5),
-        (0, 0),
-        (0.5, 0.5),
-        (-1, float("inf")),
-        (10**400, float("inf")),
-        (1e308, float("inf")),
-        ("5m", 300),
-        ("1h30m", 5400),
-        ("1.5s", 1.5),
-        ("250ms", 0.25),
-        ("-1", float("inf")),
-        ("-1m", float("inf")),
-        ("0", 0),
-        ("300", 300),
-        ("999999999999h", float("inf")),
-    ],
-)
-def test_a_keep_alive_is_seconds_or_a_duration_of_go(said, seconds):
-    from clowder_aimage.engine.settings import duration
-
-    assert duration(said) == seconds
-
-
-@pytest.mark.parametrize("said", ["soon", "5x", "5 m", "m", "--1", "1d", True, [], {}, "٥m"])
+@pytest.mark.parametrize("said", ["soon", True, []])
 def test_another_keep_alive_is_refused(said, ask):
     status, answer = ask("/api/generate", DRAW | {"keep_alive": said})
     assert status == 400 and "keep_alive" in answer["error"]
@@ -324,23 +298,18 @@ def test_a_deleted_model_leaves_memory(client, worker):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"width": "32"}, "width"),
         ({"width": True}, "width"),
         ({"height": 32.5}, "height"),
-        ({"steps": [1]}, "steps"),
         ({"options": []}, "options"),
         ({"options": {"seed": "x"}}, "seed"),
-        ({"prompt": 5}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"stream": "yes"}, "stream"),
         ({"images": ["aGk="]}, "pictures"),
-        ({"model": 5}, "model"),
         ({"model": ""}, "model"),
         ({"model": "No Model"}, "reference"),
         ({"width": 33}, "width"),
         ({"height": 1 << 40}, "height"),
         ({"steps": -1}, "steps"),
-        ({"steps": 10**30}, "steps"),
         ({"options": {"seed": 1 << 64}}, "seed"),
     ],
 )
@@ -355,8 +324,13 @@ def test_what_the_model_refuses_is_told_in_a_stream_too(ask):
     assert told["status"] == 400 and "width" in told["error"]
 
 
-@pytest.mark.parametrize("path", ["generate", "show", "pull", "push", "copy"])
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"a":1,"a":2}', b"\xff", b"{}"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("generate", body) for body in (b"", b"[]", b'{"a":1,"a":2}', b"{}")),
+        *((path, b"{") for path in ("show", "pull", "push", "copy")),
+    ],
+)
 def test_a_body_that_is_no_request_is_400(ask, path, body):
     status, answer = ask(f"/api/{path}", body)
     assert status == 400 and isinstance(answer["error"], str) and answer["error"]
@@ -395,15 +369,9 @@ def test_no_answer_tells_where_the_store_is(ask, worker):
     [
         ("/api/generate", DRAW | {"images": ["x"]}),
         ("/api/generate", DRAW | {"keep_alive": "soon"}),
-        ("/api/generate", DRAW | {"prompt": "\ud800"}),
-        ("/api/generate", DRAW | {"prompt": "x" * 32_001}),
         ("/api/generate", DRAW | {"width": 8192, "height": 8192}),
-        ("/api/generate", DRAW | {"width": 1 << 40}),
-        ("/api/generate", DRAW | {"model": "../../etc/passwd"}),
         ("/api/show", {"model": "../../etc/passwd"}),
         ("/content/", {"url": "oci://h.example/x", "credentials": "two words"}),
-        ("/content/", {"url": "oci://h.example/x", "credentialsType": "Digest"}),
-        ("/content/", {"url": "oci://h.example/x", "credentials": "?", "credentialsType": "Basic"}),
     ],
 )
 def test_every_refusal_has_a_word_for_programs(ask, path, body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,7 +219,7 @@ def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
 
 
 def test_what_is_not_said_is_as_the_worker_does_it() -> None:
-    defaults = {"pull": "never", "stream_format": "openai", "png_facts": False}
+    defaults: dict[str, Any] = {"pull": "never", "stream_format": "openai", "png_facts": False}
     wish = read_request(b'{"prompt": "a"}', **defaults)
     assert (wish.pull, wish.stream_format, wish.png_facts) == ("never", "openai", False)
     said = b'{"prompt": "a", "pull": "always", "stream_format": "auto", "png_facts": true}'

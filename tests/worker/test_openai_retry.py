@@ -27,7 +27,7 @@ def test_the_sdk_comes_again_after_a_refusal(worker, status):
         made = client.images.generate(model="tiny", prompt="a dog", extra_body={"steps": 1})
         assert len(posts) == 2
         assert posts[1].headers["x-stainless-retry-count"] == "1"
-        assert made.data[0].b64_json
+        assert made.data and made.data[0].b64_json
         with pytest.raises(openai.RateLimitError if status == 429 else openai.InternalServerError):
             posts.clear()
             client.with_options(max_retries=0).images.generate(model="tiny", prompt="a dog")

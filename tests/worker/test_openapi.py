@@ -29,7 +29,13 @@ OPERATIONS = {
     for path, methods in DOCUMENT["paths"].items()
     for method, operation in methods.items()
 }
-EXAMPLES = {"prompt": "a", "size": "16x16", "model": "tiny", "user": "me", "negative_prompt": "b"}
+EXAMPLES: dict[str, object] = {
+    "prompt": "a",
+    "size": "16x16",
+    "model": "tiny",
+    "user": "me",
+    "negative_prompt": "b",
+}
 EXAMPLES |= {"width": 16, "height": 16}
 
 
@@ -154,7 +160,7 @@ def test_schemathesis_finds_no_server_error(worker, tmp_path):
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is where nothing is deleted
     said = ("--default-model", "tiny", "--token-file", tokens(tmp_path))
-    other = worker.start(*said, AIMAGE_STORE=stores)
+    other = worker.launch(*said, AIMAGE_STORE=stores)
     (tmp_path / "hooks.py").write_text(HOOKS)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{other.url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {TOKEN}", "--checks", CHECKS, "--no-color"]

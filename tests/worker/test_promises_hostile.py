@@ -156,7 +156,7 @@ def test_who_only_looks_has_nobody_asked(served: Any, tmp_path: Path) -> None:
     assert not [name for name in files(tmp_path) if "/.aimage/" not in name]
 
 
-CODINGS = {"gzip": gzip.compress, "deflate": zlib.compress}
+CODINGS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 @pytest.mark.parametrize("coding", CODINGS)

@@ -34,7 +34,7 @@ from pydantic import BaseModel
 
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.http.api_error import ApiError
-from tests.worker.conftest import Worker, answer_to
+from tests.worker.conftest import LocalWorker, Worker, answer_to
 
 GENERATIONS = "/v1/images/generations"
 SHORT: dict[str, Any] = {"model": "tiny", "prompt": "a dog", "steps": 1, "size": "32x32"}
@@ -53,12 +53,14 @@ TAKEN = {
 
 
 @pytest.fixture
-def client(worker: Worker) -> Iterator[Any]:
+def client(worker: LocalWorker) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
-def ask(worker: Worker, path: str = GENERATIONS, **said: Any) -> tuple[int, Any, bytes]:
+def ask(
+    worker: LocalWorker | Worker, path: str = GENERATIONS, **said: Any
+) -> tuple[int, Any, bytes]:
     """The status, the headers and the body of an answer. ``headers`` are sent with it."""
     headers = said.pop("headers", {})
     data = json.dumps(said).encode() if said else None
@@ -66,7 +68,7 @@ def ask(worker: Worker, path: str = GENERATIONS, **said: Any) -> tuple[int, Any,
     return answer_to(asked)
 
 
-def told(worker: Worker, **said: Any) -> list[tuple[str, Any]]:
+def told(worker: LocalWorker, **said: Any) -> list[tuple[str, Any]]:
     """The events of a stream, without its comments: name and data."""
     status, headers, body = ask(worker, **SHORT | {"stream": True} | said)
     assert (status, headers.get_content_type()) == (200, "text/event-stream")
@@ -125,7 +127,7 @@ def test_every_word_that_the_sdk_lists_is_taken_or_refused_by_its_field() -> Non
     assert caught.value.code == "unsupported_value"
 
 
-def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: Worker) -> None:
+def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: LocalWorker) -> None:
     other = worker.start("--default-model", "tiny")
     names = {*words(ImageModel), "gpt-image-1", "gpt-image-1-mini", "dall-e-2", "dall-e-3"}
     assert len(names) > 8
@@ -134,10 +136,15 @@ def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: Work
         assert (status, headers["X-Aimage-Model"]) == (200, "tiny:latest"), (name, body)
 
 
-def test_a_body_of_open_webui(worker: Worker) -> None:
+def test_a_body_of_open_webui(worker: LocalWorker) -> None:
     """It reads ``data[].url`` first, and ``b64_json`` where there is none. An administrator's own
     parameters are merged into what it sends; a size may be left out, or be "auto"."""
-    usual = {"model": "tiny", "prompt": "a dog", "n": 1, "response_format": "b64_json"}
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "a dog",
+        "n": 1,
+        "response_format": "b64_json",
+    }
     for more in ({}, {"size": "auto"}, {"size": "32x32", "steps": 1}):
         status, headers, body = ask(worker, **usual | more)
         assert status == 200, body
@@ -147,10 +154,15 @@ def test_a_body_of_open_webui(worker: Worker) -> None:
         assert headers["X-Aimage-Ignored"] is None
 
 
-def test_a_body_of_librechat(worker: Worker) -> None:
+def test_a_body_of_librechat(worker: LocalWorker) -> None:
     """The model's name is built in; so are the words."""
     other = worker.start("--alias", "gpt-image-1=tiny")
-    body = {"model": "gpt-image-1", "prompt": "a dog", "n": 1, "output_format": "webp"}
+    body: dict[str, Any] = {
+        "model": "gpt-image-1",
+        "prompt": "a dog",
+        "n": 1,
+        "output_format": "webp",
+    }
     body |= dict.fromkeys(("background", "quality", "size"), "auto")
     status, headers, answer = ask(other, **body)
     assert (status, headers["X-Aimage-Alias"]) == (200, "gpt-image-1"), answer
@@ -159,7 +171,7 @@ def test_a_body_of_librechat(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("accept", ["text/event-stream"])
-def test_what_is_accepted_decides_nothing(worker: Worker, accept: str) -> None:
+def test_what_is_accepted_decides_nothing(worker: LocalWorker, accept: str) -> None:
     """The SDK says application/json, for a stream as well: the body alone says what is meant."""
     headers = {"Accept": accept}
     assert told(worker, headers=headers)[-1][0] == "done"
@@ -169,14 +181,16 @@ def test_what_is_accepted_decides_nothing(worker: Worker, accept: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-stainless-lang", "X-STAINLESS-LANG"])
-def test_an_sdk_is_known_by_its_header_however_it_is_written(worker: Worker, header: str) -> None:
+def test_an_sdk_is_known_by_its_header_however_it_is_written(
+    worker: LocalWorker, header: str
+) -> None:
     (name, _) = told(worker, headers={header: "js"})[-1]
     assert name == "image_generation.completed"
     assert told(worker, headers={header: "js"}, stream_format="ollama")[-1][0] == "done"
     assert told(worker, headers={header: "js"}, partial_images=0)[-1][0] == name
 
 
-def test_no_previews_are_one_event_and_three_are_three(worker: Worker) -> None:
+def test_no_previews_are_one_event_and_three_are_three(worker: LocalWorker) -> None:
     assert [name for name, _ in told(worker, partial_images=0)] == ["image_generation.completed"]
     events = told(worker, partial_images=3, steps=8)
     partial = [data["partial_image_index"] for name, data in events if "partial" in name]
@@ -187,15 +201,15 @@ def test_no_previews_are_one_event_and_three_are_three(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2, "quality": "hd"}, {"response_format": "url"}])
-def test_an_answer_is_what_the_sdk_s_types_say(worker: Worker, more: dict[str, Any]) -> None:
+def test_an_answer_is_what_the_sdk_s_types_say(worker: LocalWorker, more: dict[str, Any]) -> None:
     _, _, body = ask(worker, **SHORT | more)
     check(json.loads(body), ImagesResponse)
 
 
 @pytest.mark.parametrize("quality", ["auto", "hd"])
-def test_events_are_what_the_sdk_s_types_say(worker: Worker, quality: str) -> None:
+def test_events_are_what_the_sdk_s_types_say(worker: LocalWorker, quality: str) -> None:
     events = told(worker, partial_images=2, steps=4, quality=quality, output_format="jpeg")
-    kinds = {
+    kinds: dict[str, type[BaseModel]] = {
         "image_generation.partial_image": ImageGenPartialImageEvent,
         "image_generation.completed": ImageGenCompletedEvent,
     }
@@ -207,12 +221,12 @@ def test_events_are_what_the_sdk_s_types_say(worker: Worker, quality: str) -> No
         assert base64.b64decode(data["b64_json"], validate=True)
 
 
-def test_an_event_with_a_link_has_that_beside_what_the_types_say(worker: Worker) -> None:
+def test_an_event_with_a_link_has_that_beside_what_the_types_say(worker: LocalWorker) -> None:
     (_, data) = told(worker, stream_format="openai", response_format="url")[-1]
     check(data, ImageGenCompletedEvent, frozenset({"url", *MORE}))
 
 
-def test_models_are_what_the_sdk_s_types_say(worker: Worker) -> None:
+def test_models_are_what_the_sdk_s_types_say(worker: LocalWorker) -> None:
     answer = worker.get("/v1/models")
     assert (set(answer), answer["object"]) == ({"object", "data"}, "list")
     for each in answer["data"]:
@@ -250,14 +264,16 @@ def test_what_this_worker_has_not_is_an_error_of_the_sdk(client: Any) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             call()
         assert (caught.value.code, caught.value.type) == ("unknown_url", "invalid_request_error")
-    with pytest.raises(openai.APIStatusError) as caught:
+    with pytest.raises(openai.APIStatusError) as refused:
         client.models.delete("tiny")
-    assert caught.value.status_code == 405
+    assert refused.value.status_code == 405
     assert client.models.retrieve("tiny").id == "tiny"
 
 
 @pytest.mark.parametrize("dialect", ["openai", "openai+progress", "ollama"])
-def test_what_is_refused_before_the_first_event_has_a_status(worker: Worker, dialect: str) -> None:
+def test_what_is_refused_before_the_first_event_has_a_status(
+    worker: LocalWorker, dialect: str
+) -> None:
     for more in ({"model": "absent"}, {"size": "7x7"}, {"n": 11}):
         said = SHORT | {"stream": True, "stream_format": dialect} | more
         status, headers, body = ask(worker, **said)
@@ -271,14 +287,16 @@ def test_what_is_refused_before_the_first_event_has_a_status(worker: Worker, dia
 # -- what is kept to oneself
 
 
-def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: Worker) -> None:
+@pytest.mark.integration
+def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: LocalWorker) -> None:
     """Not at debug, not of what fails, and by neither interface."""
-    other = worker.start("--log-level", "debug")
+    other = worker.launch("--log-level", "debug")
     private = {name: f"xyzzy-{name}" for name in ("prompt", "negative_prompt", "user")}
     private["safety_identifier"] = "xyzzy-safety"
     for more in ({}, {"size": "16x16000"}, {"size": "1x1"}, {"model": "absent"}, {"stream": True}):
         ask(other, **SHORT | {"guidance": 2} | private | more)
-    for more in ({}, {"width": 33}, {"width": 16, "height": 16000}, {"stream": False}):
+    plain: list[dict[str, Any]] = [{}, {"width": 33}, {"width": 16, "height": 16000}]
+    for more in (*plain, {"stream": False}):
         ask(other, "/api/generate", **{"model": "tiny", "steps": 1} | private | more)
     ask(other, f"{GENERATIONS}?prompt=xyzzy-query")
     code, lines = other.stop()
@@ -287,12 +305,15 @@ def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: Worker)
     assert "xyzzy" not in lines
 
 
-def test_no_secret_is_in_the_log_however_much_is_written(worker: Worker, tmp_path: Path) -> None:
+@pytest.mark.integration
+def test_no_secret_is_in_the_log_however_much_is_written(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
     """Tokens, credentials, and the signature of a link: who has it may fetch the picture."""
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {'a' * 30}-sesame\ninfer {'i' * 30}-sesame\n")
     tokens.chmod(0o600)
-    other = worker.start("--token-file", tokens, "--log-level", "debug")
+    other = worker.launch("--token-file", tokens, "--log-level", "debug")
 
     def ask(path: str, body: Any = None, token: str = f"{'a' * 30}-sesame") -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {token}"} if token else {}

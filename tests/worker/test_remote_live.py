@@ -19,13 +19,13 @@ from PIL import Image
 
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
-from tests.worker.conftest import Worker, begin
+from tests.worker.conftest import LocalWorker, Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
 
 
 @pytest.fixture
-def here(worker: Worker, aimage: Callable[[], Aimage]) -> Aimage:
+def here(worker: LocalWorker, aimage: Callable[[], Aimage]) -> Aimage:
     """The command line of somebody whose own store is empty, told of the worker."""
     found = aimage()
     found.environment["AIMAGE_HOST"] = worker.url
@@ -33,12 +33,12 @@ def here(worker: Worker, aimage: Callable[[], Aimage]) -> Aimage:
 
 
 @pytest.fixture
-def local(worker: Worker, here: Aimage) -> Aimage:
+def local(worker: LocalWorker, here: Aimage) -> Aimage:
     """The command line on the worker's store, not told of the worker."""
     return Aimage(here.home, worker.store)
 
 
-def metric(worker: Worker, name: str) -> float:
+def metric(worker: LocalWorker, name: str) -> float:
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
         found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
     assert found is not None, name
@@ -69,7 +69,7 @@ def test_a_worker_makes_the_picture_that_the_process_itself_makes(here, local):
 
 def test_a_workers_picture_can_be_replayed(here, local):
     path = here.home / here("run", "tiny", "a red fox", "--steps", 2).line
-    assert local("replay", path).line == "equal"
+    assert local.process("replay", path).line == "equal"
 
 
 def test_a_model_is_listed_while_it_is_loaded(here):
@@ -85,6 +85,7 @@ def test_a_model_is_listed_while_it_is_loaded(here):
     here("stop", "nothing-there", code=3)
 
 
+@pytest.mark.integration
 def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
     here("run", "tiny", "a red fox", "--steps", 1, "-o", "warm.png")
     before = metric(worker, "aimage_generation_step_seconds_count")
@@ -107,8 +108,6 @@ def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
         (("run", "nothing-there", "a fox"), 3),
         (("run", "tiny", "a fox", "--width", 100, "--height", 64), 2),
         (("run", "tiny", "a fox", "--steps", 0), 2),
-        (("run", "tiny", "a fox", "--guidance", "nan"), 2),
-        (("run", "tiny", ""), 2),
         (("rm", "--remote", "nothing-there"), 3),
         (("pull", "--remote", "tiny"), 2),
         (("pull", "--remote", "127.0.0.1:1/x"), 1),
@@ -133,7 +132,7 @@ def test_models_come_and_go(here, local, repository):
 
 
 @contextmanager
-def running(worker: Worker) -> Iterator[None]:
+def running(worker: LocalWorker | Worker) -> Iterator[None]:
     try:
         yield
     finally:
@@ -145,19 +144,11 @@ def spoiled_blobs(passed: Passed, reply: Reply) -> None:
         reply.put(bytes(len(reply.body)))
 
 
-def spoiled_manifest(passed: Passed, reply: Reply) -> None:
-    if passed.method == "GET" and "/manifests/" in passed.path:
-        reply.put(b"[]")
-        reply.headers.pop("Docker-Content-Digest", None)
-
-
 def full_of_errors(passed: Passed, reply: Reply) -> None:
     reply.status = 405
 
 
-@pytest.mark.parametrize(
-    ("change", "code"), [(spoiled_blobs, 5), (spoiled_manifest, 5), (full_of_errors, 1)]
-)
+@pytest.mark.parametrize(("change", "code"), [(spoiled_blobs, 5), (full_of_errors, 1)])
 def test_a_pull_that_fails_ends_as_one_without_a_worker(
     here, local, registry, repository, change, code
 ):
@@ -165,7 +156,7 @@ def test_a_pull_that_fails_ends_as_one_without_a_worker(
     local("push", repository)
     local("rm", repository)
     mine, its = (Aimage(here.home, here.home / name) for name in ("mine", "its"))
-    there = begin(its)  # a store without the blobs, which must be fetched
+    there = LocalWorker(its)  # a store without the blobs, which must be fetched
     here.environment["AIMAGE_HOST"] = there.url
     with Proxy(registry.host, change=change).running() as proxy, running(there):
         name = repository.replace(registry.host, proxy.host)
@@ -218,6 +209,7 @@ def test_a_unix_socket(here, worker):
     assert "tiny:latest" in here("ps").out
 
 
+@pytest.mark.integration
 def test_a_worker_without_mlx_keeps_models_and_says_what_it_lacks(here, stocked):
     """As where the extra [worker] is installed alone: what [mlx] brings cannot be imported."""
     blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
@@ -252,6 +244,7 @@ def test_tokens_and_their_scopes(here, worker):
     here("pull", "--remote", "127.0.0.1:1/x", code=1)
 
 
+@pytest.mark.integration
 def test_stop_ends_what_the_model_is_at(worker, here):
     drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
     while not any(model["model"] for model in worker.get("/api/ps")["models"]):

@@ -23,7 +23,10 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 
 
 from clowder_aimage.api.worker_role import drain
+from clowder_aimage.engine.engine import Engine
+from clowder_aimage.errors import UsageError
 from clowder_aimage.http import systemd
+from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.log import FORMATS, configure, redact
 from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
@@ -108,12 +111,12 @@ def test_it_listens_on_both(worker, tmp_path_factory):
     assert [url.partition(":")[0] for url in other.urls] == ["unix", "http"]
     other.url = other.urls[1]
     assert other.get("/healthz") == {"status": "ok"}
-    assert other.stop()[0] == 0 and not path.exists()
+    other.end()
+    assert not path.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_that_is_no_failure(worker, number):
-    code, errors = worker.start().stop(number)
+def test_an_interrupt_ends_it_and_is_not_a_failure(worker):
+    code, errors = worker.launch().stop(signal.SIGINT)
     assert code == 0
     assert "draining" in errors and "stopped" in errors and "Traceback" not in errors
 
@@ -123,7 +126,7 @@ def test_a_signal_ends_it_and_that_is_no_failure(worker, number):
 
 @pytest.mark.integration
 def test_what_runs_ends_and_nothing_new_begins(worker):
-    other = worker.start()
+    other = worker.launch()
     line, answer = begun(other)
     with contextlib.closing(line):
         other.process.terminate()
@@ -140,8 +143,9 @@ def test_what_runs_ends_and_nothing_new_begins(worker):
     assert code == 0 and "Traceback" not in errors
 
 
+@pytest.mark.integration
 def test_a_second_signal_ends_it_now(worker):
-    other = worker.start("--grace", "1h")
+    other = worker.launch("--grace", "1h")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
         other.process.terminate()
@@ -153,8 +157,9 @@ def test_a_second_signal_ends_it_now(worker):
     assert code == 0 and "Traceback" not in errors
 
 
+@pytest.mark.integration
 def test_the_grace_is_kept_to(worker):
-    other = worker.start("--grace", "0")
+    other = worker.launch("--grace", "0")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
         other.process.terminate()
@@ -163,13 +168,14 @@ def test_the_grace_is_kept_to(worker):
     assert other.wait()[0] == 0
 
 
-class Engine:
-    """Says in what order it was closed."""
+class ClosedEngine(Engine):
+    """Notes the seconds of grace that it was closed with."""
 
-    def __init__(self, is_busy):
-        self.is_busy, self.closed = is_busy, []
+    def __init__(self, is_busy: bool) -> None:
+        self.is_busy = is_busy
+        self.closed: list[float] = []
 
-    async def close(self, grace):
+    async def close(self, grace: float) -> None:
         self.closed.append(grace)
         if self.is_busy and grace:
             await asyncio.Event().wait()
@@ -177,7 +183,7 @@ class Engine:
 
 def test_draining_has_two_stages():
     async def run(is_busy):
-        engine, signals = Engine(is_busy), Signals()
+        engine, signals = ClosedEngine(is_busy), Signals()
         signals.receive()
         assert (signals.first.is_set(), signals.second.is_set()) == (True, False)
         if is_busy:
@@ -198,11 +204,10 @@ def test_a_stream_of_events_holds_nothing_up(worker):
         answer = line.getresponse()
         assert answer.readline() == b"retry: 2000\n"
         read_until(answer, b"event: ready")
-        other.process.terminate()
+        other.drain()
         read_until(answer, b"event: drain")
         with contextlib.suppress(http.client.HTTPException, ConnectionError):
             answer.read()
-        assert other.wait()[0] == 0
 
 
 # -- wanted models
@@ -231,7 +236,7 @@ def test_wanted_models_are_fetched(worker, repository):
 
 
 def test_one_line_of_json_for_each_request_and_nothing_of_what_was_said(worker):
-    other = worker.start("--log-format", "json", "--log-level", "debug")
+    other = worker.launch("--log-format", "json", "--log-level", "debug")
     headers = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine-1"}
     asked = {"model": "tiny", "prompt": SECRET, "user": "operator-7", "size": "32x32", "steps": 1}
     line, answer = post(other, "/v1/images/generations", asked, **headers)
@@ -293,24 +298,18 @@ def test_a_traceback_holds_no_variables(kind, monkeypatch):
     assert SECRET not in lines
 
 
-def test_quiet_is_quiet(worker):
-    other = worker.start("-q")
-    other.get("/healthz")
-    assert other.stop() == (0, "")
-
-
 # -- systemd
 
 
-def test_systemd_is_told(worker, tmp_path_factory):
+def test_a_quiet_worker_notifies_systemd_and_writes_nothing(worker, tmp_path_factory):
     path = tmp_path_factory.mktemp("n") / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(str(path))
         heard.settimeout(30)
-        other = worker.start(NOTIFY_SOCKET=str(path), WATCHDOG_USEC="20000000")
+        other = worker.launch("-q", NOTIFY_SOCKET=str(path), WATCHDOG_USEC="20000000")
         first = {heard.recv(100), heard.recv(100)}
         assert first == {b"READY=1", b"WATCHDOG=1"}
-        other.stop()
+        assert other.stop() == (0, "")
         assert heard.recv(100) == b"STOPPING=1"
 
 
@@ -367,17 +366,17 @@ def test_a_socket_that_systemd_gives_is_listened_on(worker):
         assert process.returncode == 0
 
 
-def test_a_given_socket_that_others_reach_needs_a_token_too(worker):
-    with socket.create_server(("", 0)) as listening:
-        process = activated(worker, listening)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "can be reached from other machines" in errors
+def test_a_given_socket_that_others_reach_needs_a_token_too(monkeypatch):
+    listening = socket.create_server(("", 0))
+    monkeypatch.setattr(systemd, "passed_sockets", lambda: [listening])
+    with pytest.raises(UsageError, match="can be reached from other machines"):
+        listen(None, has_tokens=False)
+    assert listening.fileno() < 0  # it was closed
 
 
 @pytest.mark.integration
 def test_who_waits_is_sent_elsewhere(worker):
-    other = worker.start()
+    other = worker.launch()
     line, answer = begun(other)
     waiting, queued = post(other, "/v1/images/generations", LONG)
     with contextlib.closing(line), contextlib.closing(waiting):

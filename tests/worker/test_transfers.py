@@ -14,8 +14,8 @@ pytest.importorskip("prometheus_client")
 
 from clowder_aimage.content import Rate
 from clowder_aimage.create import create
-from clowder_aimage.engine.engine_error import BusyError, StoppedError
-from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.admission import BusyError, StoppedError
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import (
     DESIRED,

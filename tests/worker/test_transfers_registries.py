@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.create import create
-from clowder_aimage.engine.engine_error import StoppedError
-from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.admission import StoppedError
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import DESIRED, INTERACTIVE, PREFETCH, TransferQueue
@@ -76,7 +76,7 @@ class Asked:
 
     async def time_out(self, pull: SharedTransfer) -> None:
         """The end of a pull whose registry says nothing, without waiting for that."""
-        pull.end_now()
+        pull.stop(is_now=True)
         with pytest.raises(StoppedError):
             await pull.end()
         await self.turn()

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from clowder_aimage.create import create
-from clowder_aimage.engine.engine_error import BusyError, StoppedError
-from clowder_aimage.engine.event_log import EventLog
+from clowder_aimage.engine.admission import BusyError, StoppedError
+from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import MAX_TRANSFERS, TransferQueue
 from clowder_aimage.layout import ImageLayout
@@ -34,16 +34,16 @@ def played(root, play):
 
 @pytest.fixture
 def silent(registry):
-    """A proxy that answers nothing until ``released`` is set."""
+    """A proxy that answers nothing until its event is set."""
     released = threading.Event()
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
-        proxy.released = released
-        yield proxy
+        yield proxy, released
         released.set()
 
 
 def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silent, repository):
+    proxy, released = silent
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
@@ -53,14 +53,14 @@ def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silen
         refused = 0
         with ExitStack() as stack:
             for number in range(40):
-                name = Reference.parse(f"{silent.host}/team/x{number}")
+                name = Reference.parse(f"{proxy.host}/team/x{number}")
                 try:
                     stack.enter_context(transfers.pull(name))
                 except BusyError:
                     refused += 1
             with transfers.pull(reference) as pull:
                 await pull.end()
-            silent.released.set()
+            released.set()
         return refused, store.resolve(reference)
 
     refused, found = played(tmp_path / "store", play)
@@ -69,12 +69,14 @@ def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silen
 
 
 def test_the_end_waits_for_no_registry(tmp_path, silent):
+    proxy, released = silent
+
     async def play(transfers, _):
-        with transfers.pull(Reference.parse(f"{silent.host}/team/x")) as pull:
-            await asyncio.to_thread(silent.wait_until, lambda: silent.seen)
+        with transfers.pull(Reference.parse(f"{proxy.host}/team/x")) as pull:
+            await asyncio.to_thread(proxy.wait_until, lambda: proxy.seen)
             transfers.close()
             with pytest.raises(StoppedError, match="given up"):
                 await pull.end()
-        silent.released.set()
+        released.set()
 
     played(tmp_path / "store", play)

@@ -1,7 +1,4 @@
-"""Server-sent events (HTML Living Standard, "Server-sent events"): frames, and a stream of them.
-
-A client that reads slowly never holds up the source of events, which ends when it leaves.
-"""
+"""Streamed answers: server-sent events (HTML Living Standard, 9.2), and lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from clowder_aimage.errors import AImageError
+from clowder_aimage.http.api_error import api_error
+
 TICK = 0.5  # seconds between two looks at whether the client is still there
 KEEP_ALIVE = 10.0  # seconds of silence after which a comment is sent: proxies give up after 15
 STALL = 60.0  # seconds in which a client must take a piece
@@ -23,9 +23,9 @@ _PIECE = 64 * 1024
 T = TypeVar("T")
 
 
-def frame(event: str | None, data: Any, *, number: int | None = None) -> bytes:
-    """Return an event whose data is JSON; ``number`` is its id, after which a client resumes."""
-    head = f"id: {number}\n" if number is not None else ""
+def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
+    """Return an event whose data is JSON; after its id, ``mark``, a client resumes."""
+    head = f"id: {mark}\n" if mark is not None else ""
     if event is not None:
         if not event.isprintable():
             raise ValueError(f"not the name of an event: {event!r}")
@@ -45,45 +45,21 @@ async def ticking(
 ) -> AsyncGenerator[T | None, None]:
     """Yield the events as they come, and None for every ``every`` seconds of silence.
 
-    They are taken at once, however long the consumer takes. Closing this ends them, and returns
-    when that is done. Raises their errors.
+    Closing this ends them, and returns when that is done. Raises their errors.
     """
-    coming: asyncio.Queue[T | _End] = asyncio.Queue()
-    pump = asyncio.create_task(_pump(events, coming))
-    try:
+    async with contextlib.aclosing(events):
         while True:
+            coming = asyncio.ensure_future(anext(events))
             try:
-                async with asyncio.timeout(TICK if every is None else every):
-                    event = await coming.get()
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(event, _End):
-                if event.error is not None:
-                    raise event.error
+                while not (await asyncio.wait([coming], timeout=every or TICK))[0]:
+                    yield None
+                event = coming.result()
+            except StopAsyncIteration:
                 return
+            finally:
+                coming.cancel()
+                await asyncio.wait([coming])
             yield event
-    finally:
-        pump.cancel()
-        await asyncio.wait([pump])
-
-
-class _End:
-    """The end of events, and its cause."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-
-async def _pump(events: AsyncGenerator[T, None], coming: asyncio.Queue[T | _End]) -> None:
-    error: Exception | None = None
-    try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                coming.put_nowait(event)
-    except Exception as raised:  # it is raised again where the events are read
-        error = raised
-    coming.put_nowait(_End(error))
 
 
 def is_gone(request: web.Request) -> bool:
@@ -152,3 +128,45 @@ class EventStream:
         """End the answer. Raises ConnectionResetError."""
         await self._in_time(self.response.write_eof())
         return self.response
+
+
+class NdjsonStream:
+    """An answer of JSON lines, as ollama has them.
+
+    An error before the first line has a status of its own.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """A line was sent."""
+        return self._response is not None
+
+    async def write(self, value: Mapping[str, Any]) -> None:
+        """Send a line now."""
+        if self._response is None:
+            self._response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            await self._response.prepare(self._request)
+        line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        await self._response.write(line.encode() + b"\n")
+
+    async def fail(self, error: AImageError) -> web.StreamResponse:
+        """End with the error: ollama's ``error``, its ``status``, and our ``code``.
+
+        The error is raised if no line was sent.
+        """
+        if self._response is None:
+            raise error
+        found = api_error(error)
+        facts = {"error": found.message, "status": found.status}
+        await self.write({**facts, "code": found.code} if found.code else facts)
+        return await self.end()
+
+    async def end(self) -> web.StreamResponse:
+        """End the answer."""
+        assert self._response is not None  # noqa: S101 - every answer has a line
+        await self._response.write_eof()
+        return self._response

@@ -1,0 +1,57 @@
+"""Admission of requests: the limits of an engine, its pull policies, and its errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from clowder_aimage.errors import AImageError
+
+FOR_EVER = math.inf
+NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is pulled
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The limits of an engine.
+
+    queue: requests that may wait. models: loaded at once. keep_alive: seconds that an idle model
+    stays in memory; FOR_EVER, or 0. deadline: seconds of a request, from its arrival to its last
+    picture. text_encoder: between requests, "keep", "release" to load it again for new prompts,
+    "auto" for what fits. memory: bytes that all models together may use; None for the machine's.
+    load_timeout: seconds that a load may make no progress. cancel_timeout: seconds in which a
+    process must end a cancelled request before it is killed.
+    """
+
+    queue: int = 8
+    models: int = 1
+    keep_alive: float = 300.0
+    deadline: float = FOR_EVER
+    dtype: str | None = None
+    text_encoder: str = "auto"
+    memory: int | None = None
+    load_timeout: float = 300.0
+    cancel_timeout: float = 30.0
+
+
+class BusyError(AImageError):
+    """Too many requests wait already; ``retry_after`` is in seconds."""
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait already", hint=f"try again in {retry_after} seconds"
+        )
+        self.retry_after = retry_after
+
+
+class DeadlineError(AImageError):
+    """A request took longer than the worker allows."""
+
+
+class StoppedError(AImageError):
+    """A model or a transfer was stopped, or the worker is about to end."""
+
+
+def ending() -> StoppedError:
+    """Return the error of requests to a worker that ends."""
+    return StoppedError("the worker is about to end", hint="ask another one")
