@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 
 from clowder_aimage.create import create
+from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
-from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.layout.layered_store import LayeredStore
