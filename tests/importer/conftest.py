@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from clowder_aimage.content import ContentStore
 from clowder_aimage.create import create
 from clowder_aimage.importer import PackedModel
 from clowder_aimage.layout import ImageLayout
@@ -54,6 +55,11 @@ FILES: dict[str, Any] = {
     "transformer/config.json": {"_class_name": CLASSES["transformer"][1], "dim": 4},
     "vae/config.json": {"_class_name": CLASSES["vae"][1], "sample_size": 64},
 }
+
+
+def in_memory() -> ContentStore:
+    """A store in memory: create and convert need no more of one than it has."""
+    return cast(ContentStore, MemoryStore())
 
 
 def weights_name(component: str) -> str:
@@ -128,7 +134,7 @@ class Model:
     def digest(self, **options: Any) -> str:
         """The digest it gets in a fresh store."""
         return str(
-            create(MemoryStore(), Reference.parse("m"), self.directory, **options).descriptor.digest
+            create(in_memory(), Reference.parse("m"), self.directory, **options).descriptor.digest
         )
 
 

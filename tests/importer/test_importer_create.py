@@ -20,8 +20,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
-from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of
-from tests.memory_store import MemoryStore
+from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of, in_memory
 
 
 @pytest.fixture
@@ -301,7 +300,7 @@ def test_the_store_may_lie_in_the_model_directory(model):
 
 
 def test_the_embedded_model_is_packed(tiny):
-    made = create(MemoryStore(), Reference.parse("tiny"), tiny)
+    made = create(in_memory(), Reference.parse("tiny"), tiny)
     index = json.loads((tiny / "model_index.json").read_bytes())
     assert index["_class_name"] == "ZImagePipeline"
     assert len({written.layer.name for written in made.layers}) == len(made.layers) > 100

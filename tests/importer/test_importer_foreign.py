@@ -12,16 +12,16 @@ from clowder_aimage.tensor.quantization_config import mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
 from tests.importer.valued import Stored, as_dtype, bf16_values, make_valued
 
-ONE = ("F32", (), struct.pack("<f", 0.5))
-HALF = ("BF16", (16, 1), bytes(32))
-OCTETS = ("I8", (16, 64), bytes(1024))
+ONE: Stored = ("F32", (), struct.pack("<f", 0.5))
+HALF: Stored = ("BF16", (16, 1), bytes(32))
+OCTETS: Stored = ("I8", (16, 64), bytes(1024))
 PLAIN = as_dtype({NAME: bf16_values("source", (16, 64))}, "BF16")
-GPTQ = {
+GPTQ: dict[str, Stored] = {
     f"{STEM}.qweight": ("I32", (8, 16), bytes(512)),
     f"{STEM}.qzeros": ("I32", (1, 2), bytes(8)),
     f"{STEM}.scales": ("F16", (1, 16), bytes(32)),
 }
-FOREIGN = {
+FOREIGN: dict[str, dict[str, Stored]] = {
     "gptq": GPTQ,
     "absmax": {NAME: ("U8", (512, 1), bytes(512)), f"{NAME}.absmax": ("F32", (16,), bytes(64))},
     "quant state": {

@@ -18,8 +18,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import encode_header
-from tests.importer.conftest import safetensors
-from tests.memory_store import MemoryStore
+from tests.importer.conftest import in_memory, safetensors
 
 STYLE = Reference.parse("style")
 TO_Q = "layers.0.attention.to_q"
@@ -41,7 +40,7 @@ def adapter(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(safetensors(tensors, **metadata))
-        store = store or MemoryStore()
+        store = store or in_memory()
         create(store, STYLE, path, form=form or ModelForm(), base=base)
         return read_aimage(store, STYLE)
 
@@ -107,7 +106,7 @@ def test_alpha_is_read_where_all_agree(tmp_path):
             + data
             + b"".join(struct.pack("<f", alpha) for alpha in alphas)
         )
-        store = MemoryStore()
+        store = in_memory()
         create(store, STYLE, path)
         return read_aimage(store, STYLE).aimage.properties["adapter"].get("alpha")
 
@@ -126,7 +125,7 @@ def test_a_directory_of_peft(tmp_path):
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "org/llm"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     (directory / "README.md").write_text("---\nlicense: mit\n---\n")
-    store = MemoryStore()
+    store = in_memory()
     create(store, STYLE, directory)
     aimage = read_aimage(store, STYLE).aimage
     assert [layer.name for layer in aimage.layers] == [
@@ -144,7 +143,7 @@ def test_a_directory_of_peft(tmp_path):
 
 
 def test_an_adapter_points_to_its_base(adapter, model):
-    store = MemoryStore()
+    store = in_memory()
     base = create(store, Reference.parse("base"), model.directory).descriptor
     stored = adapter(pair(f"diffusion_model.{TO_Q}"), base=Reference.parse("base"), store=store)
     assert stored.manifest.subject is not None
@@ -166,7 +165,7 @@ def test_a_base_that_is_not_there(adapter):
     ],
 )
 def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
-    store = MemoryStore()
+    store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     with pytest.raises(FormatError, match="for another model than base"):
         adapter(tensors, base=Reference.parse("base"), store=store)
@@ -180,7 +179,7 @@ def test_a_model_and_its_adapters(tmp_path, model):
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(safetensors(pair(TO_Q), seed=name, trigger_word=name))
         paths.append((name, path))
-    store = MemoryStore()
+    store = in_memory()
     form = ModelForm(adapters=tuple(reversed(paths)))
     create(store, Reference.parse("model"), model.directory, form=form)
     aimage = read_aimage(store, Reference.parse("model")).aimage
@@ -198,14 +197,14 @@ def test_an_adapter_of_another_model_does_not_travel_with_this_one(tmp_path, mod
     path = tmp_path / "other.safetensors"
     path.write_bytes(safetensors(pair("blocks.0.to_q")))
     with pytest.raises(FormatError, match="for another model than the model"):
-        create(MemoryStore(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
+        create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
 
 
 def test_two_adapters_of_one_name(tmp_path, model):
     path = tmp_path / "one.safetensors"
     path.write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(UsageError, match="two adapters are called one"):
-        create(MemoryStore(), STYLE, model.directory, form=ModelForm(adapters=(("one", path),) * 2))
+        create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("one", path),) * 2))
 
 
 @pytest.mark.parametrize(
@@ -221,21 +220,21 @@ def test_tensors_that_are_not_pairs_are_refused(tmp_path, tensors, said):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(safetensors(tensors))
     with pytest.raises(FormatError, match=said):
-        create(MemoryStore(), STYLE, path, form=ModelForm(format="lora"))
+        create(in_memory(), STYLE, path, form=ModelForm(format="lora"))
 
 
 def test_a_pickled_adapter_is_never_opened(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(ModelError, match="pickled"):
-        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))
+        create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
 def test_an_adapter_of_another_kind(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(ModelError, match="another kind: 'IA3'"):
-        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))
+        create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
 def test_an_embedding_is_a_table_as_peft_saves_it(adapter, read_pairs_of):
@@ -277,14 +276,14 @@ def _wider(shapes):
 
 
 def test_a_base_is_about_adapters(model, tmp_path):
-    store = MemoryStore()
+    store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     with pytest.raises(UsageError, match="only an adapter has a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 
 def test_convert_keeps_to_tensors(adapter, model):
-    store = MemoryStore()
+    store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     adapter(pair(TO_Q), base=Reference.parse("base"), store=store)
     with pytest.raises(UsageError, match="whole files"):
@@ -295,4 +294,4 @@ def test_an_infinite_alpha_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1e999}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(FormatError, match="lora_alpha is inf"):
-        create(MemoryStore(), STYLE, tmp_path, form=ModelForm(format="lora"))
+        create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))

@@ -25,8 +25,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
-from tests.importer.conftest import data_of, safetensors
-from tests.memory_store import MemoryStore
+from tests.importer.conftest import data_of, in_memory, safetensors
 
 NAME = Reference.parse("llm")
 TENSORS = [
@@ -58,7 +57,7 @@ def directory(tmp_path):
 
 
 def packed(directory, store=None, **options):
-    store = store or MemoryStore()
+    store = store or in_memory()
     create(store, NAME, directory, **options)
     return read_aimage(store, NAME)
 
@@ -112,7 +111,7 @@ def test_there_is_no_text_encoder_to_quantize(directory):
 
 
 def test_whole_files_stay_as_they_are(directory):
-    store = MemoryStore()
+    store = in_memory()
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
@@ -168,7 +167,7 @@ def test_a_config_of_nothing(directory):
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
-    store = MemoryStore()
+    store = in_memory()
     form = ModelForm(whole_files=True, compression=compression)
     aimage = packed(directory, store, form=form).aimage
     raw = (directory / "model.safetensors").read_bytes()
@@ -206,7 +205,7 @@ def test_tensors_are_not_compressed(directory):
 
 def test_whole_files_are_for_transformers(model):
     with pytest.raises(UsageError, match="only Transformers directories"):
-        create(MemoryStore(), NAME, model.directory, form=ModelForm(whole_files=True))
+        create(in_memory(), NAME, model.directory, form=ModelForm(whole_files=True))
 
 
 # -- other layers
@@ -216,7 +215,7 @@ def test_a_layer_of_any_type_is_carried(directory, tmp_path):
     path = tmp_path / "ep.bin"
     path.write_bytes(b"an execution provider")
     extra = ExtraFile.parse(f"application/vnd.example.ep.layer.v1={path}")
-    store = MemoryStore()
+    store = in_memory()
     aimage = packed(directory, store, form=ModelForm(extras=(extra,))).aimage
     layer = aimage.layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.layer.v1"

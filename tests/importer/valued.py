@@ -18,8 +18,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header
-from tests.importer.conftest import FILES, Model, weights_name
-from tests.memory_store import MemoryStore
+from tests.importer.conftest import FILES, Model, in_memory, weights_name
 
 Array = npt.NDArray[Any]
 Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, the bytes
@@ -131,7 +130,7 @@ class ValuedModel(Model):
 
     def recipe_digest(self, *, jobs: int | None = None, **recipe: Any) -> str:
         """The digest that it gets in a fresh store."""
-        return str(self.make(store=MemoryStore(), jobs=jobs, **recipe).descriptor.digest)
+        return str(self.make(store=in_memory(), jobs=jobs, **recipe).descriptor.digest)
 
 
 def read_back(store: Path, name: str = "m") -> AImage:
