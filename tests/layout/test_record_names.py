@@ -32,13 +32,13 @@ def records(tmp_path):
     return found
 
 
-def break_calls(monkeypatch, name, place):
+def break_calls(monkeypatch, name, place, number=errno.EACCES):
     """Let a call of the operating system fail for what is at ``place``, or below it."""
     real = getattr(os, name)
 
     def broken(path, *arguments, **options):
         if not isinstance(path, int) and os.fspath(path).startswith(str(place)):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, name, broken)
