@@ -299,11 +299,9 @@ def test_where_an_upload_may_go(base, location, url, tmp_path):
             assert session.join(location, base) == url
 
 
-@pytest.mark.parametrize(
-    "location", ["http://[::1", "//[", "http://h:99999999/", "http://h:x/up", "//h:-1/up"]
-)
-@pytest.mark.parametrize("base", ["https://a/v2/", "http://a/v2/"])
-def test_an_upload_location_that_is_no_address(base, location, tmp_path):
+@pytest.mark.parametrize("location", ["http://[::1", "//h:-1/up"])
+def test_an_upload_location_that_is_no_address(location, tmp_path):
+    base = "https://a/v2/"
     with (
         Session(
             Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)

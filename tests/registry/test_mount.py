@@ -75,7 +75,7 @@ def test_202_is_an_upload_like_another(tmp_path):
     assert len(registry.asked("POST")) == 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 500, 501, 503])
+@pytest.mark.parametrize("status", [401, 404, 500])
 def test_a_refused_mount_is_an_upload(status, tmp_path):
     asked, puts, told, _ = sent(
         lambda _: Answer(status), tmp_path, "a/b", blobs=(b"one", b"two", b"three")
@@ -203,7 +203,7 @@ def test_a_store_is_read_once_and_only_when_asked(tmp_path):
 
         open = staticmethod(layout.open)
 
-    found = MountHolders(Counting(), target)
+    found = MountHolders(Counting(), target)  # type: ignore[arg-type]
     assert not reads
     made = manifest(b"{}", b"layer")
     layout.push(Descriptor.of("x", b"{}"), bytes_body(b"{}"))

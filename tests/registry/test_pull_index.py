@@ -89,8 +89,8 @@ def fetch(shelf, tmp_path):
             reference = Reference.parse(name.format(host=registry.host))
             connection = ClientOptions(docker_config=tmp_path)
             done = pull(reference, store, connection, PullOptions(selector=wish)).root
-        run.asked, run.store = registry.asked("GET"), store
-        run.names = {name.partition("/")[2]: entry.digest for name, entry in store.tags()}
+        vars(run).update(asked=registry.asked("GET"), store=store)
+        vars(run)["names"] = {name.partition("/")[2]: entry.digest for name, entry in store.tags()}
         return str(done.digest)
 
     return run
@@ -163,6 +163,7 @@ def test_an_index_that_is_listed_time_and_again_is_read_once(shelf, fetch):
     assert len(fetch.asked) == 4 + 1 + 2
 
 
+@pytest.mark.integration
 def test_so_many_indexes_are_an_attack(shelf, fetch):
     shelf.index(*(shelf.index(shelf.manifest(str(number))) for number in range(64)))
     with pytest.raises(FormatError, match="over 64 indexes"):

@@ -110,7 +110,7 @@ def test_a_byte_more_is_told_before_any_request(config, by_digest, layout, tmp_p
             reference = reference.with_digest(descriptor.digest)
         with pytest.raises(ModelError, match=f"{MAX_MANIFEST_SIZE + 1} bytes") as caught:
             push(layout, reference, ClientOptions(docker_config=tmp_path))
-        assert "fewer layers" in caught.value.hint
+        assert "fewer layers" in (caught.value.hint or "")
         assert registry.seen == []
 
 
@@ -139,6 +139,7 @@ def test_a_blob_of_that_size_is_none_of_its_business(layout, tmp_path):
         assert registry.asked("PUT")
 
 
+@pytest.mark.integration
 def test_dialects_that_are_all_too_large(layout, large, tmp_path):
     """container is the last rung: there is nothing to try, and nothing is asked."""
     with ScriptedRegistry(taking()).running() as registry:
@@ -148,7 +149,7 @@ def test_dialects_that_are_all_too_large(layout, large, tmp_path):
             with pytest.raises(ModelError, match="too large") as caught:
                 push(layout, reference, ClientOptions(docker_config=tmp_path), **options)
             assert f"the {options['dialect']} dialect" in str(caught.value)
-            assert "fewer layers" in caught.value.hint
+            assert "fewer layers" in (caught.value.hint or "")
         assert registry.seen == []
 
 
@@ -172,6 +173,7 @@ def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
     assert "too large" in why
 
 
+@pytest.mark.integration
 def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path):
     """And why there was no other rung. What did not fit is not remembered as refused."""
     ladder = DialectCache(tmp_path / "state.json")
@@ -180,7 +182,7 @@ def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path
         stored(layout, large, reference)
         with pytest.raises(ManifestRefusedError, match="415") as caught:
             push(layout, reference, ClientOptions(docker_config=tmp_path), ladder=ladder)
-        assert "container dialect" in caught.value.hint
+        assert "container dialect" in (caught.value.hint or "")
         assert len([seen for seen in registry.seen if "/manifests/" in seen.path]) == 1
         assert ladder.refused(registry.host) == frozenset()
 

