@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import http.client
 import json
 import os
@@ -136,7 +135,7 @@ def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, mo
     monkeypatch.setattr(fingerprint, "time", SimpleNamespace(time_ns=lambda: later))
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
-        break_calls(broken, "open", store.root / "index.json", errno.EMFILE)
+        break_calls(broken, "open", store.root / "index.json")
         assert readiness.against(["tiny"]) == [{"reason": "model missing", "model": "tiny"}]
     assert readiness.against(["tiny"]) == []
 
