@@ -130,7 +130,7 @@ def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.engine.settings import Settings
 
-    grace = Settings().grace  # type: ignore[call-arg]  # all fields have defaults
+    grace = Settings().grace
     limits = {
         "compose": seconds(compose()["services"]["worker"]["stop_grace_period"]),
         "systemd": seconds(unit(WORKER)["TimeoutStopSec"]),

@@ -60,8 +60,9 @@ def weights(component: str) -> Arrays:
     random = np.random.default_rng(len(component))
     module = MAKERS[component](component, configuration(component))
     names, found = checkpoint_names(component), {}
-    for name, parameter in tree_flatten(module.parameters()):
-        values = random.standard_normal(parameter.shape)
+    parameters: Any = tree_flatten(module.parameters())
+    for name, parameter in parameters:
+        values: np.ndarray = random.standard_normal(parameter.shape)
         if name.endswith("bias"):
             values *= 0.1
         elif parameter.ndim == 1:

@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import network  # type: ignore[import-not-found]  # of examples/shapes
+    import network  # of examples/shapes
     import torch
 
     from tests.parity.make_model import reference
 
-from composing import (  # type: ignore[import-not-found]
+from composing import (
     compose,
     held_out_scenes,
 )
@@ -65,7 +65,7 @@ def test_guidance_leads_away_from_what_learned_for_a_short_time() -> None:
     def answer(network: float, noisy: torch.Tensor, *_: object) -> torch.Tensor:
         return noisy * network
 
-    import train  # type: ignore[import-not-found]
+    import train
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "embed", lambda *_: None)

@@ -77,7 +77,7 @@ class Walk:
         self.service, self._known = service, known
 
     def close(self) -> None:
-        self._daemon._reading.close()
+        self._daemon._sharing.close()
 
     def every(self) -> list[tuple[str, str]]:
         """Each route, as it would be asked for."""

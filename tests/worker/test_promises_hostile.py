@@ -82,7 +82,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., list[tuple[int, bytes, Any]
         return spoken(app, list(asked), **headers)
 
     yield ask
-    daemon._reading.close()
+    daemon._sharing.close()
 
 
 def files(root: Path) -> set[str]:
