@@ -19,7 +19,6 @@ from clowder_aimage.importer import (
     check_config,
     make_plan,
 )
-from clowder_aimage.importer.adapter_check import Shapes, check_fit
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
@@ -119,9 +118,9 @@ def _check_adapters(inventory: Inventory) -> None:
     _check(inventory, shapes, "the model")
 
 
-def _check(inventory: Inventory, shapes: Shapes, base: str) -> None:
+def _check(inventory: Inventory, shapes: lora.Shapes, base: str) -> None:
     if not shapes:  # whole files: what is in them is their runtime's to know
         return
     for file in inventory.files:
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
-            check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)
+            lora.check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)

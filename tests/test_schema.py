@@ -18,7 +18,7 @@ from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.schema import load, names, validate, violations
-from clowder_aimage.tensor.dtype import DTYPE_BITS
+from clowder_aimage.tensor.header import DTYPE_BITS
 
 SCHEMAS = Path(__file__).parent.parent / "schemas"
 FILES = sorted(SCHEMAS.glob("*.schema.json"))

@@ -7,25 +7,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import gguf, gguf_header, onnx, savedmodel, torchscript
-from clowder_aimage.formats.diffusers import MODEL_INDEX
-from clowder_aimage.formats.model_tree import (
-    MODEL_AGAIN,
-    PICKLED,
-    check_not_pointer,
-    home,
-    pickled,
-    read_json,
-    reading,
-    sole,
-    start_of,
-    walk,
+from clowder_aimage.formats import (
+    gguf,
+    gguf_header,
+    lora,
+    model_tree,
+    onnx,
+    savedmodel,
+    torchscript,
 )
+from clowder_aimage.formats.diffusers import MODEL_INDEX
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
 DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
-ADAPTER_CONFIG = "adapter_config.json"
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
 _LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
@@ -44,7 +39,7 @@ def detect(path: Path) -> str:
         ModelError: none does, it is pickled, or cannot be read.
         FormatError: it is a damaged safetensors file.
     """
-    with reading(path):
+    with model_tree.reading(path):
         if path.is_dir():
             return _detect_directory(path)
         if path.is_file():
@@ -54,8 +49,8 @@ def detect(path: Path) -> str:
 
 
 def _detect_file(path: Path) -> str:
-    start, ending = start_of(path), path.suffix.lower()
-    check_not_pointer(path, start)
+    start, ending = model_tree.start_of(path), path.suffix.lower()
+    model_tree.check_not_pointer(path, start)
     if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
         return gguf.FORMAT
     if start.startswith(torchscript.MAGIC):
@@ -63,7 +58,7 @@ def _detect_file(path: Path) -> str:
             if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
                 return torchscript.FORMAT
     if torchscript.is_pickle(start):
-        raise pickled(path, torchscript.CONVERT)
+        raise model_tree.pickled(path, torchscript.CONVERT)
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
     with path.open("rb") as file:
@@ -73,15 +68,15 @@ def _detect_file(path: Path) -> str:
 
 
 def _by_ending(path: Path, ending: str) -> str:
-    """Return the format whose reader says what is wrong with a file."""
+    """Return the format whose reader refuses a file with the best message."""
     if ending in (gguf.ENDING, onnx.ENDING):
         return ending.removeprefix(".")
     if path.name in (savedmodel.BINARY, savedmodel.TEXT):
         raise ModelError(
             f"{path} is a part of a SavedModel", hint="name the directory that holds it"
         )
-    if path.suffix.lower() in PICKLED:
-        raise pickled(path, torchscript.CONVERT)
+    if ending in model_tree.PICKLED:
+        raise model_tree.pickled(path, torchscript.CONVERT)
     raise _unknown(path)
 
 
@@ -119,18 +114,15 @@ def _detect_directory(root: Path) -> str:
     paths = {path.name: path for path in sorted(root.iterdir()) if not path.name.startswith(".")}
     names = set(paths)
     endings = {path.suffix.lower() for path in paths.values()}
-    fits = [
-        kind
-        for kind, does in {
-            DIFFUSERS: MODEL_INDEX in names,
-            LORA: ADAPTER_CONFIG in names,
-            TRANSFORMERS: _is_transformers(root, names),
-            gguf.FORMAT: gguf.ENDING in endings,
-            onnx.FORMAT: onnx.ENDING in endings,
-            savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),
-        }.items()
-        if does
-    ]
+    does_fit = {
+        DIFFUSERS: MODEL_INDEX in names,
+        LORA: lora.CONFIG in names,
+        TRANSFORMERS: _is_transformers(root, names),
+        gguf.FORMAT: gguf.ENDING in endings,
+        onnx.FORMAT: onnx.ENDING in endings,
+        savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),
+    }
+    fits = [kind for kind, does in does_fit.items() if does]
     if len(fits) > 1:
         raise UsageError(
             f"{root} fits several formats: {', '.join(fits)}",
@@ -140,12 +132,12 @@ def _detect_directory(root: Path) -> str:
     if fits:
         return fits[0]
     # exporters put the models of a repository into a directory of their own
-    if any(path.suffix.lower() == onnx.ENDING for path in walk(root)):
+    if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT
     try:
-        if (path := sole(root)) is not None:
+        if (path := model_tree.sole(root)) is not None:
             return _detect_file(path)
-    except ModelError:  # what the directory lacks says more
+    except ModelError:  # an error about the directory tells more
         pass
     raise _nothing(root, paths)
 
@@ -155,10 +147,8 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
     if not weights or _CONFIG not in names:
         return False
-    config = read_json(home(root), root / _CONFIG)
-    return isinstance(config, dict) and bool(
-        config.get("model_type") or config.get("architectures")
-    )
+    config = model_tree.read_json(model_tree.home(root), root / _CONFIG)
+    return isinstance(config, dict) and any(map(config.get, ("model_type", "architectures")))
 
 
 def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
@@ -166,7 +156,7 @@ def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
         return ModelError(
             f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",
-            hint=MODEL_AGAIN,
+            hint=model_tree.MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
@@ -175,8 +165,8 @@ def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
                 hint=f"name the file itself, if it is; {torchscript.CONVERT} if not",
             )
     for path in paths.values():
-        if path.suffix.lower() in PICKLED:
-            return pickled(path, torchscript.CONVERT)
+        if path.suffix.lower() in model_tree.PICKLED:
+            return model_tree.pickled(path, torchscript.CONVERT)
     if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
         return ModelError(
             f"{root} holds {lone[0]}, and no config.json that says of which model",

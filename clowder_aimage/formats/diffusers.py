@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Component, Inventory
-from clowder_aimage.formats.model_tree import (
-    MODEL_AGAIN,
-    PICKLED,
-    SourceFile,
-    check_inside,
-    list_directory,
-    read_json,
-    read_license,
-    read_object,
-    reading,
-)
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
 
 MODEL_INDEX = "model_index.json"
-WEIGHTED = ("text_encoder", "transformer", "vae")
+_WEIGHTED = ("text_encoder", "transformer", "vae")
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 _PIPELINES = {"ZImagePipeline": "z-image"}
 # What a pipeline reads of a part, beside its weights: whatever else lies around is not the model.
@@ -56,11 +46,6 @@ def take_inventory(directory: Path) -> Inventory:
         ModelError: it is not a model that we pack, or not a whole one, or it cannot be read.
         FormatError: it is quantized, and it cannot be told how, or not as its config says.
     """
-    with reading(directory):
-        return _take_inventory(directory)
-
-
-def _take_inventory(directory: Path) -> Inventory:
     index = _model_index(directory)
     pipeline = str(index.get("_class_name", ""))
     if pipeline not in _PIPELINES:
@@ -68,7 +53,8 @@ def _take_inventory(directory: Path) -> Inventory:
             f"{directory / MODEL_INDEX} names the pipeline {pipeline[:80]!r}, which is not known",
             hint=f"models of {', '.join(_PIPELINES)} can be packed",
         )
-    if unknown := sorted(key for key, value in index.items() if _is_unknown(key, value)):
+    # a part that is lacking is [null, null]
+    if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
         raise ModelError(
             f"{directory / MODEL_INDEX} names parts that are not known: {', '.join(unknown)[:200]}",
             hint=f"a {pipeline} has {', '.join(COMPONENTS)}",
@@ -78,13 +64,8 @@ def _take_inventory(directory: Path) -> Inventory:
         pipeline=pipeline,
         components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
         files=(_file(directory, directory / MODEL_INDEX),),
-        license=read_license(directory),
+        license=model_tree.read_license(directory),
     )
-
-
-def _is_unknown(key: str, value: object) -> bool:
-    """Return whether it is a part that would be left out; one that is lacking is [null, null]."""
-    return key not in COMPONENTS and _is_part(value)
 
 
 def _is_part(value: object) -> bool:
@@ -104,8 +85,8 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
             hint="name the directory that holds model_index.json, text_encoder/, transformer/, "
             "vae/, tokenizer/ and scheduler/",
         )
-    list_directory(directory, directory, PICKLED)
-    return read_object(directory, directory / MODEL_INDEX)
+    model_tree.list_directory(directory, directory, model_tree.PICKLED)
+    return model_tree.read_object(directory, directory / MODEL_INDEX)
 
 
 def _component(root: Path, name: str, entry: object) -> Component:
@@ -118,42 +99,37 @@ def _component(root: Path, name: str, entry: object) -> Component:
         )
     directory = root / name
     if not directory.is_dir():
-        raise ModelError(
-            f"the {name} is missing: there is no directory {directory}",
-            hint=MODEL_AGAIN,
-        )
-    paths = list_directory(root, directory, PICKLED)
+        missing = f"the {name} is missing: there is no directory {directory}"
+        raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
+    paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
     if name == "tokenizer":
         _check_tokenizer(root, {path.name for path in paths})
-    tensors = read_weights(directory, paths) if name in WEIGHTED else ()
-    files = [path for path in paths if path.name in _FILES[name]]
+    tensors = read_weights(directory, paths) if name in _WEIGHTED else ()
     file = "scheduler_config.json" if name == "scheduler" else "config.json"
-    config = read_object(root, directory / file) if name != "tokenizer" else {}
+    config = model_tree.read_object(root, directory / file) if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
-    layers = tuple(_file(root, path) for path in files)
+    layers = tuple(_file(root, path) for path in paths if path.name in _FILES[name])
     return Component(name, entry[0], entry[1], weights, layers, config, ignored)
 
 
 def _check_tokenizer(root: Path, names: set[str]) -> None:
     directory = root / "tokenizer"
     config = directory / "tokenizer_config.json"
-    configured = config.name in names and read_object(root, config).get("chat_template")
+    configured = config.name in names and model_tree.read_object(root, config).get("chat_template")
     if not configured and not names & {"chat_template.jinja", "chat_template.json"}:
         raise ModelError(
             f"{directory} has no chat template, which the prompt is written in",
             hint="it belongs into chat_template.jinja, or into tokenizer_config.json",
         )
     if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
-        raise ModelError(
-            f"{directory} has no tokenizer.json, nor vocab.json with merges.txt",
-            hint=MODEL_AGAIN,
-        )
+        missing = f"{directory} has no tokenizer.json, nor vocab.json with merges.txt"
+        raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
 
 
-def _file(root: Path, path: Path) -> SourceFile:
-    check_inside(root, path)
+def _file(root: Path, path: Path) -> model_tree.SourceFile:
+    model_tree.check_inside(root, path)
     if path.suffix == ".json":
-        read_json(root, path)
+        model_tree.read_json(root, path)
     status = path.stat()
     name = path.relative_to(root).as_posix()
-    return SourceFile(name, path, status.st_size, status.st_mtime_ns)
+    return model_tree.SourceFile(name, path, status.st_size, status.st_mtime_ns)

@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
 from clowder_aimage.formats.inventory import Inventory, printable
-from clowder_aimage.formats.model_tree import (
-    MODEL_AGAIN,
-    SourceFile,
-    home,
-    list_directory,
-    naming,
-    read_license,
-    reading,
-    source_file,
-)
 from clowder_aimage.oci import mediatype
 
 FORMAT = "gguf"
@@ -44,14 +35,14 @@ _IQ = (
 )
 _NEW = "TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
 FILES = dict(enumerate(f"{_OLD} {_K} {_IQ} {_NEW}".split()))
-GUESSED = 1024  # a flag: whoever wrote it was not told; alone it says nothing
+GUESSED = 1024  # a flag: the writer guessed the type; alone it has no meaning
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
     """A whole model: its files, and the headers of each, the first one's first."""
 
-    files: tuple[SourceFile, ...]
+    files: tuple[model_tree.SourceFile, ...]
     headers: tuple[GgufHeader, ...]
 
     @property
@@ -69,8 +60,8 @@ class _Model:
     @property
     def is_projector(self) -> bool:
         """Return whether it is for images or sound beside another model."""
-        said = (self.metadata.get("general.type"), self.metadata.get("general.architecture"))
-        return said[0] == "mmproj" or said[1] == "clip"
+        is_clip = self.metadata.get("general.architecture") == "clip"
+        return is_clip or self.metadata.get("general.type") == "mmproj"
 
 
 def take(path: Path) -> Inventory:
@@ -81,14 +72,15 @@ def take(path: Path) -> Inventory:
         ModelError: a part is missing, or there is nothing to pack.
         UsageError: a directory holds several models.
     """
-    with reading(path):
+    with model_tree.reading(path):
         if path.is_dir():
             return _take_directory(path)
         return _taken(_read(path), (), None)
 
 
 def _take_directory(root: Path) -> Inventory:
-    paths = [path for path in list_directory(home(root), root) if path.suffix.lower() == ENDING]
+    files = model_tree.list_directory(model_tree.home(root), root)
+    paths = [path for path in files if path.suffix.lower() == ENDING]
     if not paths:
         raise ModelError(f"there is no GGUF file in {root}")
     firsts: dict[str, Path] = {}  # one file of each model
@@ -104,7 +96,7 @@ def _take_directory(root: Path) -> Inventory:
             f"{root} holds {len(others)} GGUF models: {names}", hint="name the file of one of them"
         )
     beside = [model for model in projectors if model is not others[0]]
-    return _taken(others[0], beside, read_license(root))
+    return _taken(others[0], beside, model_tree.read_license(root))
 
 
 def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> Inventory:
@@ -127,10 +119,8 @@ def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> 
 
 def _quantization(model: _Model) -> str | None:
     said = model.metadata.get("general.file_type")
-    if type(said) is int and said != GUESSED:
-        known = FILES.get(said & ~GUESSED)
-        if known:
-            return known
+    if type(said) is int and said != GUESSED and (known := FILES.get(said & ~GUESSED)):
+        return known
     count = Counter[str]()
     for tensor in model.tensors:
         count[tensor.type] += tensor.elements
@@ -169,8 +159,8 @@ def _read(path: Path) -> _Model:
     files, headers = [], []
     for part in paths:
         root = None if part == path else path.parent
-        file = source_file(root, part, part.name, mediatype.AIMAGE_GGUF)
-        with naming(part), part.open("rb", buffering=1 << 16) as opened:
+        file = model_tree.source_file(root, part, part.name, mediatype.AIMAGE_GGUF)
+        with model_tree.naming(part), part.open("rb", buffering=1 << 16) as opened:
             headers.append(read_header(opened, file.size))
         files.append(file)
     _check_parts(paths, headers)
@@ -192,7 +182,7 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
         raise FormatError(
             f"{path} is one of {total} parts, of which these are missing: "
             f"{', '.join(missing[:_SHOWN])}{more}",
-            hint=MODEL_AGAIN,
+            hint=model_tree.MODEL_AGAIN,
         )
     return paths
 
@@ -212,7 +202,7 @@ def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
         if count != len(tensors):
             raise FormatError(
                 f"{path} says that the parts hold {count!r:.20} tensors, they hold {len(tensors)}",
-                hint=MODEL_AGAIN,
+                hint=model_tree.MODEL_AGAIN,
             )
     if len(set(tensors)) < len(tensors):
         raise FormatError(f"two parts of {paths[0]} hold the same tensor")

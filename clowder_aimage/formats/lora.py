@@ -14,22 +14,14 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import (
-    PICKLED,
-    home,
-    list_directory,
-    pickled,
-    read_json,
-    read_license,
-    source_file,
-)
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Header
@@ -41,6 +33,14 @@ _DOWN = re.compile(r"(.+?)[._]lora(?:_A|_down|\.down|_embedding_A)(?:\.default)?
 _UP = re.compile(r"(.+?)[._]lora(?:_B|_up|\.up|_embedding_B)(?:\.default)?(?:\.weight)?")
 _ALPHA = ".alpha"
 _PREFIX = re.compile(r"(?:base_model\.model\.|diffusion_model\.|model\.diffusion_model\.)")
+Shapes = Mapping[str, tuple[int, ...]]  # of the model's tensors, by name
+_APART = re.compile(r"[._]+")
+_STACKED = "attention_qkv"
+# kohya's and ComfyUI's words for the network
+_NETWORKS = (
+    *("lora_unet_", "lora_transformer_", "lora_te_"),
+    *("transformer_", "unet_", "text_encoder_"),
+)
 _WORDS = 200  # that are kept of ss_tag_frequency
 
 
@@ -53,19 +53,19 @@ def take(path: Path) -> Inventory:
     """
     if not path.is_dir():
         return _take(path, {}, ())
-    files = list_directory(home(path), path)
+    files = model_tree.list_directory(model_tree.home(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    unsafe = [file for file in files if file.suffix.lower() in PICKLED]
+    unsafe = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
     if unsafe and not weights:
         hint = "save the adapter as safetensors (PEFT: safe_serialization=True)"
-        raise pickled(unsafe[0], hint)
+        raise model_tree.pickled(unsafe[0], hint)
     if len(weights) != 1:
         raise ModelError(
             f"{path} should have one safetensors file with an adapter; it has {len(weights)}",
             hint=f"name the file itself, or keep {_WEIGHTS} alone",
         )
     others = tuple(file for file in files if file.name == CONFIG)
-    config = _config(home(path), path / CONFIG) if others else {}
+    config = _config(model_tree.home(path), path / CONFIG) if others else {}
     return _take(weights[0], config, others)
 
 
@@ -76,9 +76,10 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
         "adapter": _describe(path, header, config),
         "name": _text(header.metadata.get("modelspec.title")),
     }
-    files = [source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
-    files += [source_file(None, one, one.name) for one in others]
-    return Inventory.of_files("lora", files, facts, read_license(path.parent) if others else None)
+    files = [model_tree.source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
+    files += [model_tree.source_file(None, one, one.name) for one in others]
+    licence = model_tree.read_license(path.parent) if others else None
+    return Inventory.of_files("lora", files, facts, licence)
 
 
 def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,10 +208,57 @@ def _text(value: object) -> str | None:
 
 
 def _config(root: Path, path: Path) -> Mapping[str, Any]:
-    value = read_json(root, path)
+    value = model_tree.read_json(root, path)
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
     kind = value.get("peft_type", "LORA")
     if kind != "LORA":
         raise ModelError(f"{path} is of an adapter of another kind: {kind!r:.40}")
     return value
+
+
+def check_fit(what: str, pairs: Sequence[LoraPair], shapes: Shapes, base: str) -> None:
+    """Check that the pairs of the adapter ``what`` fit the tensors of the model ``base``.
+
+    Names are compared without their dots and underscores, for makers write them in both ways. A
+    stacked query, key and value has no tensor of its own in a diffusers model, but three.
+
+    Raises:
+        FormatError: a pair has no tensor there, or does not fit its tensor.
+    """
+    known: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if name.endswith(".weight") and len(shape) >= 2:
+            stem = name.removesuffix(".weight")
+            known.setdefault(_plain(stem), []).append(shape)
+            known.setdefault(_plain(stem.partition("/")[2] or stem), []).append(shape)
+    for pair in pairs:
+        wanted = _find(pair.target, known)
+        if not wanted:
+            raise FormatError(
+                f"{what} is for another model than {base}, which has no {pair.target[:200]}"
+            )
+        if not any(shape[0] == pair.rows and shape[1] == pair.columns for shape in wanted):
+            raise FormatError(
+                f"{what} is for another model than {base}: at {pair.target[:200]} it changes "
+                f"{pair.rows} rows of {pair.columns}, and the model has {list(wanted[0])}"
+            )
+
+
+def _find(target: str, known: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Return the shapes that a target may have in the model; those of its thirds, stacked."""
+    name = _plain(target)
+    if found := known.get(name) or known.get(f"{name}_0"):
+        return found
+    if not name.endswith(_STACKED):
+        return []
+    stem = name.removesuffix("qkv")
+    thirds = [known[own][0] for letter in "qkv" if (own := f"{stem}to_{letter}") in known]
+    return [(sum(third[0] for third in thirds), *thirds[0][1:])] if len(thirds) == 3 else []
+
+
+def _plain(name: str) -> str:
+    name = _APART.sub("_", name)
+    for network in _NETWORKS:
+        name = name.removeprefix(network)
+    return name

@@ -48,8 +48,7 @@ def source_file(
 ) -> SourceFile:
     """Return a file that becomes the layer ``name``.
 
-    It may not lie outside of ``root``, if there is one: a link that was named by hand is followed
-    wherever it leads.
+    It may not lie outside of ``root``; without one, links are followed wherever they lead.
 
     Raises:
         ModelError: it is not a regular file, elsewhere, a pointer of Git LFS, or its name cannot

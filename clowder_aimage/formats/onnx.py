@@ -13,15 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import (
-    SourceFile,
-    naming,
-    read_license,
-    reading,
-    source_file,
-    walk,
-)
+from clowder_aimage.formats.model_tree import SourceFile, source_file
 from clowder_aimage.formats.onnx_graph import OnnxModel, read_model
 from clowder_aimage.oci import mediatype
 
@@ -41,7 +35,7 @@ def take(path: Path) -> Inventory:
             short, or elsewhere.
         ModelError: there is nothing to pack, or a file cannot be read.
     """
-    with reading(path):
+    with model_tree.reading(path):
         if path.is_dir():
             return _take_directory(path)
         files, model = _take_model(path.parent, path, None)
@@ -49,7 +43,7 @@ def take(path: Path) -> Inventory:
 
 
 def _take_directory(root: Path) -> Inventory:
-    paths = walk(root)
+    paths = model_tree.walk(root)
     models: list[OnnxModel] = []
     files: dict[str, SourceFile] = {}
     for path in paths:
@@ -63,7 +57,7 @@ def _take_directory(root: Path) -> Inventory:
         name = path.relative_to(root).as_posix()
         if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
             files[name] = source_file(root, path, name)
-    return Inventory.of_files(FORMAT, files.values(), _facts(models), read_license(root))
+    return Inventory.of_files(FORMAT, files.values(), _facts(models), model_tree.read_license(root))
 
 
 def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
@@ -79,8 +73,9 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
 
     The model itself may be a link out of it if it was named by hand, and nothing is ``inside``.
     """
-    main = source_file(inside, path, path.relative_to(root).as_posix(), mediatype.AIMAGE_ONNX)
-    with naming(path):
+    name = path.relative_to(root).as_posix()
+    main = source_file(inside, path, name, mediatype.AIMAGE_ONNX)
+    with model_tree.naming(path):
         with path.open("rb") as file:
             model = read_model(file, main.size)
         files = {main.name: main}

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats.model_tree import OTHER
 from clowder_aimage.formats.protobuf import BYTES, VARINT, WireField, WireReader
-from clowder_aimage.tensor.dtype import MAX_ELEMENTS
+from clowder_aimage.tensor.header import MAX_ELEMENTS
 
 MAX_DEPTH = 100  # messages in messages, as in the reference implementation of protobuf
 MAX_RANK = 64

@@ -193,23 +193,26 @@ def _weight(
     return Weight(name, quantization.type.name, shape, whole, quantization)
 
 
-def factors(name: str, data: bytes, dtype: str, *, inverted: bool) -> bytes:
+def factors(part: TensorPart, data: bytes | bytearray) -> bytes:
     """Return float values as float32 factors, or the reciprocals of those that are divisors.
 
     Raises:
         FormatError: one is not a positive number.
     """
+    name, dtype = part.tensor.name[:200], part.tensor.dtype
     width, letter = (4, "f") if dtype == "F32" else (2, "e" if dtype == "F16" else "H")
     values = struct.unpack(f"<{len(data) // width}{letter}", data)
     if dtype == "BF16":
         words = struct.pack(f"<{len(values)}I", *(value << 16 for value in values))
         values = struct.unpack(f"<{len(values)}f", words)
     if not all(0 < value < math.inf for value in values):
-        raise FormatError(f"{name[:200]} is not a global scale: it must be positive and finite")
+        raise FormatError(f"{name} is not a global scale: it must be positive and finite")
+    if part.reading is WeightReader.DIVISOR:
+        values = tuple(1 / value for value in values)
     try:
-        return struct.pack(f"<{len(values)}f", *(1 / v if inverted else v for v in values))
+        return struct.pack(f"<{len(values)}f", *values)
     except OverflowError:
-        raise FormatError(f"{name[:200]} is too small to be a global scale") from None
+        raise FormatError(f"{name} is too small to be a global scale") from None
 
 
 def _check(weight: Weight) -> None:

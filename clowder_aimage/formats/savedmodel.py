@@ -12,14 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import (
-    MODEL_AGAIN,
-    read_license,
-    reading,
-    source_file,
-    walk,
-)
 from clowder_aimage.oci import mediatype
 
 FORMAT = "savedmodel"
@@ -29,7 +23,7 @@ _INDEX = "variables.index"
 _SHARD = re.compile(r"variables\.data-(\d{5})-of-(\d{5})")
 _MAX_LOOK = 1 << 20  # bytes of a text that are looked at
 # the first field of a SavedModel on the wire: saved_model_schema_version = 1, or meta_graphs
-_VERSION, _GRAPH = b"\x08\x01", b"\x12"
+_GRAPHS = (b"\x08\x01", b"\x12")
 _TEXT_GRAPHS = re.compile(rb"^\s*meta_graphs\s*:?\s*[{<]", re.MULTILINE)
 
 
@@ -40,20 +34,18 @@ def take(path: Path) -> Inventory:
         FormatError: It is not a SavedModel, or files of its variables are missing.
         ModelError: It is not a directory, or cannot be read.
     """
-    with reading(path):
+    with model_tree.reading(path):
         if not path.is_dir():
             raise ModelError(
                 f"{path} is not a directory, as a SavedModel is",
                 hint=f"name the directory that holds {BINARY}",
             )
-        files = [
-            source_file(path, file, file.relative_to(path).as_posix(), mediatype.AIMAGE_SAVEDMODEL)
-            for file in walk(path)
-        ]
-        names = [file.name for file in files]
+        paths = {file.relative_to(path).as_posix(): file for file in model_tree.walk(path)}
+        kind, names = mediatype.AIMAGE_SAVEDMODEL, list(paths)
+        files = [model_tree.source_file(path, file, name, kind) for name, file in paths.items()]
         _check_graph(path, names)
         _check_variables(path, names)
-    return Inventory.of_files(FORMAT, files, {}, read_license(path))
+    return Inventory.of_files(FORMAT, files, {}, model_tree.read_license(path))
 
 
 def _check_graph(root: Path, names: Sequence[str]) -> None:
@@ -66,11 +58,11 @@ def _check_graph(root: Path, names: Sequence[str]) -> None:
         )
     with (root / name).open("rb") as file:
         start = file.read(_MAX_LOOK)
-    is_graph = (
-        _TEXT_GRAPHS.search(start) if name == TEXT else start[:2] == _VERSION or start[:1] == _GRAPH
-    )
+    is_graph = _TEXT_GRAPHS.search(start) if name == TEXT else start.startswith(_GRAPHS)
     if not is_graph:
-        raise FormatError(f"{root / name} is not a SavedModel, or holds no graph", hint=MODEL_AGAIN)
+        raise FormatError(
+            f"{root / name} is not a SavedModel, or holds no graph", hint=model_tree.MODEL_AGAIN
+        )
 
 
 def _check_variables(root: Path, names: Sequence[str]) -> None:
@@ -83,13 +75,15 @@ def _check_variables(root: Path, names: Sequence[str]) -> None:
         return
     if _INDEX not in inside or not shards:
         missing = f"{VARIABLES}/{_INDEX}" if _INDEX not in inside else "the shards"
-        raise FormatError(f"{root}: {missing} of the variables missing", hint=MODEL_AGAIN)
+        raise FormatError(
+            f"{root}: {missing} of the variables missing", hint=model_tree.MODEL_AGAIN
+        )
     totals = {int(match[2]) for match in shards}
     if len(totals) > 1:
         raise FormatError(
-            f"{root / VARIABLES} holds shards of two sets of variables", hint=MODEL_AGAIN
+            f"{root / VARIABLES} holds shards of two sets of variables", hint=model_tree.MODEL_AGAIN
         )
     total, there = totals.pop(), {int(match[1]) for match in shards}
     if there != set(range(total)):
         lacks = f"has {len(there)} of {total} shards, or others than their number says"
-        raise FormatError(f"{root / VARIABLES} {lacks}", hint=MODEL_AGAIN)
+        raise FormatError(f"{root / VARIABLES} {lacks}", hint=model_tree.MODEL_AGAIN)

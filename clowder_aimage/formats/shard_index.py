@@ -43,7 +43,7 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a file begins as one; whoever reads it finds out the rest."""
+    """Return whether a file begins as one."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
@@ -64,9 +64,8 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     here = {path.name for path in headers}
     wanted = set(weight_map.values())
     if missing := sorted(wanted - here):
-        raise FormatError(
-            f"{index} names shards that are missing: {', '.join(missing)}", hint=MODEL_AGAIN
-        )
+        lacks = f"{index} names shards that are missing: {', '.join(missing)}"
+        raise FormatError(lacks, hint=MODEL_AGAIN)
     if extra := sorted(here - wanted):
         raise ModelError(
             f"{index} does not know these weight files: {', '.join(extra)}",

@@ -15,15 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import (
-    OTHER,
-    naming,
-    pickled,
-    reading,
-    source_file,
-    start_of,
-)
 from clowder_aimage.oci import mediatype
 
 FORMAT = "torchscript"
@@ -53,16 +46,16 @@ def take(path: Path) -> Inventory:
         FormatError: It is not a TorchScript archive, or it is truncated.
         ModelError: It is a pickled checkpoint, or cannot be read.
     """
-    with reading(path):
+    with model_tree.reading(path):
         if path.is_dir():
             raise ModelError(
                 f"{path} is a directory, and a TorchScript model is one file",
                 hint="name the file itself",
             )
-        file = source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
-        if is_pickle(start_of(path)):
-            raise pickled(path, CONVERT)
-        with naming(path), path.open("rb") as opened:
+        file = model_tree.source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
+        if is_pickle(model_tree.start_of(path)):
+            raise model_tree.pickled(path, CONVERT)
+        with model_tree.naming(path), path.open("rb") as opened:
             version = _version(*_open(opened, path))
     facts = {"pickled": True, "formatVersion": version}
     return Inventory.of_files(FORMAT, [file], facts, None)
@@ -85,7 +78,7 @@ def is_archive(file: BinaryIO) -> bool:
 def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
     """Open an archive whose directory is of a reasonable size: zipfile loads all of it."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise FormatError("this is not a zip archive", hint=OTHER)
+        raise FormatError("this is not a zip archive", hint=model_tree.OTHER)
     file.seek(max(0, file.seek(0, 2) - _TAIL))
     tail = file.read(_TAIL)
     end, end64 = tail.rfind(_END), tail.rfind(_END64)
@@ -106,7 +99,7 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
     records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
     if "data.pkl" in records and not is_program:
-        raise pickled(path, CONVERT)
+        raise model_tree.pickled(path, CONVERT)
     if not is_program:
         raise FormatError("this zip archive holds no program of TorchScript", hint=CONVERT)
     if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:

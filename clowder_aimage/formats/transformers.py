@@ -12,17 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Component, Inventory
-from clowder_aimage.formats.model_tree import (
-    PICKLED,
-    SourceFile,
-    home,
-    list_directory,
-    read_json,
-    read_license,
-    read_object,
-    source_file,
-)
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import read_weights
 from clowder_aimage.oci import mediatype
@@ -48,7 +39,7 @@ def take(directory: Path) -> Inventory:
     files = tuple(_files(directory, paths))
     known = {"format": "transformers"} | facts(config)
     component = Component("", "transformers", _class(config), weights, files, config, ignored)
-    return Inventory("", "", (component,), (), read_license(directory), known)
+    return Inventory("", "", (component,), (), model_tree.read_license(directory), known)
 
 
 def take_whole(directory: Path) -> Inventory:
@@ -56,14 +47,14 @@ def take_whole(directory: Path) -> Inventory:
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)  # checks the shards and their index
     whole = [
-        source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
+        model_tree.source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
         for path in paths
         if path.name.endswith((_WEIGHTS, _INDEX))
     ]
     count = sum(math.prod(tensor.shape) for tensor in tensors)
     files = [*whole, *_files(directory, paths)]
     known = {"parameters": count} | facts(config)
-    return Inventory.of_files("transformers", files, known, read_license(directory))
+    return Inventory.of_files("transformers", files, known, model_tree.read_license(directory))
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,25 +89,25 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
         )
     if not (directory / "config.json").exists():
         raise FormatError(f"there is no config.json in {directory}: not a Transformers directory")
-    top = home(directory)
-    paths = list_directory(top, directory, PICKLED, _NOT)
+    top = model_tree.home(directory)
+    paths = model_tree.list_directory(top, directory, model_tree.PICKLED, _NOT)
     if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
         raise ModelError(
             f"{weighted[0]} lies in a directory of its own, and would be left out",
             hint="models of several parts, but those of diffusers, cannot be packed; the parts can",
         )
-    config = read_object(directory, directory / "config.json")
+    config = model_tree.read_object(directory, directory / "config.json")
     if not _class(config):
         raise FormatError(f"{directory / 'config.json'} says neither architectures nor model_type")
     for path in paths:
         if path.name.endswith(_INDEX):
-            read_json(top, path)
+            model_tree.read_json(top, path)
     return config, paths
 
 
-def _files(directory: Path, paths: list[Path]) -> list[SourceFile]:
+def _files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
     return [
-        source_file(directory, path, path.name)
+        model_tree.source_file(directory, path, path.name)
         for path in paths
         if path.suffix in _FILES and not path.name.endswith(_INDEX)
     ]

@@ -5,20 +5,14 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.decompress import zstandard_package
 from clowder_aimage.formats.prequantized import factors
-from clowder_aimage.importer.planned_layer import (
-    CastPiece,
-    CopyPiece,
-    FactorPiece,
-    Piece,
-    PlannedLayer,
-    QuantizePiece,
-)
+from clowder_aimage.importer import planned_layer
+from clowder_aimage.importer.planned_layer import CastPiece, Piece, PlannedLayer, QuantizePiece
 from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.tensor import nbytes
 
@@ -34,7 +28,7 @@ CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at o
 class BlobEncoder:
     """Buffers and options with which one of ``threads`` encodes blobs.
 
-    ``buffer`` is lent to each sink, full but for the last time, and reused when the sink returns.
+    A sink gets ``buffer``, full but for the last time; it is reused when the sink returns.
     """
 
     def __init__(
@@ -53,12 +47,12 @@ class BlobEncoder:
         self._filled = 0
 
     def encode(self, planned: PlannedLayer, sink: Sink) -> None:
-        """Give all of the blob's bytes to ``sink``; nothing for an empty one.
+        """Call ``sink`` with all of the blob's bytes; never for an empty one.
 
         Raises:
             ModelError: a file changed, a value does not fit its type, or values cannot be
                 quantized.
-            StoppedError: the user has left.
+            ParallelStoppedError: the user has left.
         """
         self._filled = 0
         self._add(planned.prefix, sink)
@@ -70,14 +64,15 @@ class BlobEncoder:
     def _encode(self, piece: Piece, sink: Sink) -> None:
         with SpanReader(piece.span, self._stopped) as reader:
             match piece:
-                case CopyPiece():
+                case planned_layer.CopyPiece():
                     self._copy(reader, sink)
                 case QuantizePiece():
                     self._quantize(piece, reader, sink)
                 case CastPiece():
-                    self._cast(piece, piece.target, reader, sink)
-                case FactorPiece():
-                    self._factor(piece, reader, sink)
+                    for values in _cast(piece, reader, self._chunk):
+                        self._add(memoryview(values).cast("B"), sink)
+                case planned_layer.FactorPiece():
+                    self._add(factors(piece.part, reader.read()), sink)
             reader.check_unchanged()
 
     def _add(self, data: bytes | memoryview, sink: Sink) -> None:
@@ -98,39 +93,18 @@ class BlobEncoder:
         while count := reader.readinto(self.buffer[self._filled :]):
             self._advance(count, sink)
 
-    def _cast(self, piece: CastPiece, target: str, reader: SpanReader, sink: Sink) -> None:
-        from clowder_aimage.importer import precision
-
-        scratch = memoryview(bytearray(min(self._chunk, piece.span.nbytes)))
-        while count := reader.readinto(scratch):
-            values, lost = precision.cast(scratch[:count], piece.source, target)
-            if lost:
-                raise precision.overflow(piece.name, lost, target)
-            self._add(_bytes(values), sink)
-
-    def _factor(self, piece: FactorPiece, reader: SpanReader, sink: Sink) -> None:
-        data = memoryview(bytearray(piece.span.nbytes))
-        reader.readinto(data)
-        self._add(factors(piece.name, bytes(data), piece.source, inverted=piece.inverted), sink)
-
     def _quantize(self, piece: QuantizePiece, reader: SpanReader, sink: Sink) -> None:
         """Codes go on at once; scales and biases, a few per cent of them, wait for the end.
 
         A group depends on no other, so blocks are any number of them: a row may be very long.
         """
-        from clowder_aimage.importer import precision, quantizer
+        from clowder_aimage.importer import quantizer
 
         assert self._quantizer is not None  # noqa: S101
         guard = quantizer.QuantizationGuard(piece.name, piece.target, piece.quantization)
         group = nbytes(piece.source, (piece.quantization.group_size,))
-        scratch = memoryview(
-            bytearray(min(piece.span.nbytes, max(1, self._block // group) * group))
-        )
         parts: list[list[bytes]] = [[], []]
-        while count := reader.readinto(scratch):
-            values, lost = precision.cast(scratch[:count], piece.source, piece.target)
-            if lost:
-                raise precision.overflow(piece.name, lost, piece.target)
+        for values in _cast(piece, reader, max(1, self._block // group) * group):
             values = guard.admit(values)
             rows = values.reshape(1, -1)
             codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
@@ -143,8 +117,15 @@ class BlobEncoder:
             self._add(data, sink)
 
 
-def _bytes(values: Any) -> memoryview:
-    return memoryview(values).cast("B")
+def _cast(piece: CastPiece | QuantizePiece, reader: SpanReader, size: int) -> Iterator[Any]:
+    """Yield the values of ``size`` bytes of the source at a time. Raises ModelError."""
+    from clowder_aimage.importer import precision
+
+    for data in reader.chunks(size):
+        values, lost = precision.cast(data, piece.source, piece.target)
+        if lost:
+            raise precision.overflow(piece.name, lost, piece.target)
+        yield values
 
 
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
@@ -156,9 +137,7 @@ class Compressor(Protocol):
 
     def compress(self, data: memoryview, /) -> bytes: ...
 
-    def flush(self) -> bytes:
-        """Return the last bytes, when all input was given."""
-        ...
+    def flush(self) -> bytes: ...
 
 
 def compressor(name: str, size: int) -> Compressor:

@@ -10,21 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import lora, transformers
+from clowder_aimage.formats import lora, model_tree, transformers
 from clowder_aimage.formats.detection import detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import (
-    ADAPTERS,
-    CARD,
-    check_inside,
-    home,
-    is_bare,
-    read_license,
-    reading,
-    sole,
-    source_file,
-)
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
@@ -93,7 +82,7 @@ def take(path: Path, form: ModelForm) -> Inventory:
         ModelError, FormatError: as the format's ``take``; nothing that we pack is there.
         UsageError: it may be of two formats, or what is wished for is not for its format.
     """
-    with reading(path):
+    with model_tree.reading(path):
         return _take(snapshot(path), form)
 
 
@@ -129,13 +118,19 @@ def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
     if not path.is_dir():
         return inventory
     # a card that says the licence alone is what an export writes; it is no file of the model
-    files = tuple(file for file in inventory.files if file.name != CARD or not is_bare(file.path))
-    return replace(inventory, files=files, license=inventory.license or read_license(path))
+    files = tuple(
+        file
+        for file in inventory.files
+        if file.name != model_tree.CARD or not model_tree.is_bare(file.path)
+    )
+    return replace(
+        inventory, files=files, license=inventory.license or model_tree.read_license(path)
+    )
 
 
 def _alone(directory: Path, kind: str) -> Path:
     """Return the single file of a directory, where its format takes files; else the directory."""
-    found = sole(directory)
+    found = model_tree.sole(directory)
     if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
         return directory
     return found if kind != "lora" or is_safetensors(found) else directory
@@ -149,11 +144,13 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
             raise UsageError(f"two adapters are called {name}", remedy="name_adapter")
         taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
         described[name] = taken.facts["adapter"]
-        named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
+        named = [
+            replace(file, name=f"{model_tree.ADAPTERS}/{name}/{file.name}") for file in taken.files
+        ]
         files |= {file.name: file for file in named}
     if not described:
         return inventory
-    facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
+    facts = {**inventory.facts, model_tree.ADAPTERS: dict(sorted(described.items()))}
     return replace(inventory, files=tuple(files.values()), facts=facts)
 
 
@@ -166,10 +163,10 @@ def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
         ModelError: something else lies there, and would be left out.
         FormatError: an adapter is damaged.
     """
-    directory = root / ADAPTERS
+    directory = root / model_tree.ADAPTERS
     if not root.is_dir() or not directory.is_dir():
         return []
-    check_inside(home(root), directory)
+    model_tree.check_inside(model_tree.home(root), directory)
     model = {file.name for file in inventory.files if file.media_type != mediatype.AIMAGE_FILE}
     paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     if not paths:
@@ -188,7 +185,7 @@ def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
 
 
 def _check_adapter(root: Path, path: Path) -> None:
-    check_inside(home(root), path)
+    model_tree.check_inside(model_tree.home(root), path)
     if not path.is_dir():
         raise _no_adapter(path, "it is a file")
     if not _NAME.fullmatch(path.name):
@@ -202,7 +199,7 @@ def _check_adapter(root: Path, path: Path) -> None:
 def _no_adapter(path: Path, why: str) -> ModelError:
     return ModelError(
         f"{path} is no adapter of the model, and would be left out: {why}",
-        hint=f"put each adapter into {ADAPTERS}/NAME/, one LoRA in safetensors with its "
+        hint=f"put each adapter into {model_tree.ADAPTERS}/NAME/, one LoRA in safetensors with its "
         "adapter_config.json, or move the rest elsewhere",
     )
 
@@ -212,7 +209,7 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
     for extra in extras:
         if not extra.path.is_file():
             raise UsageError(f"there is no file {extra.path}")
-        files.append(source_file(None, extra.path, extra.path.name, extra.media_type))
+        files.append(model_tree.source_file(None, extra.path, extra.path.name, extra.media_type))
     return replace(inventory, files=tuple(files))
 
 

@@ -12,8 +12,7 @@ from clowder_aimage.importer.decision import WeightDecision, entries, values_of
 from clowder_aimage.importer.recipe import expert_group
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.tensor import Quantization, encode_header, nbytes
-from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE
-from clowder_aimage.tensor.weight import FileSpan, WeightReader
+from clowder_aimage.tensor.weight import FileSpan, TensorPart, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,17 @@ class QuantizePiece:
 
 @dataclass(frozen=True, slots=True)
 class FactorPiece:
-    """float32 factors, ``inverted`` where the source has divisors."""
+    """The float32 factors of a part, or the reciprocals of its divisors."""
 
-    span: FileSpan
-    name: str
-    source: str
-    inverted: bool
-    nbytes: int
+    part: TensorPart
+
+    @property
+    def span(self) -> FileSpan:
+        return self.part.tensor.span
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.part.dtype, self.part.shape)
 
 
 Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
@@ -68,8 +71,8 @@ Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
 class PlannedLayer:
     """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``.
 
-    ``origins`` are the blobs that they come from, where that is a store. A ``kept`` one is a layer
-    already. With a ``compression`` all the bytes are compressed.
+    ``origins`` are the blobs in the store that they come from. A ``kept`` one is a layer already.
+    With a ``compression`` all the bytes are compressed.
     """
 
     name: str
@@ -117,15 +120,7 @@ def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
     if decision.is_cast:
         return [CastPiece(span, name, source, decision.dtype, size)]
     return [
-        CopyPiece(part.tensor.span)
-        if part.reading is WeightReader.AS_IS
-        else FactorPiece(
-            part.tensor.span,
-            part.tensor.name,
-            part.tensor.dtype,
-            part.reading is WeightReader.DIVISOR,
-            nbytes(part.dtype, part.shape),
-        )
+        CopyPiece(part.tensor.span) if part.reading is WeightReader.AS_IS else FactorPiece(part)
         for part in weight.parts
     ]
 
@@ -193,7 +188,5 @@ def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
     return {
         f"{name}.{key}": value
         for name, quantization in found.items()
-        for key, value in zip(
-            (QUANT_TYPE, GROUP_SIZE), quantization.metadata().values(), strict=True
-        )
+        for key, value in quantization.metadata().items()
     }

@@ -1,4 +1,4 @@
-"""Float types: from one to another, and which F32 tensors hold nothing but BF16 values.
+"""Float types: from one to another, and whether F32 values are BF16.
 
 Conversions round to nearest, ties to even (IEEE 754-2019, 4.3.1); NaN stays NaN. BF16 has no numpy
 type, so it is handled as the upper half of the bits of a float32.
@@ -6,23 +6,13 @@ type, so it is handled as the upper half of the bits of a float32.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import ModelError
-from clowder_aimage.importer.planned_layer import layer_name
-from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
-from clowder_aimage.importer.span_reader import SpanReader
-from clowder_aimage.tensor.weight import FLOATS, Weight
 
-CHUNK = 1024 * 1024  # bytes of a source that are looked at or cast at once
-CHUNKS = 8 * CHUNK  # of all threads together
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _INFINITY = 0x7F80  # the bits of BF16's, without the sign
 _QUIET = 0x0040  # makes a NaN of what would be infinite once its lower half is cut off
@@ -42,12 +32,10 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
     values = np.frombuffer(data, _NUMPY[source])
     if source == target:
         return values, 0
-    if (source, target) == ("F32", "BF16"):
-        halves = np.frombuffer(data, "<u2")
-        if not halves[::2].any():
-            return np.ascontiguousarray(halves[1::2]), 0
+    if (source, target) == ("F32", "BF16") and is_bf16(data):
+        return np.ascontiguousarray(np.frombuffer(data, "<u2")[1::2]), 0
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = widened(values, source)
+        wide = _widened(values, source)
         narrow = _rounded(wide) if target == "BF16" else wide.astype(_NUMPY[target])
         return narrow, _lost(wide, narrow, target)
 
@@ -57,7 +45,7 @@ def _lost(wide: Values, narrow: Values, target: str) -> int:
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
 
-def widened(values: Values, dtype: str) -> Values:
+def _widened(values: Values, dtype: str) -> Values:
     """Return the same values as float32, or as float64 where they were."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
@@ -97,65 +85,6 @@ def overflow(name: str, count: int, target: str) -> ModelError:
     )
 
 
-def survey(
-    weights: Iterable[tuple[str, Weight]],
-    recipe: Recipe,
-    *,
-    jobs: int,
-    on_read: Callable[[int], None],
-) -> frozenset[tuple[str, str]]:
-    """Look at the values of ``to_survey``, before anything is decided.
-
-    Returns:
-        for AUTO, which (component, tensor) in F32 hold BF16 values alone.
-
-    Raises:
-        ModelError: a value does not fit F16, where that is asked for.
-    """
-    stopped = threading.Event()
-    exact: set[tuple[str, str]] = set()
-    chunk = min(CHUNK, CHUNKS // jobs)
-
-    def look(component: str, weight: Weight) -> None:
-        if recipe.dtype != AUTO:
-            _check_fits(component, weight, DTYPES["f16"], stopped, chunk)
-        elif _is_exact(weight, stopped, chunk):
-            exact.add((component, weight.name))
-        on_read(weight.nbytes)
-
-    in_parallel([partial(look, *pair) for pair in weights], jobs, stopped.set)
-    return frozenset(exact)
-
-
-def to_survey(weights: Iterable[tuple[str, Weight]], recipe: Recipe) -> list[tuple[str, Weight]]:
-    """Return the weights whose values a recipe depends on."""
-    if recipe.dtype == AUTO:
-        wanted: tuple[str, ...] = ("F32",)
-    elif recipe.dtype == "f16":
-        wanted = tuple(name for name in FLOATS if name != "F16")
-    else:
-        wanted = ()
-    return [(component, weight) for component, weight in weights if weight.dtype in wanted]
-
-
-def _is_exact(weight: Weight, stopped: threading.Event, chunk: int) -> bool:
+def is_bf16(data: memoryview) -> bool:
     """Return whether the lower half of every word is zero: such a float32 is a BF16."""
-    buffer = memoryview(bytearray(min(chunk, weight.nbytes)))
-    with SpanReader(weight.tensor.span, stopped) as reader:
-        while count := reader.readinto(buffer):
-            if np.frombuffer(buffer[:count], "<u2")[::2].any():
-                return False
-        reader.check_unchanged()
-    return weight.nbytes > 0
-
-
-def _check_fits(
-    component: str, weight: Weight, target: str, stopped: threading.Event, chunk: int
-) -> None:
-    buffer = memoryview(bytearray(min(chunk, weight.nbytes)))
-    lost = 0
-    with SpanReader(weight.tensor.span, stopped) as reader:
-        while count := reader.readinto(buffer):
-            lost += cast(buffer[:count], weight.dtype, target)[1]
-    if lost:
-        raise overflow(layer_name(component, weight.name), lost, target)
+    return not np.frombuffer(data, "<u2")[::2].any()

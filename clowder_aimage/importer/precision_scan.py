@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.formats.prequantized import factors
-from clowder_aimage.importer.recipe import Recipe
+from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.importer.span_reader import JOBS, SpanReader
 from clowder_aimage.tensor.weight import Weight, WeightReader
 
+CHUNK = 1024 * 1024  # bytes of a source that are looked at at once
+CHUNKS = 8 * CHUNK  # of all threads together
+_ASKED = {AUTO: ("F32",), "f16": ("F64", "F32", "BF16")}  # values that a recipe depends on
 OnSurvey = Callable[[int], None]  # bytes
 
 
@@ -20,13 +26,12 @@ def survey_weights(
     on_survey: OnSurvey,
     on_surveyed: OnSurvey,
 ) -> frozenset[tuple[str, str]]:
-    """Return the (component, tensor) pairs with the property that the recipe asks for.
+    """Return the (component, tensor) pairs in F32 that hold BF16 values alone, for AUTO.
 
-    See ``precision.survey``. Without a recipe that asks, nothing is imported and nothing read but
-    global scales.
+    Only global scales are read for a recipe that depends on no values.
 
     Raises:
-        ModelError: a value does not fit the type that is asked for.
+        ModelError: a value does not fit F16, where that is asked for.
         FormatError: a global scale is none.
     """
     pairs = [(name, weight) for name, weights in components.items() for weight in weights]
@@ -34,20 +39,49 @@ def survey_weights(
         _check_factors(weight)
     if recipe.dtype is None:
         return frozenset()
-    from clowder_aimage.importer import precision
-
     recipe.check_components(name for name, weights in components.items() if weights)
-    asked = precision.to_survey(pairs, recipe)
+    asked = [pair for pair in pairs if pair[1].dtype in _ASKED.get(recipe.dtype, ())]
     if asked:
         on_survey(sum(weight.nbytes for _, weight in asked))
-    return precision.survey(asked, recipe, jobs=jobs or JOBS, on_read=on_surveyed)
+    stopped = threading.Event()
+    exact: set[tuple[str, str]] = set()
+    jobs = jobs or JOBS
+
+    def look(component: str, weight: Weight) -> None:
+        chunks = _chunks(weight, stopped, min(CHUNK, CHUNKS // jobs))
+        if recipe.dtype != AUTO:
+            _check_fits(component, weight, chunks)
+        elif weight.nbytes and _are_bf16(chunks):
+            exact.add((component, weight.name))
+        on_surveyed(weight.nbytes)
+
+    in_parallel([partial(look, *pair) for pair in asked], jobs, stopped.set)
+    return frozenset(exact)
+
+
+def _chunks(weight: Weight, stopped: threading.Event, size: int) -> Iterator[memoryview]:
+    with SpanReader(weight.tensor.span, stopped) as reader:
+        yield from reader.chunks(size)
+        reader.check_unchanged()
+
+
+def _are_bf16(chunks: Iterator[memoryview]) -> bool:
+    from clowder_aimage.importer import precision
+
+    return all(map(precision.is_bf16, chunks))
+
+
+def _check_fits(component: str, weight: Weight, chunks: Iterator[memoryview]) -> None:
+    from clowder_aimage.importer import precision
+
+    target = DTYPES["f16"]
+    lost = sum(precision.cast(data, weight.dtype, target)[1] for data in chunks)
+    if lost:
+        raise precision.overflow(layer_name(component, weight.name), lost, target)
 
 
 def _check_factors(weight: Weight) -> None:
     for part in weight.parts:
         if part.reading is not WeightReader.AS_IS:
-            data = memoryview(bytearray(part.tensor.nbytes))
             with SpanReader(part.tensor.span, threading.Event()) as reader:
-                reader.readinto(data)
-            inverted = part.reading is WeightReader.DIVISOR
-            factors(part.tensor.name, bytes(data), part.tensor.dtype, inverted=inverted)
+                factors(part, reader.read())

@@ -1,4 +1,4 @@
-"""Spans of source files, read once from the front, and held to what they were when planned."""
+"""Spans of source files, read once from the front; the files must be as they were planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOBS = 8  # threads that read, hash and write
 
 
 class SpanReader:
-    """The bytes of ``span``, cut short when the user leaves."""
+    """The bytes of ``span``, until ``stopped`` is set."""
 
     def __init__(self, span: FileSpan, stopped: threading.Event) -> None:
         self._span = span
@@ -27,11 +27,11 @@ class SpanReader:
             self._file.seek(span.offset)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill ``buffer``, as far as the span goes; how many bytes that was, 0 at its end.
+        """Fill ``buffer``, as far as the span goes, and return the count of bytes, 0 at its end.
 
         Raises:
             ModelError: the file cannot be read, or has changed.
-            StoppedError: the user has left.
+            ParallelStoppedError: the user has left.
         """
         count = 0
         while self._left and count < len(buffer):
@@ -44,6 +44,18 @@ class SpanReader:
             count += read
             self._left -= read
         return count
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Yield the rest of the span in one buffer of ``size`` bytes. Raises as ``readinto``."""
+        buffer = memoryview(bytearray(min(size, self._left)))
+        while count := self.readinto(buffer):
+            yield buffer[:count]
+
+    def read(self) -> bytearray:
+        """Return the rest of the span. Raises as ``readinto``."""
+        data = bytearray(self._left)
+        self.readinto(memoryview(data))
+        return data
 
     def check_unchanged(self) -> None:
         """Check that the file is the one whose header was read."""

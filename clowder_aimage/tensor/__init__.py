@@ -1,10 +1,11 @@
 """Tensor values: dtypes, the safetensors header, what blobs hold. No numerics library in here."""
 
-from clowder_aimage.tensor.dtype import DTYPE_BITS, nbytes
 from clowder_aimage.tensor.header import (
+    DTYPE_BITS,
     Header,
     TensorInfo,
     encode_header,
+    nbytes,
     parse_header,
     read_header,
 )

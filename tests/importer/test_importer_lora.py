@@ -10,9 +10,8 @@ import pytest
 from clowder_aimage.convert import convert
 from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
-from clowder_aimage.formats.lora import read_pairs
+from clowder_aimage.formats.lora import check_fit, read_pairs
 from clowder_aimage.importer import Recipe
-from clowder_aimage.importer.adapter_check import check_fit
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference, mediatype

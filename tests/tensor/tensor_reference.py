@@ -16,7 +16,7 @@ import safetensors
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, read_header, read_tensors
-from clowder_aimage.tensor.dtype import MAX_ELEMENTS, MAX_RANK
+from clowder_aimage.tensor.header import MAX_ELEMENTS, MAX_RANK
 from clowder_aimage.tensor.header import MAX_NAME
 
 Value = Any
