@@ -16,8 +16,7 @@ import safetensors
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, read_header, read_tensors
-from clowder_aimage.tensor.header import MAX_ELEMENTS, MAX_RANK
-from clowder_aimage.tensor.header import MAX_NAME
+from clowder_aimage.tensor.header import MAX_ELEMENTS, MAX_NAME, MAX_RANK
 
 Value = Any
 U8 = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'

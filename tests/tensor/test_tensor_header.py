@@ -23,8 +23,14 @@ from clowder_aimage.tensor import (
     parse_header,
     read_header,
 )
-from clowder_aimage.tensor.header import MAX_ELEMENTS, MAX_RANK
-from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_NAME, MAX_TENSORS, MAX_VALUES
+from clowder_aimage.tensor.header import (
+    MAX_ELEMENTS,
+    MAX_HEADER_SIZE,
+    MAX_NAME,
+    MAX_RANK,
+    MAX_TENSORS,
+    MAX_VALUES,
+)
 
 names = st.text(
     st.characters(exclude_categories=["Cs", "Cc"]),
