@@ -1,7 +1,7 @@
 """attach: files for a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
 
-A signature, a bill of materials or a test report becomes an artifact of its own, whose ``subject``
-is the manifest that it describes. That manifest does not change.
+A signature or a bill of materials becomes an artifact of its own, whose ``subject`` is the manifest
+that it describes. That manifest does not change.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""create: a model, in whatever format, becomes an AImage in a store."""
+"""create and convert: a model, or an AImage in a store, becomes an AImage in a store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from clowder_aimage.content import ContentStore, Lease
-from clowder_aimage.dialect import DEFAULT, DIALECTS
+from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.formats import lora
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.shard_index import is_safetensors
+from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.importer import (
     CreatePlan,
     PackedModel,
@@ -20,13 +23,18 @@ from clowder_aimage.importer import (
     make_plan,
 )
 from clowder_aimage.importer.blob_writer import OnWritten, pack
+from clowder_aimage.importer.create_plan import plan_conversion
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
-from clowder_aimage.layout.stored_aimage import read_aimage, read_manifest
+from clowder_aimage.layout.completeness import require_complete
+from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.tensor.config_fields import parse_object
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 AS_FOUND = ModelForm()
+_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
 
 
 def create(
@@ -49,19 +57,17 @@ def create(
     """Pack the model at ``path`` and name it ``reference``.
 
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
-    ``algorithm`` hashes the layers and the config; the manifest is always known by its sha256, for
-    registries' sake. ``base`` is what an adapter belongs to: an AImage in the store, which becomes
-    its subject. Where the recipe depends on values, ``on_survey`` hears how many bytes are to be
-    looked at before the plan, and ``on_surveyed`` of each tensor's.
+    ``algorithm`` hashes the layers and the config, sha256 always the manifest, for registries.
+    ``base`` is what an adapter belongs to: an AImage in the store, which becomes its subject. Where
+    the recipe depends on values, ``on_survey`` is called with the number of bytes to be looked at
+    before the plan, and ``on_surveyed`` with each tensor's.
 
     Raises:
-        ModelError: it is not a model that can be packed, and nothing was written then; or a file
-            changed, or values cannot be quantized, which is seen in the middle: blobs that were
-            stored stay without a name, for gc.
+        ModelError: it is not a model that can be packed, and nothing was written; or a file changed
+            or values cannot be quantized, and blobs that were stored stay without a name, for gc.
         UsageError: the form or the recipe does not fit the model, or needs what is not installed.
-        FormatError: it is damaged, or quantized in a way that is not known, or an adapter is for
-            another model, or the provenance is not what the config's schema allows; nothing was
-            written.
+        FormatError: it is damaged, is quantized in an unknown way, has an adapter for another model
+            or a provenance that the config's schema does not allow; nothing was written.
         NotFoundError: the base is not in the store.
         StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
     """
@@ -88,6 +94,48 @@ def create(
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
 
 
+def convert(
+    store: ContentStore,
+    reference: Reference,
+    target: Reference,
+    recipe: Recipe,
+    *,
+    jobs: int | None = None,
+    on_survey: OnSurvey = lambda _: None,
+    on_surveyed: OnSurvey = lambda _: None,
+    on_plan: Callable[[CreatePlan], None] = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> PackedModel:
+    """Convert the AImage ``reference`` as ``recipe`` asks, in its dialect, and name it ``target``.
+
+    Layers in which nothing changes are the same blobs in both. ``create`` gives the same digest
+    from the same weights with the same recipe, and describes the callbacks.
+
+    Raises:
+        NotFoundError: the AImage is not in the store, or not all of it.
+        UsageError: the recipe asks for nothing, does not fit the model, or needs what is not
+            installed.
+        FormatError, VerificationError: a blob is not what its layer says, or damaged.
+        ModelError: a value does not fit its type.
+        StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
+    """
+    if not recipe.changes:
+        raise UsageError("the conversion changes nothing", remedy="nothing_to_convert")
+    recipe.check_tools()
+    with store.lease() as lease:
+        hold(store, reference, lease)
+        stored = read_aimage(store, reference)
+        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+        require_complete(store, reference, stored)
+        inflate(store, stored)
+        layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
+        exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
+        plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact)
+        check_config(plan)
+        on_plan(plan)
+        return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+
+
 def _subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
@@ -109,7 +157,7 @@ def _subject(
 
 
 def _check_adapters(inventory: Inventory) -> None:
-    """Hold adapters that travel with a model next to its tensors."""
+    """Check that adapters which travel with a model fit its tensors."""
     shapes = {
         layer_name(component.name, weight.name): weight.shape
         for component in inventory.components
@@ -119,8 +167,28 @@ def _check_adapters(inventory: Inventory) -> None:
 
 
 def _check(inventory: Inventory, shapes: lora.Shapes, base: str) -> None:
-    if not shapes:  # whole files: what is in them is their runtime's to know
-        return
-    for file in inventory.files:
+    for file in inventory.files if shapes else ():  # whole files are not looked into
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
             lora.check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)
+
+
+def _configured(
+    store: ContentStore, aimage: AImage
+) -> Callable[[str, str], tuple[str | None, int | None]]:
+    """Return a function of (component, tensor) to the quantization in the configurations."""
+
+    @cache
+    def of(component: str) -> QuantizationConfig:
+        config = _object(store, aimage, layer_name(component, "config.json"))
+        return QuantizationConfig(config, _object(store, aimage, "model_index.json"))
+
+    return lambda component, name: of(component).of(name)
+
+
+def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
+    """Return a JSON file of an AImage; nothing if it has none, or one that is too large."""
+    for layer in aimage.layers:
+        if layer.name == name and layer.descriptor.size <= _LARGEST:
+            with store.open(layer.descriptor) as file:
+                return parse_object(name, file.read(layer.descriptor.size))
+    return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,24 +127,21 @@ def diff(
         UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
         FormatError, VerificationError: it is malformed or damaged.
     """
-    return _compare(*(_read(one, layout, connection, remote) for one in (a, b)))
-
-
-def _compare(a: Side, b: Side) -> Difference:
-    names = sorted(a.layers.keys() | b.layers.keys())
-    all_ = [Change(name, a.layers.get(name), b.layers.get(name)) for name in names]
+    old, new = (_read(one, layout, connection, remote) for one in (a, b))
+    names = sorted(old.layers.keys() | new.layers.keys())
+    all_ = [Change(name, old.layers.get(name), new.layers.get(name)) for name in names]
     both = [(one, one.a.descriptor, one.b.descriptor) for one in all_ if one.a and one.b]
-    here = {layer.descriptor.digest for layer in a.layers.values()} | a.blobs.keys()
+    here = {layer.descriptor.digest for layer in old.layers.values()} | old.blobs.keys()
     return Difference(
-        a,
-        b,
-        shared=tuple(one for one, old, new in both if old.digest == new.digest),
-        changed=tuple(one for one, old, new in both if old.digest != new.digest),
+        old,
+        new,
+        shared=tuple(one for one, before, after in both if before.digest == after.digest),
+        changed=tuple(one for one, before, after in both if before.digest != after.digest),
         added=tuple(one for one in all_ if one.a is None),
         removed=tuple(one for one in all_ if one.b is None),
-        config=tuple(_fields(a.properties, b.properties)),
-        annotations=tuple(_fields(a.annotations, b.annotations)),
-        fetch={digest: size for digest, size in b.blobs.items() if digest not in here},
+        config=tuple(_fields(old.properties, new.properties)),
+        annotations=tuple(_fields(old.annotations, new.annotations)),
+        fetch={digest: size for digest, size in new.blobs.items() if digest not in here},
     )
 
 
@@ -155,18 +153,15 @@ def _read(
             f"{reference} has no registry host: it names an AImage in the local store",
             remedy="diff_remote",
         )
-    if reference.registry is None or not (remote or _is_unknown(layout, reference)):
+    if not remote:
+        try:
+            layout.resolve(reference)
+        except NotFoundError:
+            remote = reference.registry is not None
+    if not remote:
         return _side(layout, reference, "store")
     with Repository(reference, connection) as repository:
         return _side(repository, reference, "registry")
-
-
-def _is_unknown(layout: ImageLayout, reference: Reference) -> bool:
-    try:
-        layout.resolve(reference)
-    except NotFoundError:
-        return True
-    return False
 
 
 def _side(source: Source, reference: Reference, where: str) -> Side:
@@ -179,7 +174,10 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
     if not isinstance(manifest, Manifest):
         raise FormatError(f"{reference} is an index")
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
-    dialect, aimage = _aimage(manifest, raw)
+    dialect, aimage = FOREIGN, AImage(raw, tuple(_foreign(manifest)))
+    with suppress(FormatError):
+        found = detect(manifest)
+        dialect, aimage = found.name, found.read(manifest, raw)
     try:
         properties = aimage.properties
     except FormatError:
@@ -188,15 +186,6 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
         properties = {"digest": str(Digest.of(raw))}  # another tool's config may be anything
     layers = {layer.name: layer for layer in aimage.layers}
     return Side(reference, where, manifest, dialect, layers, properties)
-
-
-def _aimage(manifest: Manifest, config: bytes) -> tuple[str, AImage]:
-    """Return the dialect and the AImage; for another artifact, one with its layers."""
-    try:
-        dialect = detect(manifest)
-        return dialect.name, dialect.read(manifest, config)
-    except FormatError:
-        return FOREIGN, AImage(config, tuple(_foreign(manifest)))
 
 
 def _foreign(manifest: Manifest) -> Iterator[Layer]:

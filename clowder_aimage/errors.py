@@ -1,23 +1,7 @@
 """Every error that the project raises on purpose.
 
-    AImageError                    exit 1
-    ├── ContentError               what we received is wrong
-    │   ├── UsageError             exit 2   an argument that cannot be meant
-    │   ├── ModelError             exit 1   a model (directory, config, weights) that cannot be used
-    │   ├── FormatError            exit 5   bytes that do not parse as what they claim to be
-    │   └── VerificationError      exit 5   bytes that are not the ones the digest promised
-    └── AccessError                we could not get or keep it
-        ├── NotFoundError          exit 3   nothing by that name or digest
-        ├── UnauthorizedError      exit 4   the registry wants (other) credentials
-        ├── NetworkError           exit 1   no answer, or one that broke off
-        ├── RegistryError          exit 1   the registry answered with an error
-        │   └── ManifestRefusedError        ... to the kind of manifest, not to its content
-        ├── StoreError             exit 1   the store on disk cannot be used
-        └── NoSpaceError           exit 6   the disk is full
-
-A message says what went wrong and with what. A hint says in general terms what would help. A
-remedy is the code of a command that would help; the command line has the sentences
-(``cli/console/remedy.py``), so that messages below it name no option and no verb.
+Messages and hints name no option and no verb: a remedy is the code of a command that would help,
+and the command line has the sentences (``cli/console/remedy.py``).
 """
 
 from __future__ import annotations
@@ -26,15 +10,11 @@ from typing import Any
 
 
 class AImageError(Exception):
-    """Base of all errors that a user may see.
+    """Base of all errors that a user may see; the command exits with ``exit_code``.
 
-    Args:
-        message: What went wrong, and with what.
-        hint: What would help, in terms that hold for every interface.
-        remedy: The code of the command line's advice, a key of its table of remedies.
-        facts: What that advice names: references, hosts, paths.
-
-    ``exit_code`` is what the command exits with.
+    ``message`` is what went wrong, and with what; ``hint`` what would help, in terms that hold for
+    every interface; ``remedy`` a key of the command line's table of remedies, and ``facts`` are
+    what that advice names: references, hosts, paths.
     """
 
     exit_code = 1
@@ -43,9 +23,7 @@ class AImageError(Exception):
         self, message: str, *, hint: str | None = None, remedy: str = "", **facts: object
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
-        self.remedy = remedy
+        self.message, self.hint, self.remedy = message, hint, remedy
         self.facts = {name: str(fact) for name, fact in facts.items()}
 
     @property
@@ -107,8 +85,8 @@ class RegistryError(AccessError):
     """The registry answered with an error.
 
     ``status`` is the HTTP status, ``code`` the first error code of the distribution
-    specification ("Error Codes") in its body, ``detail`` that error's detail as text;
-    ``retry_after`` for how many seconds it wants to be left alone.
+    specification ("Error Codes") in its body, ``detail`` that error's detail as text,
+    ``retry_after`` the seconds to wait before the next request.
     """
 
     def __init__(
@@ -122,10 +100,8 @@ class RegistryError(AccessError):
         **advice: Any,
     ) -> None:
         super().__init__(message, **advice)
-        self.status = status
+        self.status, self.code, self.detail = status, code, detail
         self.retry_after = retry_after
-        self.code = code
-        self.detail = detail
 
 
 class ManifestRefusedError(RegistryError):

@@ -47,14 +47,14 @@ def export(
     """Write the AImage ``reference`` as ``directory``, which must not exist, or be empty.
 
     It is there whole or not at all. With ``links``, whole files share their bytes with the store
-    where the file system can. ``on_plan`` hears of what there is to do before a byte is written,
-    ``on_written`` of bytes that were read and written.
+    where the file system can. ``on_plan`` is called before a byte is written, ``on_written`` with
+    the number of bytes that were read and written.
 
     Raises:
         UsageError: the directory cannot be one to export to; zstd is needed and not installed.
         NotFoundError: the AImage is not in the store, or not all of it.
-        FormatError, VerificationError: it is no AImage, a blob is not what its layer says, or
-            damaged; it cannot be a directory.
+        FormatError, VerificationError: it is not an AImage, cannot be a directory, or a blob is
+            damaged or not what its layer says.
         ModelError: a quantized weight has no name in any maker's form.
         StoreError, NoSpaceError: it cannot be written.
     """
@@ -79,6 +79,5 @@ def export(
 def _check_whole(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
     """Raise NotFoundError where blobs are missing, in the form that they came in, too."""
     pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
-    if all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
-        return
-    require_complete(store, reference, stored)
+    if not all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
+        require_complete(store, reference, stored)

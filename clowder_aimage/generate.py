@@ -14,10 +14,12 @@ from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, rea
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.oci import Reference
 from clowder_aimage.pull import PullOptions, pull, stored_name
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.schema import validate
+
+_PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidance", "shift")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,18 @@ def fetch(
     _check_kind(store, reference)
     try:
         return find(store, reference, lease)
-    except NotFoundError as incomplete:
+    except NotFoundError as missing:
         if reference.registry is None:
             raise
-        descriptor = _pull(reference, store, connection, on_event, incomplete)
-    return find(store, stored_name(reference, descriptor), lease)
+        meant, words = reference, ""
+        if isinstance(missing, IncompleteError):  # whatever the tag means in the registry by now
+            meant, words = replace(reference, digest=missing.digest), f"; {missing.message}"
+        try:
+            root = pull(meant, store, connection, PullOptions(on_event=on_event)).root
+        except AImageError as error:
+            error.message += words
+            raise
+    return find(store, stored_name(reference, root), lease)
 
 
 def _check_kind(store: ContentStore, reference: Reference) -> None:
@@ -97,29 +106,6 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
     return stored
 
 
-def _pull(
-    reference: Reference,
-    store: ContentStore,
-    connection: ClientOptions,
-    on_event: OnEvent,
-    incomplete: NotFoundError,
-) -> Descriptor:
-    """Pull what is missing.
-
-    A partial AImage is completed, whatever its tag means in the registry by now; the error of a
-    failed pull also names what is missing.
-    """
-    options = PullOptions(on_event=on_event)
-    if not isinstance(incomplete, IncompleteError):
-        return pull(reference, store, connection, options).root
-    try:
-        meant = replace(reference, digest=incomplete.digest)
-        return pull(meant, store, connection, options).root
-    except AImageError as error:
-        error.message = f"{error.message}; {incomplete.message}"
-        raise
-
-
 def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None) -> RunnableModel:
     """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
     chosen = dtype_name(dtype)
@@ -133,14 +119,7 @@ def describe_picture(
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        "prompt": request.prompt,
-        "negative": request.negative,
-        "width": request.width,
-        "height": request.height,
-        "steps": request.steps,
-        "seed": request.seed,
-        "guidance": request.guidance,
-        "shift": request.shift,
+        **{key: getattr(request, key) for key in _PARAMETERS},
         "dtype": model.dtype,
         "backend": model.backend,
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,8 +24,8 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import MAX_INDEX_SIZE, entry_name
-from clowder_aimage.layout.stored_aimage import inflate, interpret
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Manifest, Reference
+from clowder_aimage.layout.stored_aimage import inflate_copied
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.strict_json import read_json
 
@@ -57,12 +57,9 @@ def load(
 ) -> LoadResult:
     """Store the content of an archive and give it its names, when all that they need is there.
 
-    Args:
-        layout: The store.
-        archive: A path or an unbuffered stream, read once.
-        name: The name to give, instead of those in the archive.
-        on_plan: Called with the number of bytes to read, once it is known.
-        on_read: Called with the number of bytes read.
+    ``archive`` is a path or an unbuffered stream, which is read once. ``name`` is given instead of
+    those in the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
+    ``on_read`` with those that were read.
 
     Raises:
         UsageError: no entry has a name, or several manifests would have the one name.
@@ -99,59 +96,52 @@ def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
         yield cast(BinaryIO, file), str(archive)
 
 
+@dataclass(slots=True)
 class _Loader:
     """One archive on its way in. ``on_plan`` is for one whose size is not known before."""
 
-    def __init__(
-        self,
-        layout: ImageLayout,
-        lease: Lease,
-        tar: TarStream,
-        name: Reference | None,
-        on_plan: Callable[[int], None] | None,
-    ) -> None:
-        self._layout = layout
-        self._lease = lease
-        self._tar = tar
-        self._name = name
-        self._on_plan = on_plan
-        self._files: dict[str, bytes] = {}  # beside the blobs
-        self._roots: list[Descriptor] = []
-        self._names: dict[Reference, Descriptor] = {}
-        self._expected: dict[Digest, Descriptor] = {}  # by the documents that were read
-        self._documents: set[Digest] = set()
-        self._seen: set[Digest] = set()
-        self._stored: set[Digest] = set()
-        self._is_planned = False
+    layout: ImageLayout
+    lease: Lease
+    tar: TarStream
+    name: Reference | None
+    on_plan: Callable[[int], None] | None
+    files: dict[str, bytes] = field(default_factory=dict)  # beside the blobs
+    roots: list[Descriptor] = field(default_factory=list)
+    names: dict[Reference, Descriptor] = field(default_factory=dict)
+    expected: dict[Digest, Descriptor] = field(default_factory=dict)  # by the documents read
+    documents: set[Digest] = field(default_factory=set)
+    seen: set[Digest] = field(default_factory=set)
+    stored: set[Digest] = field(default_factory=set)
+    is_planned: bool = False
 
     def run(self) -> LoadResult:
-        for member in self._tar.members():
+        for member in self.tar.members():
             self._read_member(member)
-        if not self._roots:
+        if not self.roots:
             raise FormatError(
-                f"{self._tar.name} is not an OCI image layout: it has no index.json",
+                f"{self.tar.name} is not an OCI image layout: it has no index.json",
                 hint="what older dockers save can be turned into one: "
                 "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
             )
         names, problems = self._give_names()
-        problem = None
-        if problems:
-            problem = VerificationError(
-                f"{self._tar.name} is not complete: {'; '.join(problems[:20])}",
-                hint="the content that was read is kept; complete artifacts have their names",
-            )
-        stored = self._stored - self._documents
-        skipped = self._seen - self._documents - stored
-        named = set(self._names.values())
-        unnamed = [_describe(root) for root in self._roots if root not in named]
-        return LoadResult(tuple(names), tuple(unnamed), len(stored), len(skipped), problem)
+        problem = VerificationError(
+            f"{self.tar.name} is not complete: {'; '.join(problems[:20])}",
+            hint="the content that was read is kept; complete artifacts have their names",
+        )
+        stored = self.stored - self.documents
+        skipped = self.seen - self.documents - stored
+        named = set(self.names.values())
+        unnamed = [_describe(root) for root in self.roots if root not in named]
+        return LoadResult(
+            tuple(names), tuple(unnamed), len(stored), len(skipped), problem if problems else None
+        )
 
     def _read_member(self, member: TarMember) -> None:
         """Store what belongs to a layout; other files are passed over."""
         if not member.name or member.name[-1].startswith("._"):
             return  # what macOS's tar adds to each file
         if member.name == ("oci-layout",):
-            _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self._tar.name)
+            _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self.tar.name)
         elif member.name == ("index.json",):
             self._read_index(self._read_small(member, MAX_INDEX_SIZE))
         elif member.name[0] == "blobs":
@@ -161,21 +151,21 @@ class _Loader:
         """Read a small file. Raises FormatError where it is large, or differs from an earlier."""
         (name,) = member.name
         if member.size > limit:
-            raise FormatError(f"{name} in {self._tar.name} has {member.size} bytes, over {limit}")
+            raise FormatError(f"{name} in {self.tar.name} has {member.size} bytes, over {limit}")
         with member.open() as file:
             data = file.read(member.size)
-        if self._files.setdefault(name, data) != data:
-            raise FormatError(f"{self._tar.name} has {name} twice, and not the same")
+        if self.files.setdefault(name, data) != data:
+            raise FormatError(f"{self.tar.name} has {name} twice, and not the same")
         return data
 
     def _read_index(self, data: bytes) -> None:
-        self._roots = _entries(data, self._tar.name)
-        self._names = _choose_names(self._roots, self._name, self._tar.name)
-        self._expect(self._roots)
+        self.roots = _entries(data, self.tar.name)
+        self.names = _choose_names(self.roots, self.name, self.tar.name)
+        self._expect(self.roots)
 
     def _expect(self, contents: Iterable[Descriptor]) -> None:
         for content in contents:
-            check_size(self._expected.setdefault(content.digest, content), content.size)
+            check_size(self.expected.setdefault(content.digest, content), content.size)
 
     def _digest(self, member: TarMember) -> Digest:
         try:
@@ -183,60 +173,60 @@ class _Loader:
             return Digest(algorithm, encoded)
         except (ValueError, FormatError):
             name = "/".join(member.name)[:200]
-            raise FormatError(f"{self._tar.name} has {name!r}: no blob is called so") from None
+            raise FormatError(f"{self.tar.name} has {name!r}: no blob is called so") from None
 
     def _read_blob(self, digest: Digest, member: TarMember) -> None:
-        content = self._expected.get(digest) or Descriptor(UNKNOWN, digest, member.size)
+        content = self.expected.get(digest) or Descriptor(UNKNOWN, digest, member.size)
         limit = MAX_MANIFEST_SIZE if is_document(content) else MAX_SIZE
         if member.size > limit:
-            raise FormatError(f"{digest} in {self._tar.name} has {member.size} bytes, over {limit}")
+            raise FormatError(f"{digest} in {self.tar.name} has {member.size} bytes, over {limit}")
         try:
             check_size(content, member.size)
             self._store(content, member)
         except VerificationError as error:
             raise VerificationError(
-                f"{self._tar.name} is damaged: {error.message}", hint="copy or save it again"
+                f"{self.tar.name} is damaged: {error.message}", hint="copy or save it again"
             ) from None
         if is_document(content):
-            self._expect(successors(read_document(self._layout, content)))
+            self._expect(successors(read_document(self.layout, content)))
 
     def _store(self, content: Descriptor, member: TarMember) -> None:
         """Store a blob, or verify one that came before. Raises VerificationError."""
-        if content.digest in self._seen:
+        if content.digest in self.seen:
             verify(member.open(), content)
             return
-        self._seen.add(content.digest)
-        self._lease.add(content.digest)  # until it is named
-        if self._layout.exists(content):
+        self.seen.add(content.digest)
+        self.lease.add(content.digest)  # until it is named
+        if self.layout.exists(content):
             return
         self._check_space(content)
-        self._layout.push(content, lambda _=0: member.open())
-        self._stored.add(content.digest)
+        self.layout.push(content, lambda _=0: member.open())
+        self.stored.add(content.digest)
 
     def _check_space(self, content: Descriptor) -> None:
         """Raise NoSpaceError where the rest would not fit: all of it, once that is known."""
         coming = [content]
-        if content.digest in self._expected and not is_document(content) and not self._is_planned:
-            self._is_planned = True
-            expected = self._expected.values()
-            coming = [each for each in expected if not self._layout.exists(each)]
-            if self._on_plan is not None:
-                self._on_plan(sum(each.size for each in expected))
-        check_space(coming, self._layout)
+        if content.digest in self.expected and not is_document(content) and not self.is_planned:
+            self.is_planned = True
+            expected = self.expected.values()
+            coming = [each for each in expected if not self.layout.exists(each)]
+            if self.on_plan is not None:
+                self.on_plan(sum(each.size for each in expected))
+        check_space(coming, self.layout)
 
     def _give_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
         """Give the names of which all content is there; return them, and why others were not."""
         named, problems = [], []
-        for reference, root in self._names.items():
+        for reference, root in self.names.items():
             try:
-                self._lease.add(root.digest)
+                self.lease.add(root.digest)
                 missing, plan = self._plan(root)
                 if plan is None or missing:
                     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                     problems.append(f"{reference} lacks {missing[0].digest}{more}")
                     continue
-                copy(self._layout, reference, self._layout, plan=plan)
-                self._inflate(plan)
+                copy(self.layout, reference, self.layout, plan=plan)
+                inflate_copied(self.layout, *plan.documents[-1])
             except ContentError as error:
                 problems.append(f"{reference}: {error.message}")
             else:
@@ -245,42 +235,28 @@ class _Loader:
 
     def _plan(self, root: Descriptor) -> tuple[list[Descriptor], CopyPlan | None]:
         """Plan the naming of ``root``, and return what is missing for it."""
-        if not self._layout.exists(root):
+        if not self.layout.exists(root):
             return [root], None
-        plan = plan_copy(self._layout, root, is_sparse=True)
-        self._documents |= {content.digest for content, _ in plan.documents}
-        self._lease.add(*plan.digests)
+        plan = plan_copy(self.layout, root, is_sparse=True)
+        self.documents |= {content.digest for content, _ in plan.documents}
+        self.lease.add(*plan.digests)
         if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
             return list(plan.absent), plan  # an index may lack manifests, but not all of them
-        return plan.missing(self._layout), plan
-
-    def _inflate(self, plan: CopyPlan) -> None:
-        """Unpack blobs that another tool has compressed, where it is an AImage."""
-        root, document = plan.documents[-1]
-        if isinstance(document, Manifest):
-            try:
-                stored = interpret(self._layout, root, document)
-            except FormatError:
-                return  # another kind of artifact: kept as it is
-            inflate(self._layout, stored)
+        return plan.missing(self.layout), plan
 
 
 def _check_version(raw: bytes, archive: str) -> None:
-    try:
-        version = read_json(raw, "oci-layout")["imageLayoutVersion"]
-    except (FormatError, LookupError, TypeError):
-        version = None
-    if version != "1.0.0":
-        raise FormatError(f"oci-layout in {archive} does not say version 1.0.0")
+    with suppress(FormatError, LookupError, TypeError):
+        if read_json(raw, "oci-layout")["imageLayoutVersion"] == "1.0.0":
+            return
+    raise FormatError(f"oci-layout in {archive} does not say version 1.0.0")
 
 
 def _entries(raw: bytes, archive: str) -> list[Descriptor]:
     """Parse the entries of index.json, at least one. Raises FormatError."""
-    try:
-        value: Any = read_json(raw, "index.json")
-    except FormatError:
-        value = None
-    entries = value.get("manifests") if isinstance(value, dict) else None
+    entries: Any = None
+    with suppress(FormatError, LookupError, TypeError):
+        entries = read_json(raw, "index.json")["manifests"]
     if not isinstance(entries, list):
         raise FormatError(f"the index.json of {archive} is not an OCI index")
     if not 0 < len(entries) <= _MAX_ENTRIES:
@@ -293,12 +269,7 @@ def _entries(raw: bytes, archive: str) -> list[Descriptor]:
 def _choose_names(
     entries: list[Descriptor], name: Reference | None, archive: str
 ) -> dict[Reference, Descriptor]:
-    """Return the names to give: ``name``, or those of the entries.
-
-    Raises:
-        UsageError: there is none, or more than one manifest for ``name``.
-        FormatError: a name has two manifests.
-    """
+    """Return the names to give: ``name``, or those of the entries. Raises ContentError."""
     if name is not None:
         if len({entry.digest for entry in entries}) > 1:
             raise UsageError(
@@ -323,11 +294,7 @@ def _choose_names(
 
 
 def _reference(entry: Descriptor) -> Reference | None:
-    """Return the name of an entry, where it has one that is valid here.
-
-    Raises:
-        FormatError: the name has the digest of another manifest.
-    """
+    """Return the name of an entry, where it has one that is valid here. Raises FormatError."""
     try:
         reference = Reference.parse(entry_name(entry.annotations))
     except UsageError:

@@ -22,7 +22,7 @@ from clowder_aimage.content.platform import ANY, ManifestSelector, select
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate, interpret
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate_copied
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
@@ -31,13 +31,10 @@ from clowder_aimage.registry import ClientOptions, Repository
 class PullOptions:
     """Options of a pull.
 
-    Attributes:
-        selector: The manifest to fetch of an index; None fetches the index as a whole.
-        layers: The layers to fetch of an AImage; None fetches all.
-        is_dry_run: Fetch manifests alone, and with ``layers`` the config.
-        on_event: The listener.
-        rate: A limit on the speed; None takes that of the client's options for the registry.
-        wrap: Puts a source in front of the registry, which may have blobs from nearer places.
+    ``selector`` chooses the manifest of an index; with None the index is fetched as a whole.
+    ``layers`` chooses layers of an AImage; None fetches all. A dry run fetches manifests alone, and
+    with ``layers`` the config. ``rate`` limits the speed, instead of the client's options for the
+    registry. ``wrap`` puts a source in front of the registry, with blobs from nearer places.
     """
 
     selector: ManifestSelector | None = ANY
@@ -93,6 +90,7 @@ def pull(
         if options.is_dry_run:
             return PullResult(name, plan, tuple(plan.missing_left_out(store)))
         check_space(plan.missing(store), store)  # before the lease writes into an empty store
+        limit = connection.limit(reference.registry)
         with store.lease(*plan.digests):
             copy(
                 source,
@@ -101,38 +99,30 @@ def pull(
                 name,
                 concurrency=connection.jobs(reference.registry),
                 on_event=options.on_event,
-                rate=options.rate or _rate(connection, reference),
+                rate=options.rate or (Rate(limit) if limit else None),
                 plan=plan,
             )
             missing = _tag_part(store, plan, name) if plan.left_out else []
-            _inflate(store, plan)
+            inflate_copied(store, *plan.documents[-1])
     return PullResult(name, plan, tuple(missing))
 
 
 def resolve_changed(
     reference: Reference, connection: ClientOptions, known: Digest | None
 ) -> tuple[Descriptor, Descriptor] | None:
-    """Resolve ``reference`` when it no longer names ``known``.
+    """Return the manifest or index of ``reference``, and the manifest that a pull would fetch.
 
-    Returns:
-        The manifest or index that it names, and the manifest that a pull would fetch; None when it
-        still names ``known``. No blob is fetched.
-
-    Raises:
-        Whatever resolving raises in ``pull``.
+    It is None while ``reference`` still names ``known``. No blob is fetched. Raises as resolving
+    does in ``pull``.
     """
     with Repository(reference, connection) as repository:
         root = repository.resolve_changed(reference, known)
-        if root is None:
-            return None
-        return root, select(repository, root, reference, ANY)[0]
+        return (root, select(repository, root, reference, ANY)[0]) if root else None
 
 
 def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     """Return the name of a pulled manifest; for an index, the digest is that of its child."""
-    if reference.digest is None:
-        return reference
-    return replace(reference, digest=descriptor.digest)
+    return replace(reference, digest=descriptor.digest) if reference.digest else reference
 
 
 def _select_layers(
@@ -173,18 +163,3 @@ def _tag_part(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Desc
     if missing and not (missing := plan.missing_left_out(store)):
         store.tag(plan.root, name)  # another process has completed it meanwhile
     return missing
-
-
-def _inflate(store: ContentStore, plan: CopyPlan) -> None:
-    root, document = plan.documents[-1]
-    if isinstance(document, Manifest):
-        try:
-            stored = interpret(store, root, document)
-        except FormatError:
-            return  # another kind of artifact: kept as it is
-        inflate(store, stored)
-
-
-def _rate(connection: ClientOptions, reference: Reference) -> Rate | None:
-    limit = connection.limit(reference.registry)
-    return Rate(limit) if limit else None

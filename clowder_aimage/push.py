@@ -1,4 +1,4 @@
-"""push: an artifact from a store to a registry."""
+"""push: an artifact from a store, or from another registry, to a registry."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ from clowder_aimage.registry import (
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
-_FEWER = "pack the model into fewer layers, its experts together"
 
 
 def push(
@@ -119,15 +118,57 @@ def push(
         return _descend(names, send_in, on_fallback, memory, host)
 
 
+def transfer(
+    source: Reference,
+    target: Reference,
+    connection: ClientOptions,
+    *,
+    on_event: OnEvent = ignore,
+) -> Descriptor:
+    """Copy what ``source`` names, byte for byte, to the name ``target``, without a copy on disk.
+
+    Each blob is streamed; within one registry it is mounted instead, where that is allowed.
+
+    Raises:
+        UsageError: a name without a registry host, or a digest that is not the source's.
+        ManifestRefusedError: the target's registry does not take this kind of manifest.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be read, or sent.
+        VerificationError, FormatError: the bytes differ from their descriptors.
+    """
+    for name in (source, target):
+        if name.registry is None:
+            raise UsageError(
+                f"{name} has no registry host, and copy goes from a registry to a registry",
+                remedy="copy_from_store" if name is source else "copy_to_store",
+                source=source,
+                target=target,
+            )
+    is_near = source.registry == target.registry and source.repository != target.repository
+    origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
+    with (
+        Repository(source, connection) as there,
+        Repository(target, connection, origins) as here,
+    ):
+        if target.digest is not None:
+            digest = source.digest or there.resolve(source).digest
+            if target.digest != digest:
+                raise UsageError(
+                    f"what is to be copied is {digest}, not what {target} says",
+                    hint="leave the digest out of the second name",
+                )
+        try:
+            jobs = connection.jobs(source.registry, target.registry)
+            return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
+        except ManifestRefusedError as error:
+            error.remedy = ""
+            error.hint = "a copy rewrites nothing; pull it, tag it and push it to have it rewritten"
+            raise
+
+
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
 ) -> StoredAImage | None:
-    """Read and lease the AImage; return None for another artifact, which is pushed as it is.
-
-    Raises:
-        ModelError: its manifest, or that of a child, is over the limit of registries.
-        FormatError: it is not an AImage, and cannot be rewritten in a dialect.
-    """
+    """Read and lease the AImage; return None for another artifact, which is pushed as it is."""
     root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
     lease.add(*plan_copy(store, root).digests)
@@ -146,11 +187,7 @@ def _read(
 def _missing_first(
     store: ContentStore, source: Source, plan: CopyPlan, stored: StoredAImage, reference: Reference
 ) -> tuple[Source, CopyPlan]:
-    """Put the blobs that the store lacks first in the plan of a partial AImage.
-
-    They are looked up in the registry before any blob is sent; reading one of them raises the
-    error that says what is missing.
-    """
+    """Put blobs that the store lacks first, and let reading them raise the error about them."""
     absent = {blob.digest for blob in plan.blobs if not source.exists(blob)}
     if not absent:
         return source, plan
@@ -163,13 +200,16 @@ def _missing_first(
     return _PartialSource(source, absent, error), plan.beginning(absent)
 
 
+class _UnfitError(ModelError):
+    """A dialect that this AImage cannot be written in."""
+
+
 class _PartialSource(WrappedSource):
     """A source without some blobs, which raises ``error`` when they are read."""
 
     def __init__(self, source: Source, missing: Collection[Digest], error: NotFoundError) -> None:
         super().__init__(source)
-        self._missing = missing
-        self._error = error
+        self._missing, self._error = missing, error
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         if content.digest in self._missing:
@@ -185,7 +225,7 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
             raise ModelError(
                 f"the manifest {content.digest} of {reference} is too large: it has "
                 f"{content.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
-                hint=_FEWER,
+                hint="pack the model into fewer layers, its experts together",
             )
         return read_document(store, content) if content.media_type in mediatype.INDEXES else None
 
@@ -193,11 +233,8 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
 
 
 def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
-    """Return the ladder from ``first`` down, with the dialects that were ``refused`` last.
-
-    A dialect that is not on the ladder, another vendor's, has no fallback.
-    """
-    if first not in LADDER:
+    """Return the ladder from ``first`` down, with the dialects that were ``refused`` last."""
+    if first not in LADDER:  # another vendor's, which has no fallback
         return [first]
     names = sorted(LADDER[LADDER.index(first) :], key=lambda name: name in refused)
     if names[0] != first:
@@ -240,10 +277,6 @@ def _last_word(reasons: list[AImageError]) -> AImageError:
         unfit = [str(reason) for reason in reasons if reason not in refusals]
         refusals[-1].hint = "; ".join(["no other dialect is left to try", *unfit])
     return refusals[-1]
-
-
-class _UnfitError(ModelError):
-    """A dialect that this AImage cannot be written in."""
 
 
 def _rewritten(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:

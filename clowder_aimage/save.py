@@ -51,12 +51,9 @@ def save(
     Each blob is in it once, verified as it is read. Manifests of an index that are not in the
     layout are left out.
 
-    Args:
-        layout: The store.
-        references: The names; they have the same order in every archive.
-        target: A path, where the archive appears when it is complete, or an unbuffered stream.
-        is_hashed: Return the digest of the archive itself.
-        on_event: The listener.
+    The names have the same order in every archive. ``target`` is a path, where the archive appears
+    when it is complete, or an unbuffered stream. With ``is_hashed`` the archive's own digest is
+    returned, too.
 
     Raises:
         UsageError: two manifests would have one name.
@@ -73,13 +70,9 @@ def save(
             for plan in plans
             for content, document in reversed(plan.documents)
         }
-        index = encode(
-            {
-                "schemaVersion": 2,
-                "mediaType": mediatype.OCI_INDEX,
-                "manifests": [_entry(name, *documents[root.digest]) for name, root in names],
-            }
-        )
+        entries = [_entry(name, *documents[root.digest]) for name, root in names]
+        head = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
+        index = encode(head | {"manifests": entries})
         plan = _merge(plans, documents, index)
         archive = TarTarget(index, plan)
         with _output(target, archive.size) as (file, name), store_errors(layout.root):
@@ -146,7 +139,7 @@ def _merge(
     index: bytes,
 ) -> CopyPlan:
     """Merge the plans of all names; the root of several is the index of the archive."""
-    ordered = list(reversed(documents.values()))
+    ordered = [*reversed(documents.values())]
     if len({plan.root.digest for plan in plans}) > 1:
         root = Descriptor.of(mediatype.OCI_INDEX, index)
         ordered.append((root, parse_document(index)))
@@ -157,15 +150,10 @@ def _merge(
 
 @contextmanager
 def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
-    """Open a stream of ``size`` bytes, and what errors call it.
+    """Open a stream of ``size`` bytes, and return what errors call it.
 
-    A link is followed. A file appears when it is complete; another kind of file, such as a named
-    pipe, is written as it is.
-
-    Raises:
-        UsageError: the path is a directory.
-        NoSpaceError: it would not fit; nothing was written.
-        StoreError: it cannot be written.
+    A link is followed. A file appears when it is complete; a named pipe or a device is written as
+    it is.
     """
     if not isinstance(target, Path):
         yield target, "on stdout"
@@ -174,9 +162,8 @@ def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, obje
     try:
         mode = final.stat().st_mode if final.exists() else None
         if mode is not None and stat.S_ISDIR(mode):
-            raise UsageError(
-                f"{target} is a directory", hint=f"name a file in it: {target}/NAME.tar"
-            )
+            hint = f"name a file in it: {target}/NAME.tar"
+            raise UsageError(f"{target} is a directory", hint=hint)
         if mode is not None and not stat.S_ISREG(mode):
             with final.open("wb", buffering=0) as pipe:
                 yield pipe, target

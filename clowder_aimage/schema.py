@@ -1,9 +1,8 @@
 """The JSON Schemas in schemas/: one loader, for a checkout and for an installed wheel.
 
-They are JSON Schema 2020-12 and refer to each other by their ``$id``; they are never
-fetched. A pattern's ``$`` matches at the end of the text only, as in ECMA-262, which the
-specification refers to (JSON Schema Validation, 6.3.3); Python's also matches before a last line
-feed. And 7.0 is not an integer: readers in other languages refuse it as a size.
+They are JSON Schema 2020-12 and refer to each other by their ``$id``; they are never fetched. A
+pattern's ``$`` matches at the end of the text only, as in ECMA-262 (JSON Schema Validation, 6.3.3);
+Python's also matches before a last line feed. And 7.0 is not an integer, as in other languages.
 """
 
 from __future__ import annotations
@@ -52,27 +51,24 @@ def pointer(path: JSONPath) -> str:
 
 @functools.cache
 def load(name: str) -> dict[str, Any]:
-    """Return the schema in ``schemas/<name>.schema.json``.
-
-    Raises:
-        FileNotFoundError: there is no such schema.
-    """
-    for directory in _directories():
-        path = directory / f"{name}{_SUFFIX}"
-        if path.is_file():
-            schema: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            return schema
-    raise FileNotFoundError(f"no schema {name}")
+    """Return the schema in ``schemas/<name>.schema.json``. Raises FileNotFoundError."""
+    path = _paths().get(name)
+    if path is None:
+        raise FileNotFoundError(f"no schema {name}")
+    schema: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return schema
 
 
 def names() -> list[str]:
     """Return the names that ``load`` accepts."""
-    paths = (path for place in _directories() for path in place.glob(f"*{_SUFFIX}"))
-    return sorted({path.name.removesuffix(_SUFFIX) for path in paths})
+    return sorted(_paths())
 
 
-def _directories() -> tuple[Path, ...]:
-    return (_HERE / "schemas", _HERE.parent / "schemas")
+@functools.cache
+def _paths() -> dict[str, Path]:
+    places = (_HERE.parent / "schemas", _HERE / "schemas")
+    found = (path for place in places for path in place.glob(f"*{_SUFFIX}"))
+    return {path.name.removesuffix(_SUFFIX): path for path in found}
 
 
 def validate(name: str, document: object) -> None:
@@ -179,13 +175,9 @@ def locate(text: str, found: list[Violation]) -> list[Violation]:
         path = one.path
         while path not in positions:
             path = path[:-1]
-        placed.append((positions[path][-1], one))  # the second of two keys is the one too many
-    placed.sort(key=lambda pair: pair[0])
-    found = []
-    for offset, one in placed:
-        line, column = line_column(text, offset)
-        found.append(replace(one, line=line, column=column))
-    return found
+        line, column = line_column(text, positions[path][-1])  # of two keys, the second
+        placed.append(replace(one, line=line, column=column))
+    return sorted(placed, key=lambda one: (one.line, one.column))
 
 
 def json_positions(text: str) -> dict[JSONPath, list[int]]:

@@ -1,7 +1,6 @@
 """usage: the disk space that names in a store take, and what one of them alone needs.
 
-A name needs what a collection takes it to need (``layout/gc.py``), so that ``unique`` is what
-removing the name would free.
+A name needs what ``layout/gc.py`` keeps for it, so removing the name would free ``unique``.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _BLOCK = 512  # bytes that st_blocks counts in
 class NameUsage:
     """The size of one manifest and of all that it needs, in bytes of the files on disk.
 
-    ``names`` are all names of the manifest, and an empty one for an entry without a name: it is
-    needed until the last of them is gone. ``unique`` is the size of what no other manifest needs.
-    What it needs and is not there is ``missing`` blobs, of ``missing_size`` bytes.
+    ``names`` are all names of the manifest, and an empty one for an entry without a name.
+    ``unique`` is the size of what no other manifest needs; ``missing`` counts needed blobs that
+    are not there.
     """
 
     names: tuple[str, ...]
@@ -84,20 +83,17 @@ class DiskUsage:
 def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> UsageReport:
     """Return what each manifest in ``layout``, or each of ``only``, takes beside all others.
 
-    ``roots`` are the directories of the stores that ``layout`` is made of.
-
-    Raises:
-        StoreError: the store cannot be read.
+    ``roots`` are the directories of the stores that ``layout`` is made of. Raises StoreError.
     """
     sizes = {name: found.st_size for root in roots for name, found in blobs(root)}
     needs = _Needs(layout, sizes)
     names: dict[Digest, list[str]] = {}
-    needed: dict[Digest, _Needed] = {}
+    needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
     for name, descriptor in layout.entries():
         names.setdefault(descriptor.digest, []).append(name)
         if descriptor.digest not in needed:
             needed[descriptor.digest] = needs.of(descriptor)
-    users = Counter(chain.from_iterable(found.blobs for found in needed.values()))
+    users = Counter(chain.from_iterable(here for here, _ in needed.values()))
     own = {blob for blob, count in users.items() if count == 1}
     wanted = set(only) or needed.keys()
     chosen = {digest: found for digest, found in needed.items() if digest in wanted}
@@ -105,14 +101,14 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         NameUsage(
             names=tuple(sorted(set(names[digest]), key=lambda name: (not name, name))),
             digest=digest,
-            size=sum(map(sizes.__getitem__, found.blobs)),
-            unique=sum(map(sizes.__getitem__, own.intersection(found.blobs))),
-            missing=len(found.missing),
-            missing_size=sum(found.missing.values()),
+            size=sum(map(sizes.__getitem__, here)),
+            unique=sum(map(sizes.__getitem__, own.intersection(here))),
+            missing=len(missing),
+            missing_size=sum(missing.values()),
         )
-        for digest, found in chosen.items()
+        for digest, (here, missing) in chosen.items()
     ]
-    mine = Counter(chain.from_iterable(found.blobs for found in chosen.values()))
+    mine = Counter(chain.from_iterable(here for here, _ in chosen.values()))
     return UsageReport(
         shares=tuple(sorted(shares, key=lambda one: (-one.unique, -one.size, one.names))),
         blobs=len(mine),
@@ -127,7 +123,7 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
     found = dict(blobs(layout.root))
     sizes = {name: status.st_size for name, status in found.items()}
     needs = _Needs(layout, sizes)
-    needed = {blob for _, descriptor in entries for blob in needs.of(descriptor).blobs}
+    needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
     partials = [status.st_blocks * _BLOCK for status in _partials(layout.root)]
     return DiskUsage(
         root=layout.root,
@@ -143,14 +139,6 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Needed:
-    """The blobs that a document needs and that are here, and the sizes of those that are not."""
-
-    blobs: tuple[str, ...]
-    missing: dict[str, int]
-
-
 class _Needs:
     """The blobs that documents need, of those with these ``sizes``."""
 
@@ -158,11 +146,11 @@ class _Needs:
         self._layout, self._sizes = layout, sizes
         self._scanner = DigestScanner()
 
-    def of(self, descriptor: Descriptor) -> _Needed:
-        """Return what the document of an entry of ``index.json`` needs. Raises StoreError."""
+    def of(self, descriptor: Descriptor) -> tuple[tuple[str, ...], dict[str, int]]:
+        """Return the needed blobs that are here, and the sizes of those that are missing."""
         key = str(descriptor.digest)
         if key not in self._sizes:
-            return _Needed((), {key: descriptor.size})
+            return (), {key: descriptor.size}
         needed = self._scanner.needs(key, self._read, self._read)
         here = tuple(filter(self._sizes.__contains__, needed))
         missing: dict[str, int] = {}
@@ -173,14 +161,13 @@ class _Needs:
                     children = Manifest.parse(self._read(digest) or b"").children
                     sizes = {str(child.digest): child.size for child in children}
                     missing |= {one: sizes[one] for one in sizes.keys() - self._sizes.keys()}
-        return _Needed(here, missing)
+        return here, missing
 
     def _read(self, key: str) -> bytes | None:
         """Return a document; None where it is missing, nothing of what is too large for one."""
-        if key not in self._sizes:
-            return None
-        if self._sizes[key] > LARGEST:
-            return b""
+        size = self._sizes.get(key)
+        if size is None or size > LARGEST:
+            return None if size is None else b""
         content = Descriptor("application/octet-stream", Digest.parse(key), 0)
         try:
             with store_errors(self._layout.root), self._layout.open(content) as file:

@@ -1,19 +1,17 @@
 """validate: documents against their schemas, and against rules that a schema cannot express.
 
-A document is recognised by its media type, its artifact type and its structure. Beyond its schema
-no key and no name of a layer may occur twice, embedded content must match its descriptor, and the
+No key and no name of a layer may occur twice, embedded content must match its descriptor, and the
 package's own reader must accept the rest.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -52,6 +50,11 @@ _INDEXES = {
 _SCHEMAS = _MANIFESTS | _INDEXES | {mediatype.AIMAGE_CONFIG: AIMAGE_CONFIG}
 _GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}  # schemas of documents with descriptors
 _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
+_KEYS = (
+    ("imageLayoutVersion", "oci-layout"),
+    ("registries", "config"),
+    ("components", AIMAGE_CONFIG),
+)
 _LENGTH = 8  # bytes before a safetensors header
 # Dialects that name the layers without the config
 _SELF_CONTAINED = ("clowder", "custom", "ollama", "modelpack")
@@ -59,11 +62,7 @@ _SELF_CONTAINED = ("clowder", "custom", "ollama", "modelpack")
 
 @dataclass(slots=True)
 class CheckedDocument:
-    """A document with its violations.
-
-    ``schema`` is empty for an unknown kind of document, and ``note`` then gives the reason why
-    nothing was checked.
-    """
+    """A document with its violations; for an unknown kind, a note and no name of a schema."""
 
     name: str
     schema: str
@@ -86,7 +85,11 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
             length = int.from_bytes(start[:_LENGTH], "little")
             is_tensors = start[_LENGTH:] == b"{" and length <= size - _LENGTH
             if not schema and (path.suffix == ".safetensors" or is_tensors):
-                return _check_tensors(str(path), start, length, file, size)
+                from clowder_aimage.tensor.header import MAX_HEADER_SIZE, read_header
+
+                raw = start + file.read(min(length, MAX_HEADER_SIZE + 1))
+                found = _refused(read_header, io.BytesIO(raw), size)
+                return CheckedDocument(str(path), SAFETENSORS, found)
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
         raise NotFoundError(f"there is no file {path}") from None
@@ -99,8 +102,7 @@ def validate_stream(
 ) -> CheckedDocument:
     """Check the JSON document of the bytes ``start`` and the rest of ``file``.
 
-    Raises:
-        UsageError: the schema or the kind of document is unknown.
+    Raises UsageError: the schema or the kind of document is unknown.
     """
     names = ", ".join(schemas.names())
     if schema and schema not in schemas.names():
@@ -122,8 +124,7 @@ def validate_stream(
 def validate_reference(layout: ImageLayout, reference: Reference) -> list[CheckedDocument]:
     """Check the manifest or index of ``reference``, then all documents under it.
 
-    Raises:
-        NotFoundError: the reference is unknown, or its manifest is missing.
+    Raises NotFoundError: the reference is unknown, or its manifest is missing.
     """
     descriptor = layout.resolve(reference)
     layout.path(descriptor)
@@ -136,11 +137,7 @@ def is_layout(path: pathlib.Path) -> bool:
 
 
 def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
-    """Check ``oci-layout``, ``index.json`` and all documents under that.
-
-    Raises:
-        UsageError: a file cannot be read.
-    """
+    """Check ``oci-layout``, ``index.json`` and all documents under that. Raises UsageError."""
     walk = _Walk(ImageLayout(path), shows_paths=True)
     for name, schema in _LAYOUT:
         if (path / name).is_file():
@@ -155,14 +152,10 @@ def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
 def check(
     name: str, raw: bytes, schema: str = "", *, media_type: str = "", has_lines: bool = True
 ) -> CheckedDocument:
-    """Check one JSON document.
+    """Check one JSON document, which the report calls ``name``.
 
-    Args:
-        name: The document's name in the report.
-        raw: The bytes of the document.
-        schema: The name of its schema; by default it is recognised.
-        media_type: The media type that a descriptor has for the document.
-        has_lines: Report the line and column of violations.
+    Without a name of a ``schema`` the kind is recognised, or taken from ``media_type``, that of
+    the document's descriptor. With ``has_lines`` violations have their line and column.
     """
     value, found = _read(raw)
     schema = schema or kind_of(value) or _SCHEMAS.get(media_type, "")
@@ -194,28 +187,9 @@ def kind_of(value: object) -> str:
         return (_MANIFESTS | _INDEXES)[media_type]
     if is_manifest or "manifests" in value:
         return "oci-manifest" if is_manifest else OCI_INDEX
-    for key, schema in (
-        ("imageLayoutVersion", "oci-layout"),
-        ("registries", "config"),
-        ("components", AIMAGE_CONFIG),
-    ):
-        if key in value:
-            return schema
-    return AIMAGE_CONFIG if "schemaVersion" in value and "fsLayers" not in value else ""
-
-
-def _check_tensors(
-    name: str, start: bytes, length: int, file: BinaryIO, size: int
-) -> CheckedDocument:
-    from clowder_aimage.tensor import read_header
-    from clowder_aimage.tensor.header import MAX_HEADER_SIZE
-
-    raw = start + file.read(min(length, MAX_HEADER_SIZE + 1))
-    try:
-        read_header(io.BytesIO(raw), size)
-    except FormatError as error:
-        return CheckedDocument(name, SAFETENSORS, [Violation((), error.message)])
-    return CheckedDocument(name, SAFETENSORS)
+    is_config = "schemaVersion" in value and "fsLayers" not in value
+    unknown = AIMAGE_CONFIG if is_config else ""
+    return next((schema for key, schema in _KEYS if key in value), unknown)
 
 
 def _read(raw: bytes) -> tuple[Any, list[Violation]]:
@@ -282,26 +256,18 @@ def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, An
 def _layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
     """Return the name of a layer and its path in the descriptor, by either way to write it."""
     annotations = layer.get("annotations")
-    name = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
-    if isinstance(name, str):
-        return ("annotations", mediatype.NAME), name
-    name = layer.get("name")
-    return (("name",), name) if isinstance(name, str) else None
+    own = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
+    names = ((("annotations", mediatype.NAME), own), (("name",), layer.get("name")))
+    return next(((path, name) for path, name in names if isinstance(name, str)), None)
 
 
 def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violation]:
     """Compare embedded content with its descriptor (OCI image-spec, descriptor.md, "data")."""
-    data = descriptor.get("data")
-    if not isinstance(data, str):
-        return
-    try:
-        content = base64.b64decode(data, validate=True)
-        expected = Descriptor.from_json(descriptor)
-    except (binascii.Error, ValueError, FormatError):  # a violation of the schema
-        return
-    for name, message in _differences(content, expected):
-        yield Violation((*path, "data"), f"another {name} than the descriptor's: {message}")
-        return
+    with suppress(KeyError, TypeError, ValueError, FormatError):  # violations of the schema
+        content = base64.b64decode(descriptor["data"], validate=True)
+        for name, message in _differences(content, Descriptor.from_json(descriptor)):
+            yield Violation((*path, "data"), f"another {name} than the descriptor's: {message}")
+            return
 
 
 def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
@@ -312,13 +278,14 @@ def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
         return [Violation((), error.message)]
     with suppress(FormatError):
         if isinstance(document, Manifest) and detect(document).name in _SELF_CONTAINED:
-            return _read_layers(document, b"")
+            return _refused(detect(document).read, document, b"")
     return []
 
 
-def _read_layers(manifest: Manifest, config: bytes) -> list[Violation]:
+def _refused(read: Callable[..., object], *arguments: object) -> list[Violation]:
+    """Return the error of a reader, if there is one."""
     try:
-        detect(manifest).read(manifest, config)
+        read(*arguments)
     except FormatError as error:
         return [Violation((), error.message)]
     return []
@@ -326,7 +293,7 @@ def _read_layers(manifest: Manifest, config: bytes) -> list[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A blob to be checked; the document with its descriptor, that document's bytes, the path."""
+    """A blob to be checked; the document with its descriptor, its bytes, the path in it."""
 
     descriptor: Descriptor
     name: str
@@ -339,8 +306,7 @@ class _Walk:
     """A walk over the documents of a layout, which reads each once and passes over broken ones."""
 
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
-        self._layout = layout
-        self._shows_paths = shows_paths
+        self._layout, self._shows_paths = layout, shows_paths
         self._documents: list[CheckedDocument] = []
         self._steps: list[_Step] = []
 
@@ -365,16 +331,12 @@ class _Walk:
 
     def _check(self, step: _Step) -> None:
         media_type = step.descriptor.media_type
-        note, raw = "", b""
-        if step.descriptor.size > MAX_SIZE:
-            note = "it is too large for a document"
-        else:
-            try:
-                with self._layout.open(step.descriptor) as file:
-                    raw = file.read(MAX_SIZE + 1)
-            except NotFoundError:
-                note = "it is not in the store"
-        if note:
+        raw, note = None, "it is too large for a document"
+        if step.descriptor.size <= MAX_SIZE:
+            note = "it is not in the store"
+            with suppress(NotFoundError), self._layout.open(step.descriptor) as file:
+                raw = file.read(MAX_SIZE + 1)
+        if raw is None:
             self.add(CheckedDocument(step.name, _SCHEMAS.get(media_type, ""), note=note))
             return
         if step.path == ("config",) and media_type != mediatype.AIMAGE_CONFIG:
@@ -394,7 +356,8 @@ class _Walk:
                 self.add(check(name, inner, AIMAGE_CONFIG, has_lines=False))
                 if step.parent and not step.parent.violations:
                     # in these dialects the config names the layers
-                    step.parent.violations += _read_layers(Manifest.parse(step.raw), raw)
+                    manifest = Manifest.parse(step.raw)
+                    step.parent.violations += _refused(lambda: detect(manifest).read(manifest, raw))
                 return
         kind = step.descriptor.media_type or "a config without a media type"
         self.add(CheckedDocument(step.name, "", note=f"no schema is known for {kind}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from clowder_aimage.content import Rate, copy, plan_copy
@@ -109,18 +110,12 @@ def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
 def _fetch(
     layout: ImageLayout, name: str, connection: ClientOptions, wanted: Collection[Digest]
 ) -> None:
-    """Fetch blobs of the manifest that a name has here, whatever its tag means in the registry.
-
-    A partial AImage stays partial.
-    """
+    """Fetch blobs of the manifest that a name has here; a partial AImage stays partial."""
     reference = Reference.parse(name)
     if reference.registry is None:
-        raise NotFoundError(
-            f"{name} has no registry in its name to fetch from",
-            hint="create or pull it again",
-        )
-    digest = layout.resolve(reference).digest
-    meant = Reference(reference.registry, reference.repository, reference.tag, digest)
+        message = f"{name} has no registry in its name to fetch from"
+        raise NotFoundError(message, hint="create or pull it again")
+    meant = replace(reference, digest=layout.resolve(reference).digest)
     limit = connection.limit(reference.registry)
     with Repository(meant, connection) as source:
         copy(

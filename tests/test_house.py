@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
 # root's modules are "."
 BUDGETS = {
-    ".": 2_980,
+    ".": 2_740,
     "api": 2_430,
     "cli": 4_560,
     "content": 2_470,

@@ -11,7 +11,7 @@ from clowder_aimage.content.store import Body, ContentStore, Lease
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
-from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.oci import Descriptor, Index, Manifest, Reference
 
 MAX_CONFIG_SIZE = 64 * 1024 * 1024
 
@@ -90,6 +90,16 @@ def inflate(store: ContentStore, stored: StoredAImage) -> None:
     """
     for layer, plain in packed_layers(store, stored):
         store.push(plain, _plain_body(store, layer, plain))
+
+
+def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | Index) -> None:
+    """Inflate what was copied, where it is an AImage; another artifact stays as it is."""
+    if isinstance(document, Manifest):
+        try:
+            stored = interpret(store, root, document)
+        except FormatError:
+            return
+        inflate(store, stored)
 
 
 def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:

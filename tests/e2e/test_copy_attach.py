@@ -12,8 +12,8 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import ManifestRefusedError
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from clowder_aimage.push import transfer
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.transfer import transfer
 from tests.process import Aimage
 from tests.real_registry import PASSWORD, USER
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving

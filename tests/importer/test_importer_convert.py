@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.convert import convert
+from clowder_aimage.create import convert
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.importer import Provenance, Recipe

@@ -153,7 +153,7 @@ def test_members_of_several_kinds_say_it_each(tmp_path):
 
 
 def test_a_group_is_converted_as_a_whole(model):
-    from clowder_aimage.convert import convert
+    from clowder_aimage.create import convert
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Reference
 

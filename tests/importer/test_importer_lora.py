@@ -7,8 +7,7 @@ import struct
 
 import pytest
 
-from clowder_aimage.convert import convert
-from clowder_aimage.create import create
+from clowder_aimage.create import convert, create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.formats.lora import check_fit, read_pairs
 from clowder_aimage.importer import Recipe

@@ -244,7 +244,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
 
 
 def test_a_damaged_blob_is_not_converted(model):
-    from clowder_aimage.convert import convert
+    from clowder_aimage.create import convert
 
     model.make()
     store = ImageLayout(model.store)

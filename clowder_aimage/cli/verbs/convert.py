@@ -25,7 +25,7 @@ def convert(
 
     Tensors that do not change keep their blobs, which are neither stored nor sent twice.
     """
-    from clowder_aimage.convert import convert as convert_aimage
+    from clowder_aimage.create import convert as convert_aimage
     from clowder_aimage.importer import Recipe
 
     chosen = settings()

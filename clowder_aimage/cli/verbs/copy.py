@@ -20,7 +20,7 @@ def copy(src: Reference, dst: Reference) -> None:
     The manifest keeps its bytes. Blobs are not stored on disk on the way. Blobs that DST already
     has are not sent; within one registry blobs are mounted.
     """
-    from clowder_aimage.transfer import transfer
+    from clowder_aimage.push import transfer
 
     with Progress("copying", src) as progress:
         connection = settings().connection()
