@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +22,31 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
 
 
+class _Sys:
+    """``sys`` as threading uses it; ``settrace`` is repeated while another thread is inside it.
+
+    CPython 3.11 raises RuntimeError then, and a thread that starts under coverage ends at once:
+    those that wait for it wait for ever.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+    @staticmethod
+    def settrace(function: Any) -> None:
+        while True:
+            try:
+                return sys.settrace(function)
+            except RuntimeError:
+                time.sleep(0)
+
+
 def pytest_configure() -> None:
     """Draw the models that are compared with diffusers once, for all workers of a run. Of those
     each computes with one thread: many that wait for each other by spinning take thrice as long."""
     restore_signals()
+    if sys.version_info < (3, 12):
+        threading._sys = _Sys()  # type: ignore[attr-defined]
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
