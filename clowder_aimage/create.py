@@ -75,8 +75,9 @@ def create(
     recipe.check_tools()
     chosen = DIALECTS[dialect]
     inventory = take(path, form)
-    _check_adapters(inventory)
     weights = {component.name: component.weights for component in inventory.components}
+    shapes = {layer_name(name, one.name): one.shape for name in weights for one in weights[name]}
+    _check(inventory, shapes, "the model")
     exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
     with store.lease() as lease:
         plan = make_plan(
@@ -156,17 +157,8 @@ def _subject(
     return subject
 
 
-def _check_adapters(inventory: Inventory) -> None:
-    """Check that adapters which travel with a model fit its tensors."""
-    shapes = {
-        layer_name(component.name, weight.name): weight.shape
-        for component in inventory.components
-        for weight in component.weights
-    }
-    _check(inventory, shapes, "the model")
-
-
 def _check(inventory: Inventory, shapes: lora.Shapes, base: str) -> None:
+    """Check that the adapters fit the tensors of ``base``. Raises FormatError."""
     for file in inventory.files if shapes else ():  # whole files are not looked into
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
             lora.check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)

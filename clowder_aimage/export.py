@@ -14,7 +14,7 @@ from clowder_aimage.exporter.export_writer import ExportWriter
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.exporter.weight_file import SHARD
 from clowder_aimage.layout.completeness import require_complete
-from clowder_aimage.layout.stored_aimage import StoredAImage, hold, packed_layers, read_aimage
+from clowder_aimage.layout.stored_aimage import hold, packed_layers, read_aimage
 from clowder_aimage.oci import Descriptor, Reference
 
 
@@ -62,7 +62,10 @@ def export(
         hold(store, reference, lease)
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-        _check_whole(store, reference, stored)
+        pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
+        # a blob may be here in the form that it came in
+        if not all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
+            require_complete(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
             plan = ExportPlanner(blobs, stored.aimage, shard, is_ours(stored)).plan()
@@ -74,10 +77,3 @@ def export(
     return ExportSummary(
         stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
     )
-
-
-def _check_whole(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
-    """Raise NotFoundError where blobs are missing, in the form that they came in, too."""
-    pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
-    if not all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
-        require_complete(store, reference, stored)

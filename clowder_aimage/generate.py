@@ -84,9 +84,7 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         return  # the loader says what is missing
     what = f"is of the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
-        f"{reference} {what}, which is not run here",
-        remedy="export_to_pack",
-        reference=reference,
+        f"{reference} {what}, which is not run here", remedy="export_to_pack", reference=reference
     )
 
 

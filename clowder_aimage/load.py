@@ -287,8 +287,7 @@ def _choose_names(
             )
     if not names:
         raise UsageError(
-            f"{archive} has no name for {', '.join(map(_describe, entries[:20]))}",
-            remedy="load_as",
+            f"{archive} has no name for {', '.join(map(_describe, entries[:20]))}", remedy="load_as"
         )
     return names
 

@@ -119,11 +119,7 @@ def push(
 
 
 def transfer(
-    source: Reference,
-    target: Reference,
-    connection: ClientOptions,
-    *,
-    on_event: OnEvent = ignore,
+    source: Reference, target: Reference, connection: ClientOptions, *, on_event: OnEvent = ignore
 ) -> Descriptor:
     """Copy what ``source`` names, byte for byte, to the name ``target``, without a copy on disk.
 
@@ -145,10 +141,7 @@ def transfer(
             )
     is_near = source.registry == target.registry and source.repository != target.repository
     origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
-    with (
-        Repository(source, connection) as there,
-        Repository(target, connection, origins) as here,
-    ):
+    with Repository(source, connection) as there, Repository(target, connection, origins) as here:
         if target.digest is not None:
             digest = source.digest or there.resolve(source).digest
             if target.digest != digest:

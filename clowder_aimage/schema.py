@@ -72,11 +72,7 @@ def _paths() -> dict[str, Path]:
 
 
 def validate(name: str, document: object) -> None:
-    """Check ``document`` against a schema.
-
-    Raises:
-        FormatError: it is not valid; the message has the path of the most relevant violation.
-    """
+    """Check ``document`` against a schema. Raises FormatError, with the most relevant violation."""
     from jsonschema.exceptions import best_match
 
     error = best_match(_validator(name).iter_errors(document))

@@ -43,10 +43,7 @@ _MANIFESTS = {
     mediatype.DOCKER_MANIFEST: "docker-manifest",
     mediatype.AIMAGE_MANIFEST: AIMAGE_MANIFEST,
 }
-_INDEXES = {
-    mediatype.OCI_INDEX: OCI_INDEX,
-    mediatype.DOCKER_MANIFEST_LIST: "docker-manifest-list",
-}
+_INDEXES = {mediatype.OCI_INDEX: OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST: "docker-manifest-list"}
 _SCHEMAS = _MANIFESTS | _INDEXES | {mediatype.AIMAGE_CONFIG: AIMAGE_CONFIG}
 _GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}  # schemas of documents with descriptors
 _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
@@ -122,10 +119,7 @@ def validate_stream(
 
 
 def validate_reference(layout: ImageLayout, reference: Reference) -> list[CheckedDocument]:
-    """Check the manifest or index of ``reference``, then all documents under it.
-
-    Raises NotFoundError: the reference is unknown, or its manifest is missing.
-    """
+    """Check the manifest or index of ``reference`` and all under it. Raises NotFoundError."""
     descriptor = layout.resolve(reference)
     layout.path(descriptor)
     return _Walk(layout).run(_Step(descriptor, str(reference)))
@@ -267,7 +261,7 @@ def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violatio
         content = base64.b64decode(descriptor["data"], validate=True)
         for name, message in _differences(content, Descriptor.from_json(descriptor)):
             yield Violation((*path, "data"), f"another {name} than the descriptor's: {message}")
-            return
+            break
 
 
 def _check_reader(raw: bytes, media_type: str) -> list[Violation]:

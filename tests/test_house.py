@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
 # root's modules are "."
 BUDGETS = {
-    ".": 2_740,
+    ".": 2_700,
     "api": 2_430,
     "cli": 4_560,
     "content": 2_470,
-    "dialect": 1_440,
+    "dialect": 1_420,
     "distribution": 2_040,
     "engine": 2_900,
     "exporter": 1_300,

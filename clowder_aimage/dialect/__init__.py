@@ -54,13 +54,4 @@ def detect(manifest: Manifest) -> Dialect:
     )
 
 
-__all__ = [
-    "DEFAULT",
-    "DIALECTS",
-    "LADDER",
-    "READABLE",
-    "AImage",
-    "Dialect",
-    "Layer",
-    "detect",
-]
+__all__ = ["DEFAULT", "DIALECTS", "LADDER", "READABLE", "AImage", "Dialect", "Layer", "detect"]

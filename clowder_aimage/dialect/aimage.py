@@ -90,11 +90,9 @@ class AImage:
 
 
 def check_name(name: str) -> str:
-    """Return a layer's name.
+    """Return a layer's name, which is fit to be a file name. Raises FormatError.
 
-    Raises:
-        FormatError: it is empty, absolute, contains ``..`` or control characters, or is not
-            Unicode: names become file names when an AImage is exported.
+    It is not empty nor absolute, has no ``..`` or control characters, and is Unicode.
     """
     parts = name.split("/")
     if (
@@ -174,11 +172,7 @@ def from_named(descriptor: Descriptor, media_type: str) -> Layer:
 
 
 def parse_content(media_type: str, digest: object, size: object) -> Descriptor | None:
-    """Return the descriptor of a compressed layer's content, or None if it has none.
-
-    Raises:
-        FormatError: half of it is missing or invalid, or the layer is not compressed.
-    """
+    """Return the descriptor of a compressed layer's content, or None. Raises FormatError."""
     if digest is None and size is None:
         return None
     plain, compression = mediatype.split_compression(media_type)

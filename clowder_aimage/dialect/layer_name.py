@@ -21,10 +21,7 @@ _SAYS_NOTHING = frozenset(
 def clean_path(path: str) -> str:
     """Return a path of another tool as a layer's name: without ``./`` and ``/`` at its ends.
 
-    It is empty for the directory itself.
-
-    Raises:
-        FormatError: it is absolute, contains ``..``, or is not a valid name.
+    It is empty for the directory itself. Raises FormatError.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):

@@ -125,11 +125,7 @@ def _media_type(table: dict[str, str], descriptor: Descriptor) -> str:
 
 
 def carried_config(config: bytes) -> bytes | None:
-    """Return the AImage config that is embedded in another tool's config, or None.
-
-    Raises:
-        FormatError: it is not Unicode text.
-    """
+    """Return the AImage config embedded in another tool's config, or None. Raises FormatError."""
     try:
         carried = read_json(config, "the config")[CARRIED_CONFIG]
     except (FormatError, KeyError, TypeError):
