@@ -43,7 +43,7 @@ class Daemon(Role):
         *,
         ca_file: Path | None = None,
     ) -> None:
-        self.node = Node(service, settings.options)
+        self.node = Node(service, settings)
         self._service = service
         service.has_gone, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
@@ -98,7 +98,6 @@ class Daemon(Role):
         return web.Response(status=202)
 
     async def _against(self) -> list[dict[str, str]]:
-        """Return reasons to send requests elsewhere."""
         readiness, missing = self._service.readiness, self.node.missing()
         return self.node.against() + await asyncio.to_thread(readiness.against, (), missing)
 

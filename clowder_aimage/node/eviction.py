@@ -94,21 +94,13 @@ class Watermarks:
 
 
 def relieve(
-    store: ImageLayout,
-    excess: int,
-    keep: Iterable[str],
-    *,
-    age: float = AGE,
-    is_all: bool = False,
+    store: ImageLayout, excess: int, keep: Iterable[str], *, age: float = AGE, is_all: bool = False
 ) -> Collection:
     """Free ``excess`` bytes.
 
     Unreferenced blobs go first, then names that are not in ``keep`` and were not used for ``age``
     seconds, the least recently used first. With ``is_all`` no name goes if ``excess`` bytes cannot
-    be freed.
-
-    Raises:
-        StoreError, VerificationError: nothing could be collected.
+    be freed. Raises StoreError or VerificationError if nothing could be collected.
     """
     plain = Collector(store, grace=GRACE, stale=STALE).run()
     left = excess - plain.size - plain.partial_size
@@ -134,29 +126,22 @@ class Evictor:
     """Removes names, and collects unreferenced blobs."""
 
     def __init__(self, service: Service, marks: Watermarks, metrics: NodeMetrics) -> None:
-        self._service, self._marks, self._metrics = service, marks, metrics
-        self._store = service.store
+        self._service, self._store = service, service.store
+        self.marks, self._metrics = marks, metrics
         self._measured_at, self._pruned_at = -EVERY, -EVERY
         self._seen: object = None  # the desired state and the records at the last pruning
         self._is_full = False
         self.spare: Callable[[], object] = lambda: None  # releases what is kept for peers
 
-    # -- the disk
-
     def check_disk(self, keep: Callable[[], Iterable[str]]) -> Collection | None:
-        """Measure the disk, and evict above the upper watermark.
-
-        Raises:
-            StoreError, VerificationError: nothing could be collected.
-        """
+        """Measure the disk, and evict above the upper watermark. Raises as ``relieve``."""
         if time.monotonic() - self._measured_at < EVERY:
             return None
-        self._measured_at = time.monotonic()
+        self._measured_at, done = time.monotonic(), None
         self._measure()
-        excess = self._marks.excess(self._store.root)
-        done = self._relieve(excess, keep(), "high") if excess else None
-        if excess:
-            excess = self._marks.excess(self._store.root)
+        if excess := self.marks.excess(self._store.root):
+            done = self._relieve(excess, keep(), "high")
+            excess = self.marks.excess(self._store.root)
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
             facts = {"bytes": excess}
@@ -166,10 +151,7 @@ class Evictor:
         return done
 
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> Collection | None:
-        """Evict until ``needed`` bytes are free; no name goes if that is impossible.
-
-        A failure is logged.
-        """
+        """Evict until ``needed`` bytes are free, no name if that is impossible; log a failure."""
         try:
             excess = max(0, needed - self._store.free())
             return self._relieve(excess, keep(), "space", is_all=True)
@@ -178,7 +160,7 @@ class Evictor:
             return None
 
     def collect(self, reason: str, grace: float) -> Collection:
-        """Remove blobs without a reference for ``grace`` seconds. Raises as ``check_disk``."""
+        """Remove blobs without a reference for ``grace`` seconds. Raises as ``relieve``."""
         done = Collector(self._store, grace=grace).run()
         self._note(done, reason)
         return done
@@ -187,7 +169,7 @@ class Evictor:
         self, excess: int, keep: Iterable[str], reason: str, *, is_all: bool = False
     ) -> Collection:
         self.spare()
-        done = relieve(self._store, excess, keep, age=self._marks.age, is_all=is_all)
+        done = relieve(self._store, excess, keep, age=self.marks.age, is_all=is_all)
         self._note(done, reason)
         return done
 
@@ -201,20 +183,17 @@ class Evictor:
             self._service.news.tell_from_thread("gc", reason=reason, **facts)
 
     def _measure(self) -> None:
-        found, (kept, partial) = self._marks.measure(self._store.root), stored(self._store.root)
+        found, (kept, partial) = self.marks.measure(self._store.root), stored(self._store.root)
         self._metrics.free.set(found.free)
         self._metrics.size.set(found.total)
         self._metrics.bytes.labels("blob").set(kept)
         self._metrics.bytes.labels("partial").set(partial)
         self._metrics.images.set(sum(1 for _ in self._store.tags()))
 
-    # -- names
-
     async def prune(self, wanted: Set[str], records: SpecStore) -> list[str]:
         """Remove the names that the files listed once and list no longer; return them.
 
-        Raises:
-            StoreError: the records cannot be read.
+        Raises StoreError if the records cannot be read.
         """
         now, seen = time.monotonic(), (records.stamp(), wanted)
         if now - self._pruned_at < (EVERY if seen == self._seen else OFTEN):
@@ -239,7 +218,7 @@ class Evictor:
         """Return the names to prune, and how the files listed them.
 
         Those are names that the files of this node, and of no other, ever listed and list no
-        longer, that nobody but the node pinned, and whose digest no running process leases.
+        longer, that only the node may have pinned, and whose digest no running process leases.
         """
         known, others = indexed(records.ours()), indexed(records.others())
         former = set(known) - set(wanted)

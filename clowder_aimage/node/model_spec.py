@@ -38,10 +38,7 @@ class ModelSpec:
     ``reference`` includes the ``digest`` where there is one. ``policy`` is one of the engine's,
     by default Kubernetes' default. The larger ``priority`` is pulled first. ``components`` are
     sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never. ``origin`` is the
-    name of the file.
-
-    Raises:
-        FormatError: the reference has no registry, or a digest other than ``digest``.
+    name of the file. Raises FormatError: no registry, or a digest other than ``digest``.
     """
 
     reference: Reference
@@ -94,21 +91,16 @@ def default_policy(reference: Reference) -> str:
 
 
 def parse_specs(document: object, origin: str = "") -> tuple[ModelSpec, ...]:
-    """Return the specs in a document (schemas/desired.schema.json), each once; none for None.
-
-    Raises:
-        FormatError: it is not such a list, or specifies a model differently at two places.
-    """
+    """Return the specs in a document, each once; none for None. Raises FormatError."""
     return once(entries(document, origin, origin, lambda _: 0))
 
 
 def entries(
     document: object, origin: str, file: str, line: Callable[[Path], int]
 ) -> Iterator[PlacedSpec]:
-    """Yield the specs in a document.
+    """Yield the specs in a document (schemas/desired.schema.json). Raises FormatError.
 
-    ``line`` returns the line of a value, 0 where it is unknown; ``file`` is the document's name in
-    messages. Raises FormatError.
+    ``line`` returns the line of a value, 0 where it is unknown; ``file`` is the name for messages.
     """
     items = [] if document is None else document
     found = [
@@ -132,8 +124,7 @@ def entries(
 def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
     """Return each spec once. A name in the store (``index_name``) has one spec.
 
-    Raises:
-        FormatError: two of the same model differ; the message has both places.
+    Raises FormatError with both places if two of the same model differ.
     """
     specs: dict[str, PlacedSpec] = {}
     for spec, place in found:
@@ -175,7 +166,6 @@ def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
 
 
 def _refresh(value: object) -> float:
-    """Return seconds. Raises FormatError."""
     try:
         seconds = duration(value)
     except (ValueError, OverflowError) as error:

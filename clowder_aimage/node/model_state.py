@@ -19,13 +19,7 @@ from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.node.model_spec import POLICY_NAMES, ModelSpec
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-UNKNOWN, PRESENT, PULLING, WAITING, FAILED = (
-    "unknown",
-    "present",
-    "pulling",
-    "waiting",
-    "failed",
-)
+UNKNOWN, PRESENT, PULLING, WAITING, FAILED = ("unknown", "present", "pulling", "waiting", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +172,11 @@ class ModelStatus:
             self.changed = datetime.now(UTC)
         return actions
 
-    # -- the lease, which may be taken in one thread and released in another
-
     def hold(self, store: ImageLayout, digest: Digest) -> None:
-        """Lease a manifest, and what it needs. Raises StoreError."""
+        """Lease a manifest, and what it needs. Raises StoreError.
+
+        Another thread may close the lease meanwhile.
+        """
         if self._leased == digest:
             return
         lease: FileLease | None = store.lease(digest)  # may wait for a collection: not locked

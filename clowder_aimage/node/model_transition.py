@@ -54,7 +54,7 @@ STOP = 1.0  # seconds after a transfer was stopped
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An action failed.
+    """The failure of an action.
 
     For lack of space: ``free`` bytes there are, ``needed`` by the pull, and whether it ``began``
     to write. For content that failed verification: the ``root`` that the tag means.
@@ -65,9 +65,6 @@ class Failure:
     needed: int = 0
     began: bool = False
     root: Digest | None = None
-
-
-# -- events that need no action now
 
 
 def specified(state: ModelState, now: float, spec: ModelSpec) -> Step:
@@ -106,30 +103,23 @@ def unreadable(state: ModelState, now: float, reason: str) -> Step:
     return replace(state, failure=failure, check_at=now + LOOK, due=now + LOOK), ()
 
 
-# -- the store
-
-
 def store_read(state: ModelState, now: float, name: Reference, found: Completeness) -> Step:
     """Return the step after the store was read, which calls the model ``name``."""
     state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
     if not found.is_complete:
         return _on_missing(state, now)
     state, actions = _present(state, now)
-    if not state.is_followed:
-        return state, actions
-    if now >= state.next_check:
+    if state.is_followed and now >= state.next_check:
         return state, (*actions, Check(state.root or state.digest))
-    if state.is_short and state.drift is not None:
+    if state.is_followed and state.is_short and state.drift is not None:
         return state, (*actions, Work.MEASURE)
     return state, actions
 
 
 def _present(state: ModelState, now: float) -> Step:
-    spec = state.spec
     if state.phase != PRESENT:
-        check_at = min(state.check_at, now + spec.refresh)
         state = replace(state, attempts=0, failure=None, root=None, shortage=None, reason=None)
-        state = replace(state, check_at=check_at)
+        state = replace(state, check_at=min(state.check_at, now + state.spec.refresh))
     state, actions = _enter(state, PRESENT, state.reason)
     state = _rest(state, now) if state.is_followed else replace(state, due=now + LOOK)
     return state, (*actions, Work.KEEP)
@@ -159,16 +149,12 @@ def _lost(state: ModelState) -> ModelState:
     return replace(state, check_at=state.not_before, root=None, sources={})
 
 
-# -- the registry
-
-
 def checked(
     state: ModelState, now: float, root: Digest | None = None, chosen: Digest | None = None
 ) -> Step:
-    """Return the step after the registry answered that the tag means ``root``.
+    """Return the step after the registry answered that the tag means ``root``; None is as before.
 
-    It is None if that is what was known. ``chosen`` is the manifest for this machine where ``root``
-    is an index.
+    ``chosen`` is the manifest for this machine, which an index contains.
     """
     if state.is_here:
         return _checked_here(state, now, root, chosen)
@@ -211,9 +197,6 @@ def _checked_here(
     return state, (*actions, *pull)
 
 
-# -- pulls
-
-
 def _pull(state: ModelState) -> Step:
     return replace(state, phase=PULLING, reason=None), (Work.PULL,)
 
@@ -251,9 +234,6 @@ def _evict(state: ModelState, shortage: Shortage, now: float) -> Step:
     evict_at = now + min(MAX_EVICT, LOOK * 2.0 ** min(count - 1, 10))
     shortage = replace(shortage, evictions=count, evict_at=evict_at)
     return replace(state, shortage=shortage), (Evict(shortage.room),)
-
-
-# -- failures
 
 
 def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step:
@@ -304,9 +284,6 @@ def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
         retry_at = max(state.suspect.retry_at, check_at)
         state = replace(state, suspect=replace(state.suspect, retry_at=retry_at))
     return state
-
-
-# -- all of them
 
 
 def _rest(state: ModelState, now: float) -> ModelState:

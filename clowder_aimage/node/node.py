@@ -11,7 +11,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,16 @@ from typing import Any
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.errors import AImageError, StoreError, UsageError
-from clowder_aimage.layout.gc import Collection
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.eviction import Evictor, Watermarks, indexed
+from clowder_aimage.node.eviction import Evictor, indexed
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_state import Event, ModelStatus
 from clowder_aimage.node.model_transition import crashed, retried, specified, store_changed
 from clowder_aimage.node.node_metric import NodeMetrics
+from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.pinner import credentials
 from clowder_aimage.node.reconciler import Reconciler
-from clowder_aimage.node.spec_files import SpecFiles, SpecWatcher, read_directory
+from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Reference
 
@@ -38,66 +37,41 @@ SETTLE_EMPTY = 10.0  # the same where all of them would be
 _log = logging.getLogger("aimage.node")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
-    """The options of a node.
-
-    ``desired`` is the directory of the desired state. With ``may_prune`` models that it lists no
-    longer are removed. ``collect``: seconds between two collections of unreferenced blobs.
-    """
-
-    desired: Path | None = None
-    may_prune: bool = False
-    marks: Watermarks = field(default_factory=Watermarks)
-    collect: float = 600.0
-
-
-@dataclass(slots=True)
-class NodeConfig:
-    """The result of the last reading of the desired state. An invalid one changes nothing."""
-
-    state: SpecFiles = field(default_factory=SpecFiles)
-    error: str | None = None
-    loaded: datetime | None = None
-    is_known: bool = True  # from the files as they are, or as they were before the node began
-
-
 class Node:
     """Reconciles the store of ``service`` with the desired state.
 
-    All of it runs on one event loop; what blocks is in threads.
+    All of it runs on one event loop; what blocks is in threads. ``files`` is the desired state as
+    it was when last valid.
     """
 
     def __init__(
         self,
         service: Service,
-        options: NodeOptions,
+        settings: NodeSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
-        identity: str = "",
     ) -> None:
-        self.id = identity or secrets.token_hex(16)
-        self.options, self.metrics = options, NodeMetrics(service.metrics.registry)
-        self.config = NodeConfig()
-        self.records = SpecStore(service.store.root, options.desired)
-        self._service, self._clock = service, clock
+        self.id, self.metrics = secrets.token_hex(16), NodeMetrics(service.metrics.registry)
+        self.files = SpecFiles()
+        self._service, self._settings, self._clock = service, settings, clock
+        self._records = SpecStore(service.store.root, settings.desired)
+        self._error: str | None = None  # of the last reading of the desired state
+        self._loaded: datetime | None = None
+        self._is_known = True  # from the files as they are, or as they were before the node began
+        self._seen: object = None  # the fingerprint of the files
         self._models: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._watcher = SpecWatcher(options.desired) if options.desired else None
-        self._evictor = Evictor(service, options.marks, self.metrics)
-        self._reconciler = Reconciler(
-            service, self.records, self._relieve, clock=clock, chance=chance
-        )
+        self._evictor = Evictor(service, settings.marks, self.metrics)
+        relieve = partial(self._evictor.make_room, keep=self._protected)
+        self._reconciler = Reconciler(service, self._records, relieve, clock=clock, chance=chance)
         self._credentials = credentials(service.connection)
         self._collected = self._followed_at = -math.inf
         self._followed: SpecFiles | None = None
         self._eviction: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        if options.desired is None:
+        if settings.desired is None:
             self.metrics.config.set(1)
-
-    # -- status
 
     def takes_part(self, reference: Reference) -> bool:
         """Return whether this node keeps or pulls anything of a repository."""
@@ -111,13 +85,13 @@ class Node:
 
     def against(self) -> list[dict[str, str]]:
         """Return reasons to send requests elsewhere, other than missing models."""
-        return [] if self.config.is_known else [{"reason": "desired state never read"}]
+        return [] if self._is_known else [{"reason": "desired state never read"}]
 
     def warnings(self) -> list[str]:
         """Return problems for which requests need not go elsewhere."""
-        if self.config.error is not None:
+        if self._error is not None:
             return ["desired state invalid"]
-        return ["nothing is wanted"] if self.options.desired and not self._models else []
+        return ["nothing is wanted"] if self._settings.desired and not self._models else []
 
     def models(self) -> list[dict[str, Any]]:
         """Return the status of each model, by priority."""
@@ -126,7 +100,7 @@ class Node:
 
     def disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without figures where it cannot be measured. Blocks."""
-        marks, figures = self.options.marks, dict[str, Any].fromkeys(("total", "free", "used"))
+        marks, figures = self._evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
             found = marks.measure(self._service.store.root)
             used = round(found.part, 4)
@@ -135,16 +109,14 @@ class Node:
 
     def desired(self) -> dict[str, Any]:
         """Return where the desired state comes from, and whether it is valid."""
-        config, directory = self.config, self.options.desired
+        directory = self._settings.desired
         return {
             "directory": str(directory) if directory else None,
-            "valid": config.error is None,
-            "error": config.error,
-            "loaded": config.loaded.isoformat(timespec="seconds") if config.loaded else None,
-            "files": len(config.state.files),
+            "valid": self._error is None,
+            "error": self._error,
+            "loaded": self._loaded.isoformat(timespec="seconds") if self._loaded else None,
+            "files": len(self.files.files),
         }
-
-    # -- control
 
     def spare(self, call: Callable[[], object]) -> None:
         """Set the function that releases what is kept for peers, before anything is evicted."""
@@ -162,8 +134,8 @@ class Node:
 
     def wake(self, *, reload: bool = False) -> None:
         """Begin the next turn at once; with ``reload`` the desired state is read again."""
-        if reload and self._watcher and self.options.desired:
-            self._watcher = SpecWatcher(self.options.desired)
+        if reload:
+            self._seen = None
         self._woken.set()
 
     def _signal(self, models: list[ModelStatus], event: Event) -> None:
@@ -171,8 +143,6 @@ class Node:
             model.version += 1
             model.apply(event, self._clock())
         self.wake()
-
-    # -- the loop
 
     async def begin(self) -> None:
         """Read the desired state for the first time: the node is not ready before."""
@@ -212,35 +182,35 @@ class Node:
         self._measure()
 
     async def _read(self) -> None:
-        """Read the desired state if it may have changed."""
-        if self._watcher is not None and await asyncio.to_thread(self._watcher.changed):
-            await self._load()
-        if self._followed is not self.config.state:
-            self._followed = self.config.state
-            await self._follow({spec.name: spec for spec in self.config.state.specs})
+        if (directory := self._settings.desired) is not None:
+            seen = await asyncio.to_thread(fingerprint, directory)
+            if seen != self._seen:
+                self._seen = seen  # before the files are read: a later change is seen next time
+                await self._load(directory)
+        if self._followed is not self.files:
+            self._followed = self.files
+            await self._follow({spec.name: spec for spec in self.files.specs})
 
-    async def _load(self) -> None:
-        directory, config = self.options.desired, self.config
-        assert directory is not None  # noqa: S101 - it is watched
+    async def _load(self, directory: Path) -> None:
         try:
-            config.state = await asyncio.to_thread(read_directory, directory)
+            self.files = await asyncio.to_thread(read_directory, directory)
         except AImageError as error:
             self._followed_at = self._clock()
-            config.error = error.message
-            if config.loaded is None:
-                last = await asyncio.to_thread(self.records.last, directory)
-                config.state, config.is_known = SpecFiles(last or ()), last is not None
+            self._error = error.message
+            if self._loaded is None:
+                last = await asyncio.to_thread(self._records.last, directory)
+                self.files, self._is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
             _log.error("the desired state stays as it was", extra={"reason": error.message})
             self._service.news.tell("desired", valid=False, reason=error.message)
             return
-        config.error, config.loaded, config.is_known = None, datetime.now(UTC), True
+        self._error, self._loaded, self._is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a store that is only read
-            await asyncio.to_thread(self.records.put_last, directory, config.state.specs)
+            await asyncio.to_thread(self._records.put_last, directory, self.files.specs)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
-        models = len(config.state.specs)
-        _log.info("desired state", extra={"models": models, "files": len(config.state.files)})
+        models = len(self.files.specs)
+        _log.info("desired state", extra={"models": models, "files": len(self.files.files)})
         self._service.news.tell("desired", valid=True, models=models)
 
     async def _follow(self, specs: dict[str, ModelSpec]) -> None:
@@ -286,29 +256,25 @@ class Node:
     def _ordered(self) -> list[ModelStatus]:
         return sorted(self._models.values(), key=lambda one: (-one.spec.priority, one.spec.name))
 
-    # -- eviction
-
     async def _evict(self, now: float) -> None:
-        """Prune names, free disk space, and collect now and then."""
         names = self._names()
         # a file may be half written and valid, and a directory may be mounted late
         is_settled = now - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
-                await self._evictor.prune(names, self.records)
+                await self._evictor.prune(names, self._records)
             await asyncio.to_thread(self._evictor.check_disk, self._protected)
-            if now - self._collected >= self.options.collect:
+            if now - self._collected >= (period := self._settings.collect):
                 self._collected = now
-                await asyncio.to_thread(self._evictor.collect, "interval", self.options.collect)
+                await asyncio.to_thread(self._evictor.collect, "interval", period)
         except AImageError as error:
             _log.warning("nothing was collected", extra={"reason": error.message})
 
     @property
     def _may_prune(self) -> bool:
-        return self.options.may_prune and self.config.error is None
+        return self._settings.prune and self._error is None
 
     def _names(self) -> set[str]:
-        """Return the names in the store of all models."""
         return {index_name(model.state.name) for model in list(self._models.values())}
 
     def _protected(self) -> set[str]:
@@ -317,14 +283,8 @@ class Node:
         Those are the models of this node and of others, and, unless they may be pruned anyway, the
         former models of this node.
         """
-        names = self._names() | set(indexed(self.records.others()))
-        return names if self._may_prune else names | set(indexed(self.records.ours()))
-
-    def _relieve(self, needed: int) -> Collection | None:
-        """Evict for a pull that lacks space. Blocks."""
-        return self._evictor.make_room(needed, self._protected)
-
-    # -- metrics
+        names = self._names() | set(indexed(self._records.others()))
+        return names if self._may_prune else names | set(indexed(self._records.ours()))
 
     def _measure(self) -> None:
         metrics, states = self.metrics, [model.state for model in self._models.values()]

@@ -10,10 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from clowder_aimage.engine.settings import ServerSettings, Words, duration
 from clowder_aimage.node.eviction import AGE, Watermarks
-from clowder_aimage.node.node import NodeOptions
 
 DEFAULT_ADDRESS = "127.0.0.1:8050"
-MIN_COLLECT = 1.0  # seconds between two collections
 
 
 def _upper(value: float) -> float:
@@ -29,7 +27,7 @@ def _lower(value: float) -> float:
 
 
 def _period(value: float) -> float:
-    if value < MIN_COLLECT:
+    if value < 1.0:
         raise ValueError("at least 1 second")
     return value
 
@@ -37,7 +35,9 @@ def _period(value: float) -> float:
 class NodeSettings(ServerSettings):
     """The settings of a node.
 
-    ``high`` and ``low`` are per cent of the disk, ``min_age`` and ``collect`` are in seconds.
+    ``desired`` is a directory; with ``prune`` models that it lists no longer are removed. ``high``
+    and ``low`` are per cent of the disk. Collections of unreferenced blobs are ``collect`` seconds
+    apart; ``min_age`` is in seconds.
     """
 
     SECTION = "node"
@@ -62,7 +62,6 @@ class NodeSettings(ServerSettings):
         return self
 
     @property
-    def options(self) -> NodeOptions:
-        """The options of the node itself."""
-        marks = Watermarks(self.high / 100, self.low / 100, self.min_age)
-        return NodeOptions(self.desired, self.prune, marks, self.collect)
+    def marks(self) -> Watermarks:
+        """The watermarks of the store's disk."""
+        return Watermarks(self.high / 100, self.low / 100, self.min_age)

@@ -1,9 +1,8 @@
-"""The exchange of ranges with other nodes: a registry behind them, and what runs for them.
+"""The exchange of ranges of blobs with other nodes.
 
-What one node has is not asked of the registry again. A blob is read range by range, each from the
-node that owns it, from one to which that redirects, from the next owner, and at last from the
-registry. Who takes the blob in verifies it; one that is wrong is read from the registry alone.
-Manifests and tags are the registry's alone.
+A blob is read range by range, each from the node that owns it, from one to which that redirects,
+from the next owner, and at last from the registry. The ingest verifies the blob; one that is wrong
+is read from the registry alone. Manifests and tags always come from the registry.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class PeerSharing:
     - ``on_traffic(direction, count)``: bytes were "sent" to others, or "received" from them;
     - ``on_state(url, state, reason)``: a node is "live" or "silent" now.
 
-    Raises:
-        UsageError: one of the addresses is not valid.
+    Raises UsageError if one of the addresses is not valid.
     """
 
     def __init__(
@@ -62,15 +60,15 @@ class PeerSharing:
     ) -> None:
         for text in addresses():
             parse_peer(text)
-        limits = limits or SharingLimits()
-        self.node = node
         self._closed = threading.Event()
         self._client = PeerClient(node, token, ca_file=ca_file, timeouts=timeouts)
         self._upstream = RangeUpstream(options, on_bytes)
-        self.peers = Peers(addresses, self._client, node, on_state, limits=limits)
+        self.peers = Peers(
+            addresses, self._client, node, on_state, limits=limits or SharingLimits()
+        )
         owners = RangeOwners(node, self.peers, self._client, self._closed)
-        self.cache = RangeCache(layout, self._upstream, owners, on_traffic, limits)
-        self.ranges = RangeRoutes(self.cache, has_repository, self.peers, on_traffic)
+        self.cache = RangeCache(layout, self._upstream, owners, on_traffic)
+        self.ranges = RangeRoutes(self.cache, has_repository)
         self.registry = ReadOnlyRegistry(layout, node, self.ranges)
 
     def close(self) -> None:
@@ -85,11 +83,7 @@ class PeerSharing:
     def near(
         self, reference: Reference, on_bytes: OnBytes = lambda *_: None
     ) -> Callable[[Source], Source]:
-        """Return the wrapper of a pull's source that puts the other nodes before its registry.
-
-        ``on_bytes`` is called with the bytes that came for that pull from a "neighbour", and with
-        those that had been fetched for one before ("cache").
-        """
+        """Return the function from a pull's source to the ``PeerSource`` before it."""
         return lambda source: PeerSource(self.cache, source, reference, on_bytes)
 
 
@@ -132,11 +126,7 @@ class PeerSource(WrappedSource):
         )
 
     def distrust(self, content: Descriptor, /) -> bool:
-        """Read a blob from the registry alone: what came for it is wrong.
-
-        Returns:
-            True if it is worth another try.
-        """
+        """Read a blob from the registry alone, as it was wrong; return whether to try again."""
         self.cache.forget(content.digest)
         self.upstream.distrust(self.reference, content)
         with self._lock:
@@ -152,7 +142,7 @@ class PeerSource(WrappedSource):
             self._of_peers.add(content.digest)
         self._on_bytes(source, count)
         if source == "neighbour":
-            self.cache.on_received("received", count)
+            self.cache.on_traffic("received", count)
 
 
 class _RangeReader(io.RawIOBase):
@@ -222,7 +212,7 @@ class _RangeReader(io.RawIOBase):
             return reader, "registry"
 
     def _finish(self) -> None:
-        """End a range. What was read of it is written by now."""
+        """End a range, all of whose bytes are written by now."""
         part, flight = self._part, self._flight
         self._close_stream()
         if part is not None and self._began == part.start and self._at >= part.end:

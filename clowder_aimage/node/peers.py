@@ -1,8 +1,6 @@
 """The other nodes: their addresses, and which of them answer.
 
-Addresses are configured as ``HOST:PORT``, ``http://HOST:PORT``, ``https://HOST:PORT``, or
-``dns:NAME:PORT`` for all addresses that a name has at the moment. One thread pings each of them
-now and then; a node whose answers fail is left out for twice as long each time.
+One thread pings each of them; a node whose answers fail is left out for twice as long each time.
 """
 
 from __future__ import annotations
@@ -58,7 +56,10 @@ class SharingLimits:
 
 
 def parse_peer(text: str) -> Endpoint:
-    """Parse a configured address; its scheme is http, https, or dns. Raises UsageError."""
+    """Parse ``HOST:PORT``, ``http://...``, ``https://...`` or ``dns:NAME:PORT``.
+
+    Raises UsageError.
+    """
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or not 0 < int(found[4]) < 65536:
         raise UsageError(
@@ -72,10 +73,7 @@ def urls_of(peer: Endpoint) -> list[str]:
     """Return the URLs to ping for a configured address, of a name without link-local ones.
 
     No node reaches another one by a link-local address, but the credentials of a cloud's machine
-    are at one (169.254.169.254).
-
-    Raises:
-        OSError, UnicodeError: the name cannot be looked up.
+    are at one (169.254.169.254). Raises OSError or UnicodeError if the name cannot be looked up.
     """
     if peer.scheme != "dns":
         return [str(peer)]
@@ -140,7 +138,7 @@ class Peers:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to ping."""
+        """End the pings."""
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -197,8 +195,6 @@ class Peers:
             one.retry_at = self._clock() + pause
             one.reason, one.due = reason, 0.0
         self._wake.set()
-
-    # -- the thread
 
     def _run(self) -> None:
         with ThreadPoolExecutor(_THREADS, "aimage-peer") as pool:

@@ -31,10 +31,8 @@ _log = logging.getLogger("aimage.node")
 def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Completeness:
     """Return what the store has of a model that it calls ``name``.
 
-    A model that cannot be read counts as missing: a pull repairs it.
-
-    Raises:
-        StoreError: the index cannot be read; no pull repairs that.
+    A model that cannot be read counts as missing: a pull repairs it. Raises StoreError if the index
+    cannot be read; no pull repairs that.
     """
     try:
         root = model_list.entry(store, name)
@@ -47,14 +45,13 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
         if spec.components:  # also where nothing is missing: it may not have these components
             return check_blobs(store, root, _specified(store, spec, name))
         return found
-    except NotFoundError:  # it has no such component: a pull will say so
+    except NotFoundError:  # it has no such component: a pull fails with that
         return Completeness(root, root.size, (root,))
     except AImageError:
         return Completeness()
 
 
 def _specified(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Descriptor]:
-    """Return the blobs of the specified components."""
     stored = read_aimage(store, name)
     names = LayerSelection(components=spec.components).names(stored.aimage, name)
     layers = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
@@ -102,7 +99,7 @@ class Pinner:
         """Return the recorded name in the store if it is another one; else an empty text."""
         try:
             return self._records.stored(spec.name)
-        except StoreError:  # the model is there, whatever was recorded
+        except StoreError:  # the model is there all the same
             return ""
 
     def remember(self, spec: ModelSpec, name: Reference) -> None:
@@ -149,11 +146,7 @@ class RegistryLimiter:
     async def ask(
         self, reference: Reference, known: Digest | None, timeout: float | None = None
     ) -> tuple[Descriptor, Descriptor] | None:
-        """Resolve as ``resolve_changed`` does.
-
-        Raises:
-            CrowdedError: no place was free within ``timeout`` seconds.
-        """
+        """Resolve as ``resolve_changed``. Raises CrowdedError after ``timeout`` seconds in line."""
         each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
 
         async def resolve() -> tuple[Descriptor, Descriptor] | None:

@@ -1,8 +1,7 @@
 """The ranges that this node has for its peers, and the ones that it fetches for them.
 
-A range is in one of three places: in a blob of the layout, in a temporary file, if it was fetched
-for a peer, or in the ingest of a pull. Nothing here is verified: the node that takes a blob in
-verifies all of it, and fetches it again from the registry alone if it is wrong.
+A range is in a blob of the layout, in a temporary file, if it was fetched for a peer, or in the
+ingest of a pull. Nothing here is verified: the node that pulls the blob does so.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 from clowder_aimage.content.buffer import new_buffer
@@ -25,8 +25,7 @@ from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
-from clowder_aimage.node.peers import SharingLimits
-from clowder_aimage.node.range_source import BlobRange, OnBytes, RangeOwners, RangeUpstream
+from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BlobSpan, PeerError
 
@@ -66,19 +65,14 @@ class RangeFlight:
 class RangeCache:
     """The ranges of this node. Threads may share it. If the disk is full, nothing is kept.
 
-    ``on_received("received", count)`` is called with the bytes that came from peers for peers.
+    ``on_traffic("received", count)`` is called with the bytes that came from peers for peers.
     """
 
     def __init__(
-        self,
-        layout: ImageLayout,
-        upstream: RangeUpstream,
-        owners: RangeOwners,
-        on_received: OnBytes,
-        limits: SharingLimits,
+        self, layout: ImageLayout, upstream: RangeUpstream, owners: RangeOwners, on_traffic: OnBytes
     ) -> None:
         self._layout, self.upstream, self.owners = layout, upstream, owners
-        self.on_received, self._limits = on_received, limits
+        self.on_traffic, self._limits = on_traffic, owners.peers.limits
         self._lock = threading.Lock()
         self._flights: dict[BlobRange, RangeFlight] = {}
         self._files: OrderedDict[BlobRange, BinaryIO] = OrderedDict()
@@ -87,12 +81,12 @@ class RangeCache:
         self._is_closed = False
 
     def close(self) -> None:
-        """Stop: those who wait for a range get an error."""
+        """Remove what is kept; waiting calls get an error."""
         self._is_closed = True
         self.clear()
 
     def clear(self) -> None:
-        """Remove what is kept for peers: the disk is needed for something better."""
+        """Remove what is kept for peers."""
         self._drop(lambda _: True)
 
     @property
@@ -111,14 +105,10 @@ class RangeCache:
     def size(self, digest: Digest) -> int | None:
         """Return the size of a blob if it is known without a request."""
         known = self.upstream.known_size(digest)
-        if known is not None:
-            return known
-        try:
-            return Path(self._layout.place(Descriptor("", digest, 0))).stat().st_size
-        except OSError:
-            return None
-
-    # -- for peers
+        with contextlib.suppress(OSError):
+            if known is None:
+                return Path(self._layout.place(Descriptor("", digest, 0))).stat().st_size
+        return known
 
     def find(self, part: BlobRange) -> RangeFile | None:
         """Return a range that is here."""
@@ -127,8 +117,7 @@ class RangeCache:
     def wait(self, part: BlobRange, seconds: float) -> RangeFile | bool:
         """Return a range that is here or comes in time; True if it is still coming.
 
-        Raises:
-            AImageError: it was coming, and cannot be fetched.
+        Raises AImageError if it was coming, and cannot be fetched.
         """
         found, flight = self.find(part), self._flights.get(part)
         if found is not None or flight is None:
@@ -152,25 +141,21 @@ class RangeCache:
         return found is not None or (flight is not None and flight.is_of_registry)
 
     def fetch(
-        self, reference: Reference, digest: Digest, number: int, seconds: float,
-        first: tuple[str, ...] = (),
-    ) -> RangeFile | bool:  # fmt: skip
-        """Return a range for a peer, fetched once however many ask; True if it is still coming.
+        self, span: BlobSpan, seconds: float, first: tuple[str, ...] = ()
+    ) -> RangeFile | bool:
+        """Return the range of a span for a peer, fetched once; True if it is still coming.
 
-        It comes from another peer, of which ``first`` may have it, or from the registry.
-
-        Raises:
-            AImageError: it cannot be fetched.
+        It comes from another peer, of which ``first`` may have it, or from the registry. Raises
+        AImageError if it cannot be fetched.
         """
-        part = BlobRange(digest, self.upstream.size(reference, digest), number)
+        size = self.upstream.size(span.reference, span.digest)
+        part = BlobRange(span.digest, size, span.start // RANGE)
         if not self._places.acquire(blocking=False):
             return self.wait(part, seconds) or True
         flight, is_new = self.board(part)
         if is_new:
-            work = (reference, flight, first)
-            threading.Thread(
-                target=self._bring, args=work, name="aimage-range", daemon=True
-            ).start()
+            work = (span.reference, flight, first)
+            Thread(target=self._bring, args=work, name="aimage-range", daemon=True).start()
         else:
             self._places.release()
         return self._landed(flight, seconds)
@@ -192,7 +177,6 @@ class RangeCache:
     def _fetched(
         self, reference: Reference, flight: RangeFlight, first: tuple[str, ...]
     ) -> BinaryIO:
-        """Write a range into a temporary file."""
         part = flight.part
         if self._layout.free() < self._limits.spared + part.length:
             raise StoreError("the disk has no room for ranges of neighbours")
@@ -204,7 +188,7 @@ class RangeCache:
             if stream is not None:
                 with contextlib.suppress(PeerError), contextlib.closing(stream):
                     self._copy(stream, file, flight)
-                    self.on_received("received", part.length)
+                    self.on_traffic("received", part.length)
                     return file
             flight.is_of_registry = True
             with self.upstream.open(reference, part) as reader:
@@ -243,8 +227,6 @@ class RangeCache:
             each.close()
         if self._is_closed:
             self.clear()
-
-    # -- for a pull of this node
 
     def board(self, part: BlobRange) -> tuple[RangeFlight, bool]:
         """Return the flight of a range, and True if it is new: then the caller has it ``land``."""
@@ -290,8 +272,6 @@ class RangeCache:
             file = self._files.get(part)
             return RangeFile(os.dup(file.fileno()), 0) if file is not None else None
 
-    # -- the places
-
     def _drop(self, is_gone: Callable[[BlobRange], bool]) -> None:
         with self._lock:
             gone = [self._files.pop(part) for part in list(self._files) if is_gone(part)]
@@ -300,10 +280,10 @@ class RangeCache:
 
     def _in_blob(self, part: BlobRange) -> RangeFile | None:
         found = _opened(self._layout.place(part.content), part)
-        if found is not None and os.fstat(found.fileno()).st_size != part.size:
-            found.close()
-            return None
-        return found
+        if found is None or os.fstat(found.fileno()).st_size == part.size:
+            return found
+        found.close()
+        return None
 
     def _in_ingest(self, part: BlobRange) -> RangeFile | None:
         with self._lock:

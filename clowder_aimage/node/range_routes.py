@@ -1,11 +1,10 @@
 """The store as a registry that is only read, and ranges of blobs for other nodes.
 
 A node names itself (``Aimage-Node``), the registry (``ns``), and asks for bytes of one range of
-16 MiB (``Range``). A node that lacks them fetches them, if it wants something of that repository
-itself; with ``Cache-Control: only-if-cached`` (RFC 9111) it does not. A busy node redirects (307)
-to a node that got the range from it, or answers 429; ``Retry-After`` says that the range is coming.
-A node that fetches nothing from that repository leaves the range to the first that asks, and
-redirects the others to that.
+16 MiB (``Range``). A node that lacks them fetches them if it keeps something of that repository,
+unless by ``Cache-Control: only-if-cached`` (RFC 9111). A busy node redirects (307) to a node that
+got the range from it, or answers 429, with ``Retry-After`` if the range is coming. A node that
+keeps nothing of that repository leaves the range to the first that asks, and redirects the others.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from clowder_aimage.http.background import aside
 from clowder_aimage.http.body_stream import send_file
 from clowder_aimage.http.route import NODE, Handler, Route
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.node.peers import Peers
 from clowder_aimage.node.range_cache import RangeCache, RangeFile
-from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes
+from clowder_aimage.node.range_source import RANGE, BlobRange
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
@@ -58,7 +56,7 @@ class ReadOnlyRegistry:
 
     ``?ns=HOST`` names the registry that is meant, as containerd tells a mirror ("Registry
     Configuration", hosts.toml). Other nodes get ``ranges`` of blobs, too; ``node`` is the id of
-    this one. What a client was told is here stays for a while.
+    this one. Content that a client was told of stays for a while.
     """
 
     def __init__(self, store: ImageLayout, node: str, ranges: RangeRoutes) -> None:
@@ -67,7 +65,6 @@ class ReadOnlyRegistry:
         self._handlers = functools.lru_cache(MAX_REGISTRIES)(self._new_handlers)
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
 
     def turn(self) -> None:
@@ -80,8 +77,7 @@ class ReadOnlyRegistry:
 
     def _new_handlers(self, host: str) -> dict[str, Handler]:
         """Return the handlers for the names of one registry; of no registry if it is empty."""
-        found = reading_routes(self._store, self._kept, host)
-        return {one.path: one.handler for one in found}
+        return {one.path: one.handler for one in reading_routes(self._store, self._kept, host)}
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -100,7 +96,6 @@ class ReadOnlyRegistry:
 
 
 def _namespace(request: web.Request) -> str:
-    """Return the registry that is meant. Raises DistributionError."""
     host = request.query.get("ns", "")
     try:
         is_host = not host or Reference.parse(f"{host}/x:latest").registry == host
@@ -147,19 +142,13 @@ class RangeRoutes:
     """The ranges of ``cache`` for other nodes.
 
     ``has_repository(reference)`` is True if this node fetches from a repository with its own
-    credentials. ``on_sent("sent", count)`` is called with the bytes that were sent.
+    credentials.
     """
 
-    def __init__(
-        self,
-        cache: RangeCache,
-        has_repository: Callable[[Reference], bool],
-        peers: Peers,
-        on_sent: OnBytes,
-    ) -> None:
-        self._cache, self._has_repository = cache, has_repository
-        self._peers, self._on_sent = peers, on_sent
-        self._slots, self._waiting = asyncio.Semaphore(peers.limits.uploads), 0
+    def __init__(self, cache: RangeCache, has_repository: Callable[[Reference], bool]) -> None:
+        self._cache, self._peers = cache, cache.owners.peers
+        self._has_repository = has_repository
+        self._slots, self._waiting = asyncio.Semaphore(self._peers.limits.uploads), 0
         self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # also of clients that left
         self._holders: OrderedDict[tuple[Digest, int], deque[str]] = OrderedDict()
 
@@ -168,8 +157,7 @@ class RangeRoutes:
     ) -> web.StreamResponse | None:
         """Answer a request of a node for a range; None if it is another request.
 
-        Raises:
-            DistributionError: BLOB_UNKNOWN, TOOMANYREQUESTS, UNKNOWN.
+        Raises DistributionError: BLOB_UNKNOWN, TOOMANYREQUESTS, UNKNOWN.
         """
         wanted = RangeRequest.parse(request, reference, digest)
         if wanted is None:
@@ -205,7 +193,6 @@ class RangeRoutes:
                 self._slots.release()
 
     def _part(self, wanted: RangeRequest) -> BlobRange | None:
-        """Return the range of a blob whose size is known."""
         size = self._cache.size(wanted.span.digest)
         if size is None or wanted.span.end > size:
             return None
@@ -224,11 +211,8 @@ class RangeRoutes:
         return None
 
     def _fetched(self, wanted: RangeRequest, holders: tuple[str, ...]) -> RangeFile | bool:
-        span = wanted.span
         try:
-            return self._cache.fetch(
-                span.reference, span.digest, wanted.number, COMING_TIMEOUT, holders
-            )
+            return self._cache.fetch(wanted.span, COMING_TIMEOUT, holders)
         except (NotFoundError, FormatError):  # no such blob, or no such range of it
             raise _unknown(wanted) from None
         except AImageError as error:
@@ -275,11 +259,9 @@ class RangeRoutes:
             return answer
         except ConnectionError:
             return answer  # the client has left
-        self._on_sent("sent", span.end - span.start)
+        self._cache.on_traffic("sent", span.end - span.start)
         self._note(wanted)
         return answer
-
-    # -- the nodes that have a range
 
     def _note(self, wanted: RangeRequest) -> None:
         """Remember that a node has a range, or fetches it."""

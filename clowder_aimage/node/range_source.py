@@ -1,9 +1,8 @@
 """Ranges of a blob, and where they come from: nodes that own or have them, and registries.
 
-The owner of a range is found by rendezvous hashing (highest random weight; D. Thaler,
-C. Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 6(1), 1998): every
-node weighs every other by a hash, so all that know the same nodes agree on the owner without a
-message. If a node joins or leaves, only the ranges that it owns move.
+The owner of a range is found by rendezvous hashing (D. Thaler, C. Ravishankar, "Using name-based
+mappings to increase hit rates", IEEE/ACM ToN 6(1), 1998): nodes with the same peers agree on the
+owner without a message, and if a node joins or leaves, only the ranges that it owns move.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ OnBytes = Callable[[str, int], object]
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Range ``number`` of the blob of ``digest`` and ``size``.
-
-    Raises:
-        FormatError: the blob has no such range.
-    """
+    """Range ``number`` of the blob of ``digest`` and ``size``. Raises FormatError: none such."""
 
     digest: Digest
     size: int
@@ -104,11 +99,7 @@ class RangeOwners:
     def open(self, span: BlobSpan) -> PeerReader | None:
         """Open a span of a range at its owner, or at a node to which that redirects.
 
-        Returns:
-            None if this node owns the range, or its owner does not send it.
-
-        Raises:
-            NetworkError: this node shuts down.
+        None if this node owns it, or its owner does not send it. Raises NetworkError: closed.
         """
         usable = self.peers.usable()
         order = ranked([*usable, self._node], span.digest, span.start // RANGE)
@@ -139,8 +130,7 @@ class RangeOwners:
     ) -> PeerReader | bool | None:
         """Open a span at an owner, as soon as that can send it.
 
-        Returns:
-            False if it does not send it, None if it fails: then the next node is the owner.
+        False if it does not send it, None if it fails: then the next node is the owner.
         """
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
@@ -208,7 +198,6 @@ class RangeOwners:
             return False
 
     def _ended(self, one: Peer, error: PeerError | None) -> None:
-        """Note that all of a span came from a node, or that it failed."""
         if error is None:
             self.peers.succeeded(one)
         elif not self._closed.is_set():
@@ -248,9 +237,7 @@ class RangeUpstream:
     def size(self, reference: Reference, digest: Digest) -> int:
         """Return the size of a blob in the repository of ``reference``.
 
-        Raises:
-            NotFoundError: there is no such blob.
-            UnauthorizedError, NetworkError, RegistryError: the registry does not tell.
+        Raises NotFoundError, UnauthorizedError, NetworkError, RegistryError.
         """
         known = self.known_size(digest)
         if known is None:
@@ -269,11 +256,7 @@ class RangeUpstream:
 
     @contextlib.contextmanager
     def open(self, reference: Reference, part: BlobRange) -> Iterator[BinaryIO]:
-        """Open a range of a blob in the repository of ``reference``.
-
-        Raises:
-            NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be fetched.
-        """
+        """Open a range of a blob in the repository of ``reference``. Raises as ``size``."""
         content = part.content
         with self._pool.lend(reference) as repository:
             with repository.open(content, part.start, part.length) as reader:

@@ -18,6 +18,7 @@ from clowder_aimage.engine.backoff import TIME, again
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout.completeness import CompletenessCache
+from clowder_aimage.node import model_transition as after
 from clowder_aimage.node.model_state import (
     UNKNOWN,
     Action,
@@ -28,19 +29,7 @@ from clowder_aimage.node.model_state import (
     ModelStatus,
     Work,
 )
-from clowder_aimage.node.model_transition import (
-    CRASHED,
-    LOOK,
-    Failure,
-    checked,
-    failed,
-    measured,
-    pulled,
-    stopped,
-    store_changed,
-    store_read,
-    unreadable,
-)
+from clowder_aimage.node.model_transition import CRASHED, LOOK, Failure
 from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
 from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Digest, Reference
@@ -79,37 +68,32 @@ class Reconciler:
         while event is not None:
             actions, event = model.apply(event, self._clock()), None
             for action in actions:
-                if (event := await self._outcome(model, action)) is not None:
+                if (event := await self._perform(model, action)) is not None:
                     break
 
-    async def _outcome(self, model: ModelStatus, action: Action) -> Event | None:
+    async def _perform(self, model: ModelStatus, action: Action) -> Event | None:
         """Perform an action; return what came of it, if that is an event."""
         try:
-            return await self._perform(model, action)
+            match action:
+                case Work.KEEP:
+                    await asyncio.to_thread(self._pinner.keep, model)
+                case Work.MEASURE:
+                    return partial(after.measured, free=await asyncio.to_thread(self._store.free))
+                case Work.PULL:
+                    return await self._pull(model)
+                case Check():
+                    return await self._check(model, action.known)
+                case Evict():
+                    await asyncio.to_thread(self._relieve, action.room)
+                case Announce():
+                    self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
         except CrowdedError:
-            return store_changed
+            return after.store_changed
         except StoppedError as error:
-            return partial(stopped, reason=error.message)
+            return partial(after.stopped, reason=error.message)
         except AImageError as error:
             return await self._failed(model, error)
-
-    async def _perform(self, model: ModelStatus, action: Action) -> Event | None:
-        match action:
-            case Work.KEEP:
-                await asyncio.to_thread(self._pinner.keep, model)
-            case Work.MEASURE:
-                return partial(measured, free=await asyncio.to_thread(self._store.free))
-            case Work.PULL:
-                return await self._pull(model)
-            case Check():
-                return await self._check(model, action.known)
-            case Evict():
-                await asyncio.to_thread(self._relieve, action.room)
-            case Announce():
-                self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
         return None
-
-    # -- the store
 
     async def _look(self, model: ModelStatus) -> Event:
         try:
@@ -118,9 +102,9 @@ class Reconciler:
             if error.message != model.state.reason:
                 facts = {"model": model.spec.name, "reason": error.message}
                 _log.warning("cannot read the store", extra=facts)
-            return partial(unreadable, reason=error.message)
+            return partial(after.unreadable, reason=error.message)
         except Exception:
-            model.apply(partial(unreadable, reason=CRASHED), self._clock())
+            model.apply(partial(after.unreadable, reason=CRASHED), self._clock())
             raise
 
     def _read(self, model: ModelStatus) -> Event:
@@ -134,9 +118,7 @@ class Reconciler:
             name = Reference.parse(known)
         check, version = partial(check_model, self._store, spec, name), (spec, name, model.version)
         found = self._completeness.find(spec.name, check, version)
-        return partial(store_read, name=name, found=found)
-
-    # -- the registry
+        return partial(after.store_read, name=name, found=found)
 
     async def _check(self, model: ModelStatus, known: Digest | None) -> Event:
         """Ask what the tag means; count the outcome for a model that is here."""
@@ -153,9 +135,9 @@ class Reconciler:
         finally:
             if model.state.is_here and outcome:
                 self._service.metrics.tag_checked(reference.registry or "", outcome)
-        return partial(checked, root=found[0].digest, chosen=found[1].digest) if found else checked
-
-    # -- pulls
+        if found is None:
+            return after.checked
+        return partial(after.checked, root=found[0].digest, chosen=found[1].digest)
 
     async def _pull(self, model: ModelStatus) -> Event:
         spec, came, total = model.spec, False, 0
@@ -180,12 +162,11 @@ class Reconciler:
         name = stored_name(spec.reference, root)
         found = await asyncio.to_thread(check_model, self._store, spec, name)
         sources, chance = dict(transfer.sources), self._chance()
-        return partial(pulled, name=name, found=found, sources=sources, chance=chance)
+        return partial(after.pulled, name=name, found=found, sources=sources, chance=chance)
 
     async def _failed(
         self, model: ModelStatus, error: AImageError, needed: int = 0, *, began: bool = False
     ) -> Event:
-        """Return the event of an error, with what the next state depends on."""
         free, root = 0, None
         if isinstance(error, NoSpaceError):
             free = await asyncio.to_thread(self._store.free)
@@ -197,4 +178,4 @@ class Reconciler:
         delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
         _log.warning("cannot pull", extra=facts)
-        return partial(failed, event=Failure(error, free, needed, began, root), chance=chance)
+        return partial(after.failed, event=Failure(error, free, needed, began, root), chance=chance)

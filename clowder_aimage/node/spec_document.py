@@ -31,8 +31,6 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # YAML 1.2.2, 5.1
 )
-
-
 Lines = dict[Path, int]
 """The lines where a value and its parts begin (of an object's value: its key)."""
 
@@ -40,8 +38,7 @@ Lines = dict[Path, int]
 def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
     """Return the value of ``text``, None for an empty one, and its lines.
 
-    Raises:
-        FormatError: it is not YAML of this kind; with ``file``, and the line where it is known.
+    Raises FormatError with ``file``, and the line where it is known.
     """
     lines: Lines = {}
     try:
@@ -111,7 +108,6 @@ def _value(node: Any, path: Path, lines: Lines) -> Any:
 
 
 def _plain(text: str) -> Any:
-    """Return the value of a plain scalar."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -125,8 +121,8 @@ def _syntax_error(error: Any, text: str) -> tuple[int, str]:
     """Return the line of the parser's error, 0 where it is unknown, and the error."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
-        said = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
-        return mark.line + 1, str(said)
+        problem = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"
+        return mark.line + 1, str(problem)
     if (forbidden := _FORBIDDEN.search(text)) is None:
         return 0, "not YAML"
     line = text.count("\n", 0, forbidden.start()) + 1

@@ -39,21 +39,16 @@ def read_directory(directory: Path) -> SpecFiles:
     """Return the specs of the files in ``directory``, all read at one moment.
 
     A file that another program is writing is read as it is; a writer that needs it read whole
-    writes beside it (with a name that begins with a dot) and renames.
-
-    Raises:
-        NotFoundError: the directory does not exist.
-        AccessError: it cannot be read.
-        FormatError: a file is invalid, or two specify the same model differently; with the file,
-            and the line where it is known.
+    writes beside it (with a name that begins with a dot) and renames. Raises NotFoundError,
+    AccessError, and FormatError with the file, and the line where it is known.
     """
     for _ in range(_ATTEMPTS):
-        before = _fingerprint(directory)
+        before = fingerprint(directory)
         try:
             found: SpecFiles | AImageError = _read(directory)
         except AImageError as error:
             found = error
-        if _fingerprint(directory) != before:
+        if fingerprint(directory) != before:
             continue  # some files are of the old state, some of the new
         if isinstance(found, AImageError):
             raise found
@@ -62,22 +57,6 @@ def read_directory(directory: Path) -> SpecFiles:
         f"the files in {printable(directory)} change while they are read",
         hint="replace files whole: write beside them, and rename",
     )
-
-
-class SpecWatcher:
-    """Detects changes of a directory's files by a few system calls a file."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._seen: object = None
-
-    def changed(self) -> bool:
-        """Return whether anything changed since the last call; True at the first.
-
-        Call this first and read then: a change in between is detected by the next call.
-        """
-        before, self._seen = self._seen, _fingerprint(self._directory)
-        return before != self._seen
 
 
 def printable(path: Path | str) -> str:
@@ -132,7 +111,6 @@ def _content(path: Path) -> bytes:
 
 
 def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
-    """Yield the specs in a file. Raises FormatError."""
     file, origin = printable(path), printable(path.name)
     try:
         text = raw.decode("utf-8-sig")
@@ -147,10 +125,10 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
     return entries(value, origin, file, lambda place: known.get(place, 0))
 
 
-def _fingerprint(directory: Path) -> object:
+def fingerprint(directory: Path) -> object:
     """Return a value that changes when a file is written, replaced, removed, or linked elsewhere.
 
-    It is the error's number where the directory cannot be read.
+    It is the error's number where the directory cannot be read, and never None.
     """
     try:
         names = sorted(entry.name for entry in directory.iterdir())

@@ -1,8 +1,7 @@
 """Records of the desired state that outlive the node's process: small files in the store.
 
-For each name, the directories whose files ever listed it: only such a name is pruned when its
-directory lists it no longer. For each directory, its specs when the files were last valid. Nodes
-that share a store share these records; each directory has its own list.
+For each name, the directories whose files ever listed it: only such a name is pruned. For each
+directory, its specs when the files were last valid. Nodes that share a store share these records.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ class SpecStore:
 
     def __init__(self, root: Path, directory: Path | None = None) -> None:
         self._root = root
-        self.owner = _owner(directory)
+        self.owner = "nobody"
+        if directory is not None:
+            self.owner = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:32]
         self._records = MetadataFiles(root, _KIND)
 
     def put_last(self, directory: Path, specs: Iterable[ModelSpec]) -> None:
@@ -72,10 +73,7 @@ class SpecStore:
         return str((self._records.get(_ever(self.owner, name)) or {}).get("stored", ""))
 
     def ours(self) -> dict[str, str]:
-        """Return the names that this directory ever listed and were not forgotten.
-
-        The values are the names in the store.
-        """
+        """Return the names that this directory ever listed, with their names in the store."""
         return {name: stored for owner, name, stored in self._ever() if owner == self.owner}
 
     def others(self) -> dict[str, str]:
@@ -101,10 +99,3 @@ class SpecStore:
 
 def _ever(owner: str, name: str) -> str:
     return f"{_EVER}{owner} {name}"
-
-
-def _owner(directory: Path | None) -> str:
-    """Return the key of a directory's list."""
-    if directory is None:
-        return "nobody"
-    return hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:32]

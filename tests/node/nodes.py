@@ -68,8 +68,9 @@ class Node:
         connection = options.pop("connection", None) or ClientOptions(docker_config=root)
         self.connection = connection
         timeouts = PeerTimeouts(stall=10, range=30)
+        self.id = options.get("node") or secrets.token_hex(16)
         defaults: dict[str, Any] = {
-            "node": secrets.token_hex(16),
+            "node": self.id,
             "limits": LIMITS,
             "timeouts": timeouts,
         }

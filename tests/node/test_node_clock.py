@@ -13,7 +13,7 @@ from clowder_aimage.api.service import make_service
 from clowder_aimage.api.storage import encode
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec
-from clowder_aimage.node.node import Node, NodeOptions
+from clowder_aimage.node.node import Node
 from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
@@ -34,23 +34,24 @@ class Bench:
         self.home, self.store, self.wants = home, ImageLayout(home / "bench"), wants
         self.start(**options)
 
-    def start(self, **options):
+    def start(self, marks=None, **settings):
         """Another process, with the same store."""
         service = make_service(NodeSettings(), self.store, ClientOptions(docker_config=self.home))
         self.news = service.news
         self.node = Node(
             service,
-            NodeOptions(**options),
+            NodeSettings(**settings),
             clock=lambda: self.now,
             chance=lambda: 0.999,
-            identity="x",
         )
+        if marks is not None:
+            self.node._evictor.marks = marks
         self.want(*self.wants)
 
     def want(self, *wants):
         """Replace the desired state, without files."""
         self.wants = wants
-        self.node.config.state = SpecFiles(wants)
+        self.node.files = SpecFiles(wants)
 
     async def turn(self, seconds=0.0):
         """Let time pass, look at everything, and wait until it is done."""
@@ -102,7 +103,7 @@ def test_a_jump_of_the_wall_clock_removes_nothing_that_is_wanted(tmp_path, shop,
     real = time.time
 
     async def play():
-        bench = Bench(tmp_path, want(ref, refresh=300.0), collect=600.0, may_prune=True)
+        bench = Bench(tmp_path, want(ref, refresh=300.0), collect=600.0, prune=True)
         await bench.turn()
         monkeypatch.setattr(time, "time", lambda: real() + DECADE)
         await bench.turn(601.0)

@@ -52,7 +52,7 @@ def test_a_name_that_leaves_the_list_is_removed(tmp_path, shop):
     one, other = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
 
     async def play():
-        bench = Bench(tmp_path, desired=files(tmp_path, "list", one, other), may_prune=True)
+        bench = Bench(tmp_path, desired=files(tmp_path, "list", one, other), prune=True)
         await turns(bench)
         assert names(bench.store) == {one, other}
         files(tmp_path, "list", one)
@@ -67,7 +67,7 @@ def test_two_that_prune_leave_each_others_models_though_they_are_the_same(tmp_pa
 
     async def play():
         benches = [
-            Bench(tmp_path, desired=files(tmp_path, name, ref), may_prune=True)
+            Bench(tmp_path, desired=files(tmp_path, name, ref), prune=True)
             for name, ref in (("one", one), ("other", other))
         ]
         await turns(*benches)
@@ -88,7 +88,7 @@ def test_the_models_of_a_node_that_does_not_run_stay(tmp_path, shop):
         await other.turn()
         for one in other.node._models.values():
             one.close()  # as when it is killed: no lease is left
-        bench = Bench(tmp_path, desired=files(tmp_path, "ours", ours), may_prune=True)
+        bench = Bench(tmp_path, desired=files(tmp_path, "ours", ours), prune=True)
         await turns(bench)
         assert names(bench.store) == {ours, theirs} and await evicted(bench) == []
 
@@ -100,7 +100,7 @@ def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
 
     async def play():
         one, other = (
-            Bench(tmp_path, desired=files(tmp_path, name, ref), may_prune=True) for name in "ab"
+            Bench(tmp_path, desired=files(tmp_path, name, ref), prune=True) for name in "ab"
         )
         await turns(one, other)
         files(tmp_path, "a")
@@ -127,12 +127,12 @@ def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
     monkeypatch.setattr(os, "listdir", failing)
 
     async def play():
-        bench = Bench(tmp_path, want(ref), may_prune=True)
+        bench = Bench(tmp_path, want(ref), prune=True)
         await turns(bench)
         is_lost[0] = True
         os.utime(bench.store.root / ".aimage" / "wanted")  # so that it is read again
         if when == "at the start":
-            bench.start(may_prune=True)
+            bench.start(prune=True)
         await turns(bench)
         assert names(bench.store) == {ref}
         is_lost[0] = False

@@ -7,6 +7,7 @@ import io
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from clowder_aimage.node.range_cache import RangeCache
 from clowder_aimage.node.range_source import RANGE, BlobRange, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.peer import BlobSpan
 from tests.node.nodes import LIMITS, all_at_once, noise, push_model
 from tests.proxy import Proxy
 
@@ -60,7 +62,10 @@ class Upstream:
         yield io.BytesIO(data[: self.cut])
 
 
-class NoPeers:
+class NoOwners:
+    def __init__(self, limits):
+        self.peers = SimpleNamespace(limits=limits)
+
     def open_stored(self, *_):
         return None
 
@@ -76,8 +81,8 @@ def upstream():
 
 
 def cached(layout, upstream, **options):
-    peers: Any = NoPeers()
-    return RangeCache(layout, upstream, peers, lambda *_: None, replace(LIMITS, **options))
+    owners: Any = NoOwners(replace(LIMITS, **options))
+    return RangeCache(layout, upstream, owners, lambda *_: None)
 
 
 @pytest.fixture
@@ -93,8 +98,12 @@ def read(found, part):
         return os.pread(found.fileno(), part.length, found.offset)
 
 
+def span_of(digest, number=0):
+    return BlobSpan(REFERENCE, digest, number * RANGE, number * RANGE + 1)
+
+
 def fetch(cache, number, seconds=20):
-    return cache.fetch(REFERENCE, CONTENT.digest, number, seconds)
+    return cache.fetch(span_of(CONTENT.digest, number), seconds)
 
 
 # -- the places
@@ -161,7 +170,7 @@ def test_a_range_of_which_no_byte_comes_fails(cache, upstream, monkeypatch):
 def test_only_some_ranges_are_fetched_at_a_time(cache, upstream):
     upstream.gate.clear()
     digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
-    assert all(cache.fetch(REFERENCE, digest, 0, 0.05) is True for digest in digests)
+    assert all(cache.fetch(span_of(digest), 0.05) is True for digest in digests)
     for _ in range(range_cache.AT_ONCE):
         assert upstream.asked.acquire(timeout=20)
     assert len(upstream.opened) == range_cache.AT_ONCE

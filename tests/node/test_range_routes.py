@@ -93,7 +93,7 @@ def check(answer, number=0):
 
 
 def test_a_node_names_itself_in_the_answer_to_a_ping(node):
-    assert ask(node, path="/v2/")[1]["Aimage-Node"] == node.sharing.node
+    assert ask(node, path="/v2/")[1]["Aimage-Node"] == node.id
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer another"])
@@ -180,9 +180,9 @@ def test_only_if_cached_waits_for_a_range_that_is_coming(node, pushed, proxy):
 def test_a_node_fetches_only_from_repositories_of_its_own_models(tmp_path, pushed, proxy):
     with running(tmp_path, 3) as (one, other, third):
         third.has_repository = False
-        asker = one.sharing.node
+        asker = one.id
         assert ask(third, 0, pushed, asker=asker)[0] == 404
-        status, headers, _ = ask(third, 0, pushed, asker=other.sharing.node)
+        status, headers, _ = ask(third, 0, pushed, asker=other.id)
         assert (status, headers["Aimage-Node"]) == (307, asker), "the first one fetches it"
         assert headers["Location"].startswith(f"http://{one.address}/v2/")
         assert ask(third, 0, pushed, asker=asker)[0] == 404
@@ -208,11 +208,11 @@ def hold(node):
 
 def test_a_busy_node_redirects_to_one_that_got_the_range_from_it(tmp_path):
     with running(tmp_path, 3, limits=ONE_UPLOAD) as (one, other, third):
-        check(ask(one, asker=other.sharing.node))
+        check(ask(one, asker=other.id))
         check(ask(one))  # of an asker that is not known
         slow = hold(one)
-        status, headers, _ = ask(one, asker=third.sharing.node)
-        assert (status, headers["Aimage-Node"]) == (307, other.sharing.node)
+        status, headers, _ = ask(one, asker=third.id)
+        assert (status, headers["Aimage-Node"]) == (307, other.id)
         slow.connection.close()
 
 

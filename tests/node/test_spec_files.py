@@ -23,7 +23,7 @@ from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.node import spec_document, spec_files
 from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs
 from clowder_aimage.node.spec_document import json_lines, read_yaml
-from clowder_aimage.node.spec_files import SpecFiles, SpecWatcher, read_directory
+from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.oci import Digest, Reference
 from tests.conftest import ROOT
 
@@ -498,9 +498,18 @@ def config_map(directory, version, **files):
             (directory / f"{name}.yaml").symlink_to(f"..data/{name}.yaml")
 
 
+class Watcher:
+    def __init__(self, directory):
+        self.directory, self.seen = directory, None
+
+    def changed(self):
+        before, self.seen = self.seen, fingerprint(self.directory)
+        return before != self.seen
+
+
 def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
-    watcher = SpecWatcher(tmp_path)
+    watcher = Watcher(tmp_path)
     assert watcher.changed()
     assert not watcher.changed()
     assert read_directory(tmp_path).files == ("a.yaml", "b.yaml")
@@ -513,7 +522,7 @@ def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
 
 def test_a_key_that_leaves_a_config_map_is_refused_until_its_link_is_gone(tmp_path):
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
-    watcher = SpecWatcher(tmp_path)
+    watcher = Watcher(tmp_path)
     watcher.changed()
     config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v1\n")
     assert watcher.changed()
@@ -566,7 +575,7 @@ def test_files_that_never_rest_are_refused(tmp_path, monkeypatch):
 
 def test_a_half_written_file_is_noticed_again_when_it_is_whole(tmp_path):
     text = "- ref: h.io/a:v1\n  pin: true\n- ref: h.io/b:v1\n  pin: false\n"
-    path, watcher = tmp_path / "a.yaml", SpecWatcher(tmp_path)
+    path, watcher = tmp_path / "a.yaml", Watcher(tmp_path)
     for end in range(len(text) + 1):
         path.write_text(text[:end])
         assert watcher.changed()
@@ -583,7 +592,7 @@ def test_a_file_that_is_replaced_whole_is_noticed_at_the_same_size_and_time(tmp_
     path, beside = tmp_path / "a.yaml", tmp_path / ".a.yaml.new"
     path.write_text("- ref: h.io/a:v1\n")
     os.utime(path, (1, 1))
-    watcher = SpecWatcher(tmp_path)
+    watcher = Watcher(tmp_path)
     watcher.changed()
     beside.write_text("- ref: h.io/a:v2\n")
     os.utime(beside, (1, 1))
@@ -594,7 +603,7 @@ def test_a_file_that_is_replaced_whole_is_noticed_at_the_same_size_and_time(tmp_
 
 
 def test_new_removed_and_renamed_files_are_noticed(tmp_path):
-    watcher = SpecWatcher(tmp_path)
+    watcher = Watcher(tmp_path)
     assert watcher.changed()
     assert not watcher.changed()
     (tmp_path / "a.yaml").write_text("")
@@ -609,7 +618,7 @@ def test_new_removed_and_renamed_files_are_noticed(tmp_path):
 
 def test_a_directory_that_goes_and_comes_back_is_noticed(tmp_path):
     directory = tmp_path / "desired.d"
-    watcher = SpecWatcher(directory)
+    watcher = Watcher(directory)
     assert watcher.changed()  # the first call, of what is not there
     assert not watcher.changed()
     directory.mkdir()
