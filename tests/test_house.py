@@ -27,7 +27,7 @@ BUDGETS = {
     "importer": 2_120,
     "layout": 2_760,
     "model": 3_600,
-    "node": 3_890,
+    "node": 3_600,
     "oci": 650,
     "registry": 2_980,
     "tensor": 1_090,

@@ -59,7 +59,7 @@ class Daemon(Role):
             on_traffic=lambda direction, count: metrics.exchanged.labels(direction).inc(count),
             on_state=self._announce,
         )
-        self.node.spare(self._sharing.cache.clear)
+        self.node.evictor.spare = self._sharing.cache.clear
         if settings.neighbours:
             service.transfers.near = self._sharing.near
 
@@ -125,23 +125,21 @@ class Daemon(Role):
 
     async def _measure(self) -> None:
         """Measure until it is cancelled; log an error once, and go on."""
-        known: set[tuple[object, ...]] = set()
+        metrics, known = self.node.metrics, set[tuple[object, ...]]()
         while True:
             try:
-                await self._look()
+                metrics.ready.set(
+                    not await self._against() and not self._service.engine.is_draining
+                )
+                states = Counter(one["state"] for one in self._sharing.peers.states())
+                for state in ("live", "silent"):
+                    metrics.neighbours.labels(state).set(states[state])
+                self._sharing.registry.leases.turn()
                 known.clear()
             except Exception as error:
-                self.node.metrics.ready.set(0)  # it is unknown
+                metrics.ready.set(0)  # it is unknown
                 kind = (type(error), getattr(error, "errno", None))
                 if kind not in known:
                     _log.exception("cannot measure the node")
                 known.add(kind)
             await asyncio.sleep(EVERY)
-
-    async def _look(self) -> None:
-        metrics = self.node.metrics
-        states = Counter(one["state"] for one in self._sharing.peers.states())
-        for state in ("live", "silent"):
-            metrics.neighbours.labels(state).set(states[state])
-        metrics.ready.set(not await self._against() and not self._service.engine.is_draining)
-        self._sharing.registry.turn()

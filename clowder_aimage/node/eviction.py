@@ -29,8 +29,7 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.node.node_metric import NodeMetrics
-from clowder_aimage.node.pinner import is_own_pin, unpin
-from clowder_aimage.node.spec_store import SpecStore
+from clowder_aimage.node.pinner import SpecStore, is_own_pin, unpin
 from clowder_aimage.oci import Reference
 
 EVERY = 10.0  # seconds between two measurements of the disk
@@ -133,14 +132,14 @@ class Evictor:
         self._is_full = False
         self.spare: Callable[[], object] = lambda: None  # releases what is kept for peers
 
-    def check_disk(self, keep: Callable[[], Iterable[str]]) -> Collection | None:
+    def check_disk(self, keep: Callable[[], Iterable[str]]) -> None:
         """Measure the disk, and evict above the upper watermark. Raises as ``relieve``."""
         if time.monotonic() - self._measured_at < EVERY:
-            return None
-        self._measured_at, done = time.monotonic(), None
+            return
+        self._measured_at = time.monotonic()
         self._measure()
         if excess := self.marks.excess(self._store.root):
-            done = self._relieve(excess, keep(), "high")
+            self._relieve(excess, keep(), "high")
             excess = self.marks.excess(self._store.root)
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
@@ -148,30 +147,25 @@ class Evictor:
             _log.warning("the disk is too full, and nothing may be evicted", extra=facts)
             self._service.news.tell_from_thread("full", bytes=excess)
         self._is_full = excess > 0
-        return done
 
-    def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> Collection | None:
+    def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> None:
         """Evict until ``needed`` bytes are free, no name if that is impossible; log a failure."""
         try:
             excess = max(0, needed - self._store.free())
-            return self._relieve(excess, keep(), "space", is_all=True)
+            self._relieve(excess, keep(), "space", is_all=True)
         except AImageError as error:
             _log.warning("cannot free space", extra={"reason": error.message})
-            return None
 
-    def collect(self, reason: str, grace: float) -> Collection:
+    def collect(self, reason: str, grace: float) -> None:
         """Remove blobs without a reference for ``grace`` seconds. Raises as ``relieve``."""
-        done = Collector(self._store, grace=grace).run()
-        self._note(done, reason)
-        return done
+        self._note(Collector(self._store, grace=grace).run(), reason)
 
     def _relieve(
         self, excess: int, keep: Iterable[str], reason: str, *, is_all: bool = False
-    ) -> Collection:
+    ) -> None:
         self.spare()
         done = relieve(self._store, excess, keep, age=self.marks.age, is_all=is_all)
         self._note(done, reason)
-        return done
 
     def _note(self, done: Collection, reason: str) -> None:
         self._metrics.collections.labels(reason).inc()

@@ -19,7 +19,7 @@ from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.node.model_spec import POLICY_NAMES, ModelSpec
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-UNKNOWN, PRESENT, PULLING, WAITING, FAILED = ("unknown", "present", "pulling", "waiting", "failed")
+UNKNOWN, PRESENT, PULLING, WAITING, FAILED = "unknown", "present", "pulling", "waiting", "failed"
 
 
 @dataclass(frozen=True, slots=True)

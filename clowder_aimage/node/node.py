@@ -25,10 +25,9 @@ from clowder_aimage.node.model_state import Event, ModelStatus
 from clowder_aimage.node.model_transition import crashed, retried, specified, store_changed
 from clowder_aimage.node.node_metric import NodeMetrics
 from clowder_aimage.node.node_settings import NodeSettings
-from clowder_aimage.node.pinner import credentials
+from clowder_aimage.node.pinner import SpecStore, credentials
 from clowder_aimage.node.reconciler import Reconciler
 from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
-from clowder_aimage.node.spec_store import SpecStore
 from clowder_aimage.oci import Reference
 
 TICK = 0.5  # seconds between two turns
@@ -62,8 +61,8 @@ class Node:
         self._seen: object = None  # the fingerprint of the files
         self._models: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._evictor = Evictor(service, settings.marks, self.metrics)
-        relieve = partial(self._evictor.make_room, keep=self._protected)
+        self.evictor = Evictor(service, settings.marks, self.metrics)
+        relieve = partial(self.evictor.make_room, keep=self._protected)
         self._reconciler = Reconciler(service, self._records, relieve, clock=clock, chance=chance)
         self._credentials = credentials(service.connection)
         self._collected = self._followed_at = -math.inf
@@ -100,7 +99,7 @@ class Node:
 
     def disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without figures where it cannot be measured. Blocks."""
-        marks, figures = self._evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
+        marks, figures = self.evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
             found = marks.measure(self._service.store.root)
             used = round(found.part, 4)
@@ -117,10 +116,6 @@ class Node:
             "loaded": self._loaded.isoformat(timespec="seconds") if self._loaded else None,
             "files": len(self.files.files),
         }
-
-    def spare(self, call: Callable[[], object]) -> None:
-        """Set the function that releases what is kept for peers, before anything is evicted."""
-        self._evictor.spare = call
 
     def retry(self, name: str | None = None) -> bool:
         """Try failed and waiting models again now; return whether there is one of that name."""
@@ -262,11 +257,11 @@ class Node:
         is_settled = now - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
-                await self._evictor.prune(names, self._records)
-            await asyncio.to_thread(self._evictor.check_disk, self._protected)
+                await self.evictor.prune(names, self._records)
+            await asyncio.to_thread(self.evictor.check_disk, self._protected)
             if now - self._collected >= (period := self._settings.collect):
                 self._collected = now
-                await asyncio.to_thread(self._evictor.collect, "interval", period)
+                await asyncio.to_thread(self.evictor.collect, "interval", period)
         except AImageError as error:
             _log.warning("nothing was collected", extra={"reason": error.message})
 

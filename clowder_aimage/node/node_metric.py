@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -11,35 +12,31 @@ class NodeMetrics:
     """The metrics of one node, in the registry of its worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"aimage_{name}", text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"aimage_{name}", text, labels, registry=registry)
-
+        gauge = partial(Gauge, namespace="aimage", registry=registry)
+        counter = partial(Counter, namespace="aimage", registry=registry)
         self.ready = gauge("ready", "Whether requests should be sent here.")
         self.wanted = gauge("desired_images", "Models that are to be here.")
         self.missing = gauge("desired_missing", "Wanted models that are not here in full.")
         self.drifted = gauge("desired_drifted", "Wanted models whose tag means something newer.")
-        self.failed = gauge("desired_failed", "Wanted models that cannot be had.", "code")
+        self.failed = gauge("desired_failed", "Wanted models that cannot be had.", ["code"])
         self.config = gauge(
             "config_last_reload_successful", "Whether the desired state could be read last time."
         )
         self.config_at = gauge(
             "config_last_reload_success_timestamp_seconds", "When it could be read last."
         )
-        self.bytes = gauge("store_bytes", "Bytes in the store.", "kind")
+        self.bytes = gauge("store_bytes", "Bytes in the store.", ["kind"])
         self.free = gauge("store_free_bytes", "Bytes free where the store is.")
         self.size = gauge("store_size_bytes", "Bytes of the file system that the store is on.")
         self.excess = gauge(
             "store_excess_bytes", "Bytes that should go, as the disk is too full, and may not."
         )
         self.images = gauge("store_images", "Names in the store.")
-        self.collections = counter("gc_runs", "Collections.", "reason")
+        self.collections = counter("gc_runs", "Collections.", ["reason"])
         self.reclaimed = counter("gc_reclaimed_bytes", "Bytes that collections have freed.")
-        self.neighbours = gauge("neighbours", "Other nodes.", "state")
+        self.neighbours = gauge("neighbours", "Other nodes.", ["state"])
         self.exchanged = counter(
-            "neighbour_bytes", "Bytes that went to neighbours, or came from them.", "direction"
+            "neighbour_bytes", "Bytes that went to neighbours, or came from them.", ["direction"]
         )
         self._failed_codes: set[str] = set()
         for state in ("live", "silent"):

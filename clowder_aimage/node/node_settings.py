@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,22 +15,18 @@ from clowder_aimage.node.eviction import AGE, Watermarks
 DEFAULT_ADDRESS = "127.0.0.1:8050"
 
 
-def _upper(value: float) -> float:
-    if not 0 < value <= 100:
-        raise ValueError("more than 0 per cent of the disk, and at most 100")
-    return value
+def _check(is_valid: Callable[[float], bool], message: str) -> AfterValidator:
+    def check(value: float) -> float:
+        if not is_valid(value):
+            raise ValueError(message)
+        return value
+
+    return AfterValidator(check)
 
 
-def _lower(value: float) -> float:
-    if not 0 <= value <= 100:
-        raise ValueError("between 0 and 100 per cent of the disk")
-    return value
-
-
-def _period(value: float) -> float:
-    if value < 1.0:
-        raise ValueError("at least 1 second")
-    return value
+_HIGH = _check(lambda part: 0 < part <= 100, "more than 0 per cent of the disk, and at most 100")
+_LOW = _check(lambda part: 0 <= part <= 100, "between 0 and 100 per cent of the disk")
+_PERIOD = _check(lambda seconds: seconds >= 1.0, "at least 1 second")
 
 
 class NodeSettings(ServerSettings):
@@ -47,10 +44,10 @@ class NodeSettings(ServerSettings):
 
     desired: Path | None = None
     prune: bool = False
-    high: Annotated[float, AfterValidator(_upper)] = 85.0
-    low: Annotated[float, AfterValidator(_lower)] = 80.0
+    high: Annotated[float, _HIGH] = 85.0
+    low: Annotated[float, _LOW] = 80.0
     min_age: Annotated[float, BeforeValidator(duration)] = AGE
-    collect: Annotated[float, BeforeValidator(duration), AfterValidator(_period)] = 600.0
+    collect: Annotated[float, BeforeValidator(duration), _PERIOD] = 600.0
     neighbours: Words = ()
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ class PeerSharing:
         self.peers.close()
         self._upstream.close()
         self.cache.close()
-        self.registry.close()
+        self.registry.leases.close()
 
     def near(
         self, reference: Reference, on_bytes: OnBytes = lambda *_: None

@@ -158,15 +158,8 @@ class Peers:
         """Return the nodes that may be asked now, by their ids."""
         now = self._clock()
         with self._lock:
-            return {one.id: one for one in self._known.values() if one.id and self._may(one, now)}
-
-    def is_usable(self, one: Peer) -> bool:
-        """Return True if a node may still be asked."""
-        with self._lock:
-            return self._may(one, self._clock())
-
-    def _may(self, one: Peer, now: float) -> bool:
-        return one.is_alive and one.retry_at <= now and one.id not in (None, self._node)
+            usable = [one for one in self._known.values() if one.is_alive and one.retry_at <= now]
+        return {one.id: one for one in usable if one.id and one.id != self._node}
 
     def states(self) -> list[dict[str, Any]]:
         """Return ``url``, ``id``, ``state`` and ``reason`` of all other nodes."""

@@ -1,31 +1,115 @@
-"""Presence of models in the store, their pins and leases, and the limit on registry requests."""
+"""Records of the desired state that outlive the node's process, presence of models, and their pins.
+
+The records are small files in the store: for each name, the directories whose files ever listed it
+(only such a name is pruned); for each directory, its specs when the files were last valid. Nodes
+that share a store share these records.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import BY_NODE
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError
-from clowder_aimage.http.background import aside
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, check_blobs, check_completeness
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.lock import PRIVATE
+from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.node.model_spec import ModelSpec
+from clowder_aimage.node.model_spec import ModelSpec, parse_specs
 from clowder_aimage.node.model_state import ModelStatus
-from clowder_aimage.node.spec_store import SpecStore
-from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pull import resolve_changed
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions
 
-MAX_EACH, MAX_ALL = 8, 32  # questions at a time: to one registry, and to all of them
+_KIND = "wanted"
+_EVER, _LAST = "ever ", "last "  # no name has a space in it
 _log = logging.getLogger("aimage.node")
+
+
+class SpecStore:
+    """The records in the store at ``root``, for a node that reads the files of ``directory``.
+
+    Methods that write raise StoreError or NoSpaceError, methods that read StoreError.
+    """
+
+    def __init__(self, root: Path, directory: Path | None = None) -> None:
+        self._root = root
+        self.owner = "nobody"
+        if directory is not None:
+            self.owner = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:32]
+        self._prefix = f"{_EVER}{self.owner} "  # of the keys of this directory's names
+        self._records = MetadataFiles(root, _KIND)
+
+    def put_last(self, directory: Path, specs: Iterable[ModelSpec]) -> None:
+        """Record the specs of a directory whose files are valid, durably."""
+        key = f"{_LAST}{directory.absolute()}"
+        value = {"wants": [spec.to_json() for spec in specs]}
+        known = self._records.get(key)
+        if known is None or known.get("wants") != value["wants"]:
+            self._records.put(key, value, durable=True)
+
+    def last(self, directory: Path) -> tuple[ModelSpec, ...] | None:
+        """Return the last valid specs of a directory; None where there is no readable record."""
+        try:
+            known = self._records.get(f"{_LAST}{directory.absolute()}")
+            return None if known is None else parse_specs(known.get("wants"), str(directory))
+        except AImageError:
+            return None
+
+    def stamp(self) -> int:
+        """Return a number that changes when any record may have changed."""
+        try:
+            return (self._root / PRIVATE / _KIND).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def remember(self, name: str, stored: str = "") -> None:
+        """Record durably that the files list ``name``.
+
+        ``stored`` is its name in the store where that differs: a name with an index's digest is
+        stored with the digest of the chosen manifest.
+        """
+        key = self._prefix + name
+        known = self._records.get(key)
+        fact = {"stored": stored} if stored else {}
+        if known is None or (stored and known.get("stored") != stored):
+            self._records.put(key, fact, durable=True)
+
+    def stored(self, name: str) -> str:
+        """Return the name in the store where it is recorded as another; else an empty text."""
+        return str((self._records.get(self._prefix + name) or {}).get("stored", ""))
+
+    def ours(self) -> dict[str, str]:
+        """Return the names that this directory ever listed, with their names in the store."""
+        return {name: stored for owner, name, stored in self._ever() if owner == self.owner}
+
+    def others(self) -> dict[str, str]:
+        """Return the names that the directories of other nodes ever listed, as ``ours``."""
+        return {name: stored for owner, name, stored in self._ever() if owner != self.owner}
+
+    def forget(self, name: str) -> None:
+        """Remove the record that this directory ever listed ``name``."""
+        self._records.remove(self._prefix + name)
+
+    def is_damaged(self) -> bool:
+        """Return whether a record cannot be parsed: another node may list any name then."""
+        directory = self._root / PRIVATE / _KIND
+        lost = (name for name in self._records.names() if self._records.read(name) is None)
+        return any(os.path.lexists(directory / name) for name in lost)
+
+    def _ever(self) -> Iterator[tuple[str, str, str]]:
+        for key, value in self._records.items():
+            if key.startswith(_EVER):
+                owner, _, name = key.removeprefix(_EVER).partition(" ")
+                yield owner, name, str(value.get("stored", name))
 
 
 def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Completeness:
@@ -125,50 +209,6 @@ def unpin(store: ImageLayout, name: str, owner: str) -> None:
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
     """Return whether the node of ``owner`` set a pin."""
     return pin.get("by") == BY_NODE and pin.get("owner") == owner
-
-
-class CrowdedError(Exception):
-    """The registry has too many questions under way: ask later."""
-
-
-class RegistryLimiter:
-    """Asks registries what tags mean, a limited number of questions at a time.
-
-    A registry that does not answer occupies a few threads, never one for each tag, and none of
-    another registry's.
-    """
-
-    def __init__(self, connection: ClientOptions) -> None:
-        self._connection = connection
-        self._each: dict[str | None, asyncio.Semaphore] = {}
-        self._all = asyncio.Semaphore(MAX_ALL)
-
-    async def ask(
-        self, reference: Reference, known: Digest | None, timeout: float | None = None
-    ) -> tuple[Descriptor, Descriptor] | None:
-        """Resolve as ``resolve_changed``. Raises CrowdedError after ``timeout`` seconds in line."""
-        each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
-
-        async def resolve() -> tuple[Descriptor, Descriptor] | None:
-            try:
-                return await aside(lambda: resolve_changed(reference, self._connection, known))
-            finally:
-                self._all.release()
-                each.release()
-
-        try:
-            async with asyncio.timeout(timeout):
-                await each.acquire()  # first: a silent registry must not occupy the places of all
-                try:
-                    await self._all.acquire()
-                except BaseException:
-                    each.release()
-                    raise
-        except TimeoutError:
-            raise CrowdedError from None
-        question = asyncio.ensure_future(resolve())
-        question.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(question)  # its thread goes on if the caller is cancelled
 
 
 def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:

@@ -89,12 +89,6 @@ class RangeCache:
         """Remove what is kept for peers."""
         self._drop(lambda _: True)
 
-    @property
-    def kept(self) -> int:
-        """The bytes that are kept for peers."""
-        with self._lock:
-            return sum(part.length for part in self._files)
-
     def forget(self, digest: Digest) -> None:
         """Remove what came for a blob: it is wrong."""
         with self._lock:

@@ -56,28 +56,20 @@ class ReadOnlyRegistry:
 
     ``?ns=HOST`` names the registry that is meant, as containerd tells a mirror ("Registry
     Configuration", hosts.toml). Other nodes get ``ranges`` of blobs, too; ``node`` is the id of
-    this one. Content that a client was told of stays for a while.
+    this one. ``leases`` keep the content that a client was told of for a while.
     """
 
     def __init__(self, store: ImageLayout, node: str, ranges: RangeRoutes) -> None:
         self._store, self._node, self._ranges = store, node, ranges
-        self._kept = ServedLeases(store, time.monotonic)
+        self.leases = ServedLeases(store, time.monotonic)
         self._handlers = functools.lru_cache(MAX_REGISTRIES)(self._new_handlers)
 
     def routes(self) -> list[Route]:
         return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
 
-    def turn(self) -> None:
-        """Release what was kept for long; to be called now and then."""
-        self._kept.turn()
-
-    def close(self) -> None:
-        """Release everything."""
-        self._kept.close()
-
     def _new_handlers(self, host: str) -> dict[str, Handler]:
         """Return the handlers for the names of one registry; of no registry if it is empty."""
-        return {one.path: one.handler for one in reading_routes(self._store, self._kept, host)}
+        return {one.path: one.handler for one in reading_routes(self._store, self.leases, host)}
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -130,12 +122,8 @@ class RangeRequest:
         return cls(BlobSpan(reference, digest, start, end), asker, is_stored)
 
     @property
-    def number(self) -> int:
-        return self.span.start // RANGE
-
-    @property
     def key(self) -> tuple[Digest, int]:
-        return self.span.digest, self.number
+        return self.span.digest, self.span.start // RANGE
 
 
 class RangeRoutes:
@@ -196,7 +184,7 @@ class RangeRoutes:
         size = self._cache.size(wanted.span.digest)
         if size is None or wanted.span.end > size:
             return None
-        return BlobRange(wanted.span.digest, size, wanted.number)
+        return BlobRange(wanted.span.digest, size, wanted.span.start // RANGE)
 
     def _has(self, wanted: RangeRequest) -> bool:
         part = self._part(wanted)

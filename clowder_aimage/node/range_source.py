@@ -134,7 +134,7 @@ class RangeOwners:
         """
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
-        while self.peers.is_usable(owner):
+        while owner in self.peers.usable().values():
             found = self._open(owner, span, is_stored=is_stored)
             if not isinstance(found, PeerRefusal):
                 return found

@@ -17,6 +17,7 @@ from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.engine.backoff import TIME, again
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
+from clowder_aimage.http.background import aside
 from clowder_aimage.layout.completeness import CompletenessCache
 from clowder_aimage.node import model_transition as after
 from clowder_aimage.node.model_state import (
@@ -30,21 +31,64 @@ from clowder_aimage.node.model_state import (
     Work,
 )
 from clowder_aimage.node.model_transition import CRASHED, LOOK, Failure
-from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
-from clowder_aimage.node.spec_store import SpecStore
-from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.pull import stored_name
+from clowder_aimage.node.pinner import Pinner, SpecStore, check_model
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.pull import resolve_changed, stored_name
+from clowder_aimage.registry import ClientOptions
 
+MAX_EACH, MAX_ALL = 8, 32  # questions at a time: to one registry, and to all of them
 _log = logging.getLogger("aimage.node")
+
+
+class CrowdedError(Exception):
+    """The registry has too many questions under way: ask later."""
+
+
+class RegistryLimiter:
+    """Asks registries what tags mean, a limited number of questions at a time.
+
+    A registry that does not answer occupies a few threads, never one for each tag, and none of
+    another registry's.
+    """
+
+    def __init__(self, connection: ClientOptions) -> None:
+        self._connection = connection
+        self._each: dict[str | None, asyncio.Semaphore] = {}
+        self._all = asyncio.Semaphore(MAX_ALL)
+
+    async def ask(
+        self, reference: Reference, known: Digest | None, timeout: float | None = None
+    ) -> tuple[Descriptor, Descriptor] | None:
+        """Resolve as ``resolve_changed``. Raises CrowdedError after ``timeout`` seconds in line."""
+        each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
+
+        async def resolve() -> tuple[Descriptor, Descriptor] | None:
+            try:
+                return await aside(lambda: resolve_changed(reference, self._connection, known))
+            finally:
+                self._all.release()
+                each.release()
+
+        try:
+            async with asyncio.timeout(timeout):
+                await each.acquire()  # first: a silent registry must not occupy the places of all
+                try:
+                    await self._all.acquire()
+                except BaseException:
+                    each.release()
+                    raise
+        except TimeoutError:
+            raise CrowdedError from None
+        question = asyncio.ensure_future(resolve())
+        question.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(question)  # its thread goes on if the caller is cancelled
 
 
 class Reconciler:
     """Reconciles one model at a time with its spec.
 
-    Args:
-        clock: Monotonic, so that a wall clock that jumps changes nothing.
-        chance: Returns a random number in [0, 1).
-        relieve: Evicts other models until so many bytes are free; blocks.
+    ``relieve(count)`` evicts other models until so many bytes are free; it blocks. ``clock`` is
+    monotonic; ``chance`` returns a random number in [0, 1).
     """
 
     def __init__(

@@ -47,8 +47,6 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         return None if root is None else _value(root, (), lines), lines
     except yaml.YAMLError as error:
         line, message = _syntax_error(error, text)
-    except _RefusedError as error:
-        line, message = error.args
     raise FormatError(f"{position(file, line)}: {message}", hint=HINT)
 
 
@@ -63,10 +61,6 @@ def json_lines(text: str) -> Lines:
 def position(file: str, line: int) -> str:
     """Return a file and a line for messages; the file alone for line 0."""
     return f"{file}, line {line}" if line else file
-
-
-class _RefusedError(Exception):
-    """A line, and why what is there is not accepted."""
 
 
 def _check(text: str) -> None:
@@ -129,5 +123,5 @@ def _syntax_error(error: Any, text: str) -> tuple[int, str]:
     return line, f"a character that YAML forbids: {forbidden[0]!a}"
 
 
-def _refused(message: str, part: Any) -> _RefusedError:
-    return _RefusedError(part.start_mark.line + 1, message)
+def _refused(message: str, part: Any) -> Exception:
+    return yaml.MarkedYAMLError(problem=message, problem_mark=part.start_mark)  # type: ignore[no-any-return]

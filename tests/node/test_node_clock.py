@@ -45,7 +45,7 @@ class Bench:
             chance=lambda: 0.999,
         )
         if marks is not None:
-            self.node._evictor.marks = marks
+            self.node.evictor.marks = marks
         self.want(*self.wants)
 
     def want(self, *wants):

@@ -158,7 +158,7 @@ def test_above_the_upper_mark_unwanted_names_go_and_the_others_stay(tmp_path, sh
             first, second, third = (put(store, f"n{at}", 15 * MIB, at) for at in (2, 3, 4))
             store.pins.put(index_name(pinned), {}, durable=True)
             with ImageLayout(store.root).lease(store.resolve(held).digest):
-                bench.node._evictor._measured_at = -1e9
+                bench.node.evictor._measured_at = -1e9
                 await bench.turn(1.0)
             left = {index_name(each) for each in (pinned, held, third)} | {ref}
             assert names(store) == left

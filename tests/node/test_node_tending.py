@@ -19,8 +19,8 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.model_state import ModelStatus
 from clowder_aimage.node.model_transition import specified, store_read
-from clowder_aimage.node.pinner import CrowdedError, Pinner, RegistryLimiter, check_model
-from clowder_aimage.node.spec_store import SpecStore
+from clowder_aimage.node.pinner import Pinner, SpecStore, check_model
+from clowder_aimage.node.reconciler import CrowdedError, RegistryLimiter
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import ClientOptions
@@ -238,7 +238,7 @@ def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_p
 @played
 async def test_a_model_whose_question_waits_is_looked_at_meanwhile(tmp_path, shop, monkeypatch):
     ref = shop.publish("a")
-    monkeypatch.setattr("clowder_aimage.node.pinner.MAX_ALL", 1)
+    monkeypatch.setattr("clowder_aimage.node.reconciler.MAX_ALL", 1)
     monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)
     bench = Bench(tmp_path, want(ref, refresh=5.0))
     await bench.turn()

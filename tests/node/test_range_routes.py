@@ -144,7 +144,7 @@ def test_a_missing_range_comes_from_the_registry_once(node, pushed, proxy):
         check(answer, 1)
     check(ask(node, 1, pushed), 1)
     assert proxy.sent() == RANGE
-    assert node.bytes["registry"] == RANGE and node.sharing.cache.kept == RANGE
+    assert node.bytes["registry"] == RANGE and len(node.sharing.cache._files) == 1
 
 
 def test_a_missing_range_comes_from_another_node_rather_than_from_the_registry(

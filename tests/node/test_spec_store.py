@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from clowder_aimage.errors import StoreError
 from clowder_aimage.node.model_spec import parse_specs
-from clowder_aimage.node.spec_store import SpecStore
+from clowder_aimage.node.pinner import SpecStore
 
 DIGEST = "sha256:" + "ab" * 32
 
