@@ -1,5 +1,4 @@
 """Models that are no diffusers pipeline: one module for each format, and ``detect``.
 
-Each has ``take(path)``, which reads headers and never weights: what becomes a layer, and what the
-config says of it.
+Each has ``take(path)``, which reads headers and never weights, and returns the inventory.
 """

@@ -27,14 +27,13 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", 
 _SHOWN = 5  # names in a message
 
 # enum llama_ftype, general.file_type: what most tensors are, without ALL_ and MOSTLY_
-_OLD = "F32 F16 Q4_0 Q4_1 Q4_1_SOME_F16 Q4_2 Q4_3 Q8_0 Q5_0 Q5_1"
-_K = "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K"
-_IQ = (
+_FILES = (
+    "F32 F16 Q4_0 Q4_1 Q4_1_SOME_F16 Q4_2 Q4_3 Q8_0 Q5_0 Q5_1 "
+    "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K "
     "IQ2_XXS IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M "
-    "BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8"
+    "BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
 )
-_NEW = "TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
-FILES = dict(enumerate(f"{_OLD} {_K} {_IQ} {_NEW}".split()))
+FILES = dict(enumerate(_FILES.split()))
 GUESSED = 1024  # a flag: the writer guessed the type; alone it has no meaning
 
 

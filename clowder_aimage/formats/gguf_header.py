@@ -83,7 +83,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """``metadata`` has the scalars, and the short strings, that say what the model is."""
+    """``metadata`` has the scalars, and the short strings, that describe the model."""
 
     version: int
     metadata: Mapping[str, Any]
@@ -189,7 +189,7 @@ def _version(cursor: _Cursor) -> int:
     if magic not in (MAGIC, BIG_ENDIAN):
         raise FormatError(f"a GGUF file begins with GGUF, this one with {magic!r}", hint=OTHER)
     version: int = cursor.number(_U32, "the version")
-    # until big-endian files had a magic of their own, their version alone told
+    # older big-endian files have the same magic, and the version in the other order
     if magic == BIG_ENDIAN or not version & 0xFFFF:
         raise FormatError(
             "this GGUF file is big-endian, and only little-endian ones are packed",

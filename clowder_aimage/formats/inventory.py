@@ -1,4 +1,4 @@
-"""Inventory of a model: its files, its weights, and what its format says of it."""
+"""Inventory of a model: its files, its weights, and facts that its format states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inventory:
     """All that a plan is made from.
 
     ``family`` and ``pipeline`` are empty for what is not a diffusers directory; ``facts`` are
-    properties of the AImage config (schemas/aimage-config.schema.json) that its format tells.
+    properties of the AImage config (schemas/aimage-config.schema.json) that its format states.
     """
 
     family: str
@@ -55,7 +55,7 @@ class Inventory:
 
 
 def printable(value: object) -> str | None:
-    """Return a text that a file says of itself, if it is fit to be shown: short, and printable."""
+    """Return a text of a file about itself, if it is fit to be shown: short, and printable."""
     if not isinstance(value, str):
         return None
     word = value.strip()

@@ -1,4 +1,4 @@
-"""LoRA adapters: a safetensors file, or PEFT's directory of one; what they say of themselves.
+"""LoRA adapters: a safetensors file, or PEFT's directory of one; and the facts in them.
 
 Low-rank pairs are called ``x.lora_A.weight`` and ``x.lora_B.weight`` (PEFT, ComfyUI),
 ``x.lora_down.weight`` and ``x.lora_up.weight`` (diffusers, kohya) or ``x.lora.down.weight``. Rank

@@ -1,4 +1,4 @@
-"""Files of a model: which of them may be read, and what they say in JSON or in front matter."""
+"""Files of a model: which of them may be read, their JSON, and the licence in a card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_FILES = 8000  # of a model: more layers do not fit into a manifest
 _START = 64  # bytes that tell what a file is
 _MAX_JSON = 256 * 1024 * 1024  # bytes
 _MAX_CARD = 1024 * 1024  # bytes of a card that are read
-_MAX_BARE_CARD = 4096  # bytes of a card that says the licence alone
+_MAX_BARE_CARD = 4096  # bytes of a card that has the licence alone
 _LFS_POINTER = b"version https://git-lfs"
 _LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
 _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
@@ -271,7 +271,7 @@ def read_license(root: Path) -> str | None:
 
 
 def card(license_: object) -> bytes | None:
-    """Return a card that says this licence; None for a value that a card cannot say."""
+    """Return a card with this licence alone; None for a value that a card cannot state."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None
     made = f"---\nlicense: {license_}\n---\n".encode()
@@ -279,7 +279,7 @@ def card(license_: object) -> bytes | None:
 
 
 def is_bare(path: Path) -> bool:
-    """Return whether a file is a card that says nothing but the licence."""
+    """Return whether a file is a card with the licence alone."""
     if path.name != CARD or path.stat().st_size > _MAX_BARE_CARD:
         return False
     return _BARE_CARD.fullmatch(path.read_bytes()) is not None

@@ -2,16 +2,15 @@
 
 MLX writes ``x.scales`` and ``x.biases`` beside ``x.weight``; ModelOpt (nvfp4) ``x.weight_scale``
 and the factor ``x.weight_scale_2``; compressed-tensors (nvfp4) ``x.weight_packed``,
-``x.weight_scale`` and the divisor ``x.weight_global_scale``. Each becomes one weight, ``x.weight``.
-Codes and scales are the same bytes in all of them; the global scale is converted to the factor
-that a value is multiplied by. Scales of activations (``x.input_scale``) are for kernels that
-quantize activations, too: they are left out, and counted. Read from: MLX-LM's ``save_config``,
-ModelOpt's "unified checkpoint", compressed-tensors' ``nvfp4-pack-quantized``.
+``x.weight_scale`` and the divisor ``x.weight_global_scale``. Each becomes one weight, ``x.weight``,
+with codes and scales as they are and the global scale as a factor. Scales of activations
+(``x.input_scale``) are left out, and counted. Read from: MLX-LM's ``save_config``, ModelOpt's
+"unified checkpoint", compressed-tensors' ``nvfp4-pack-quantized``.
 
-What is not converted must not be packed: nothing could read it, and codes would pass for values.
-Its makers are told by their names: GPTQ and AWQ (``qweight``), bitsandbytes (``quant_state``,
-``SCB``), transformers (fp8 and mxfp4), compressed-tensors, MLX, quanto (``_data``), HQQ (``W_q``),
-AQLM (``codebooks``), torchao (``_qdata``), ComfyUI's scaled fp8 (``scale_weight``).
+Other forms are refused: nothing could read them, and codes would pass for values. They are GPTQ
+and AWQ (``qweight``), bitsandbytes (``quant_state``, ``SCB``), transformers (fp8 and mxfp4), other
+compressed-tensors and MLX, quanto (``_data``), HQQ (``W_q``), AQLM (``codebooks``), torchao
+(``_qdata``), ComfyUI's scaled fp8 (``scale_weight``).
 """
 
 from __future__ import annotations
@@ -25,16 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.tensor import QUANT_TYPES, Quantization
+from clowder_aimage.tensor import QUANT_TYPES, Quantization, quantization_config
 from clowder_aimage.tensor.quantization import CONVERTED
-from clowder_aimage.tensor.quantization_config import (
-    KEYS,
-    METHOD,
-    group_size,
-    mlx_entry,
-    mlx_type,
-    unknown_key,
-)
 from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, INPUTS, SCALE, WEIGHT
 from clowder_aimage.tensor.weight import (
     FLOATS,
@@ -116,26 +107,25 @@ def _mlx(
 ) -> Weight:
     scales, biases = named[f"{stem}.scales"], named.get(f"{stem}.biases")
     quantization = _configured(codes, scales, stem, config)
-    parts = [TensorPart(SCALE, scales.dtype, scales.shape, scales)]
-    if biases is not None:
-        parts.append(TensorPart(BIAS, biases.dtype, biases.shape, biases))
+    found = {"": codes, SCALE: scales, **({BIAS: biases} if biases else {})}
     if quantization.type.has_bias != (biases is not None):
         raise _unfit(codes, quantization)
-    return _weight(codes.name, quantization, codes, codes.shape, parts)
+    parts = [TensorPart(part, own.dtype, own.shape, own) for part, own in found.items()]
+    return _weight(codes.name, quantization, parts)
 
 
 def _configured(
     codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Quantization:
-    entry = mlx_entry(config, stem)
-    is_table = any(entry is config.get(key) for key in KEYS)
+    entry = quantization_config.mlx_entry(config, stem)
+    is_table = any(entry is config.get(key) for key in quantization_config.KEYS)
     if entry is None or "bits" not in entry or (is_table and "group_size" not in entry):
         raise FormatError(
             f"{codes.path}: {codes.name[:200]} is quantized, and the config.json beside it does "
             "not say how",
             hint='MLX writes "quantization": {"group_size": 64, "bits": 4} there',
         )
-    name, size = mlx_type(entry)
+    name, size = quantization_config.mlx_type(entry)
     if name is None:
         bits, mode = entry["bits"], entry.get("mode", "affine")
         raise FormatError(
@@ -144,7 +134,7 @@ def _configured(
             hint=f"known are {', '.join(QUANT_TYPES)}",
         )
     if "group_size" not in entry:
-        size = group_size(name, codes.shape, scales.shape)
+        size = quantization_config.group_size(name, codes.shape, scales.shape)
     try:
         return Quantization.parse(name, -1 if size is None else size)
     except FormatError as error:
@@ -175,22 +165,17 @@ def _nvfp4(
         raise _unfit(codes, _NVFP4)
     words = (*codes.shape[:-1], codes.shape[-1] // 4)
     parts = [
+        TensorPart("", CODES, words, codes),
         TensorPart(SCALE, "U8", scale.shape, scale),
         TensorPart(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
     ]
-    return _weight(name, _NVFP4, codes, words, parts)
+    return _weight(name, _NVFP4, parts)
 
 
-def _weight(
-    name: str,
-    quantization: Quantization,
-    codes: SourceTensor,
-    words: tuple[int, ...],
-    parts: list[TensorPart],
-) -> Weight:
-    whole = (TensorPart("", CODES, words, codes), *parts)
+def _weight(name: str, quantization: Quantization, parts: list[TensorPart]) -> Weight:
+    words = parts[0].shape
     shape = quantization.shape(words) if words else ()
-    return Weight(name, quantization.type.name, shape, whole, quantization)
+    return Weight(name, quantization.type.name, shape, tuple(parts), quantization)
 
 
 def factors(part: TensorPart, data: bytes | bytearray) -> bytes:
@@ -242,18 +227,17 @@ def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
 
 def _unknown(codes: SourceTensor) -> FormatError:
     return FormatError(
-        f"{codes.path}: {codes.name[:200]} is quantized in a way that is not known",
-        hint=_KNOWN,
+        f"{codes.path}: {codes.name[:200]} is quantized in a way that is not known", hint=_KNOWN
     )
 
 
 def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
     """Refuse a config.json with a quantization that cannot be run. Raises FormatError."""
-    key = unknown_key(config)
+    key = quantization_config.unknown_key(config)
     if key is None:
         return
     said = config[key]
-    method = said.get(METHOD) if isinstance(said, Mapping) else None
+    method = said.get(quantization_config.METHOD) if isinstance(said, Mapping) else None
     if method in CONVERTED:
         # rotations would have to be undone while the model runs
         what = "were transformed before they were quantized, which is not known"
@@ -271,11 +255,8 @@ def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
     scaled = {owner.removesuffix(WEIGHT) for owner, _, word in factors if "scale" in word.lower()}
     for name, tensor in rest.items():
         if _is_left(name, tensor, rest, scaled):
-            raise FormatError(
-                f"{tensor.path}: {name[:200]} is of a tensor that is quantized in a way that is "
-                "not known",
-                hint=_BEGIN,
-            )
+            unknown = "is of a tensor that is quantized in a way that is not known"
+            raise FormatError(f"{tensor.path}: {name[:200]} {unknown}", hint=_BEGIN)
 
 
 def _is_left(

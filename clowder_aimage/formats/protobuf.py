@@ -1,7 +1,6 @@
 """The wire format of protocol buffers, walked without loading what is walked over.
 
-Format: protobuf.dev, "Encoding". Groups, which nobody writes, are refused, and more fields than a
-file of any use has.
+Format: protobuf.dev, "Encoding". Groups, which are not in use, are refused.
 """
 
 from __future__ import annotations

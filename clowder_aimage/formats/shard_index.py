@@ -76,12 +76,10 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     if total != len(there):
         raise ModelError(f"two shards of {index} have the same tensor", hint=MODEL_AGAIN)
     for name in sorted(weight_map.keys() | there.keys()):
-        if name not in there or weight_map.get(name) != there[name]:
-            said = weight_map.get(name, "no shard")
+        said, own = weight_map.get(name, "no shard"), there.get(name, "no shard")
+        if said != own:
             raise ModelError(
-                f"{index} places tensor {name[:200]} in {said}, "
-                f"it is in {there.get(name, 'no shard')}",
-                hint=MODEL_AGAIN,
+                f"{index} places tensor {name[:200]} in {said}, it is in {own}", hint=MODEL_AGAIN
             )
 
 

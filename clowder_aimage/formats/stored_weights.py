@@ -9,18 +9,9 @@ from pathlib import Path
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
-from clowder_aimage.tensor import (
-    BlobTensor,
-    Header,
-    Quantization,
-    check_layer,
-    find_group,
-    find_tensor,
-    read_header,
-    read_tensors,
-)
+from clowder_aimage.tensor import Header, Quantization, read_header, tensor_blob
 from clowder_aimage.tensor.quantization_config import Said, complete, group_size, own_layers
-from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE
+from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
 from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
 
 _EXPERTS = ("experts", "shared_experts")
@@ -31,11 +22,11 @@ def read_stored(
 ) -> list[StoredLayer]:
     """Return the layers of an AImage; of tensors, the headers are read.
 
-    ``stated`` is asked about codes that do not say themselves how they are quantized.
+    ``stated`` is called for codes whose blob does not state how they are quantized.
 
     Raises:
         NotFoundError: a blob is not in the store.
-        FormatError: a blob is not what its layer says.
+        FormatError: a blob is not as its layer describes it.
     """
     layers = [
         _read(store, layer, stated) if layer.is_tensor else StoredLayer(layer, ())
@@ -65,7 +56,7 @@ def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
     try:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
-        tensors = read_tensors(complete(header, said))
+        tensors = tensor_blob.read_tensors(complete(header, said))
         group = _group(tensors, own, layer)
     except FormatError as error:
         raise name_layer(layer, error) from None
@@ -87,14 +78,14 @@ def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[st
     Stacked experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
     """
     try:
-        return {own: find_tensor(tensors, own, layer.component)}
+        return {own: tensor_blob.find_tensor(tensors, own, layer.component)}
     except FormatError:
         names = [key.removeprefix(f"{layer.component}/") for key in tensors]
         is_stacked = own.rpartition(".")[2] in _EXPERTS
         promises_one = layer.dtype is not None or layer.shape is not None
         if promises_one or not (is_stacked or all(name.startswith(f"{own}.") for name in names)):
             raise
-        return find_group(tensors, own, layer.component)
+        return tensor_blob.find_group(tensors, own, layer.component)
 
 
 def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
@@ -107,7 +98,7 @@ def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight
 
 
 Stated = Callable[[str, str], Said]
-"""(component, tensor) to the name of its quantization and its group size, as configs say them."""
+"""(component, tensor) to the name of its quantization and its group size, as configs state them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
     Codes without any statement of their quantization stay U32 values.
 
     Raises:
-        FormatError: the layers do not fit what is said of them.
+        FormatError: the layers do not fit what is stated of them.
     """
     named = {stored.layer.name: stored for stored in layers}
     joined, taken = {}, set[str]()
@@ -145,7 +136,7 @@ def _check(stored: StoredLayer) -> None:
     layer = stored.layer
     for weight in stored.weights if not stored.is_group else ():
         tensor = BlobTensor(weight.name, weight.dtype, weight.shape, weight.quantization, {})
-        check_layer(tensor, layer.name, layer.dtype, layer.shape)
+        tensor_blob.check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
 
 def _parts(

@@ -1,9 +1,8 @@
 """A plan carried out: every source is read once, and hashed while it is written.
 
 A blob that fits into a thread's buffer is hashed there, and pushed if it is new. A larger one is
-written as it comes, since only its last byte tells whether the store has it already; where the
-store had a blob of that very size before, it is hashed first, for then it is likely to be that one.
-What is quantized is never made twice: it is always written as it comes.
+written as it comes; where the store had a blob of that very size before, it is hashed first, for
+then it is likely to be that one. What is quantized is never made twice: it is written as it comes.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class _Writer:
             self._quantizer = stack.enter_context(Quantizer())
         self._sizes: frozenset[int] = frozenset()
         if isinstance(store, ImageLayout) and any(one.size > self._size for one in plan.layers):
-            remove_partials(store.root, 0.0, dry_run=False)  # of killed ones: nobody finds them
+            remove_partials(store.root, 0.0, dry_run=False)  # of killed processes
             self._sizes = _sizes(store, plan.algorithm)
 
     def write(self, planned: PlannedLayer) -> WrittenLayers:
@@ -108,12 +107,12 @@ class _Writer:
         if planned.size <= self._size and not planned.compression:
             return self._push(planned)
         likely = planned.size in self._sizes and not planned.is_quantizing
-        if likely and not planned.compression:
-            layer = planned.layer(self._digest(planned))
-            if self._is_there(layer):
-                return WrittenLayers(layer, True)
-            return self._ingest(planned, layer)
-        return self._ingest(planned)
+        if not likely or planned.compression:
+            return self._ingest(planned)
+        layer = planned.layer(self._digest(planned))
+        if self._is_there(layer):
+            return WrittenLayers(layer, True)
+        return self._ingest(planned, layer)
 
     @property
     def _encoder(self) -> BlobEncoder:
@@ -213,7 +212,7 @@ def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
         try:
             with os.scandir(root / "blobs" / algorithm) as entries:
                 sizes |= {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        except OSError:  # there is none yet, or whoever needs it says so
+        except OSError:  # there is none yet; other errors come up where it is read
             continue
     return frozenset(sizes)
 

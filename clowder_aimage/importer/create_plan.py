@@ -12,6 +12,7 @@ from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
+from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.decision import (
     WeightDecision,
     WeightReport,
@@ -22,13 +23,7 @@ from clowder_aimage.importer.decision import (
     totals,
     whole_model,
 )
-from clowder_aimage.importer.planned_layer import (
-    PlannedLayer,
-    file_layer,
-    group_layer,
-    tensor_layer,
-    tensor_layers,
-)
+from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -86,18 +81,17 @@ def make_plan(
     """
     decided = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
     layers = [
-        file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
+        planned_layer.file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
         for file in inventory.files
     ]
     for component in inventory.components:
-        layers += [file_layer(file) for file in component.files]
-        layers += tensor_layers(component.name, decided[component.name])
+        layers += [planned_layer.file_layer(file) for file in component.files]
+        layers += planned_layer.tensor_layers(component.name, decided[component.name])
     layers.sort(key=lambda layer: layer.name)
     config = _config(inventory, decided, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
-    plan = CreatePlan(
-        tuple(layers), encode(config), algorithm, report(decided, config, ignored), subject
-    )
+    summary = report(decided, config, ignored)
+    plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
     _check(plan, dialect)
     return plan
 
@@ -125,13 +119,8 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
             raise ModelError(
                 f"{layer.path} and {following.path} both have something called {layer.name[:200]}"
             )
-    _check_manifest(plan, dialect)
-
-
-def _check_manifest(plan: CreatePlan, dialect: Dialect) -> None:
-    """Write the manifest with digests of the right length to see how large it gets."""
     try:
-        digest = _UNKNOWN[plan.algorithm]
+        digest = _UNKNOWN[plan.algorithm]  # as long as any
         layers = tuple(layer.layer(digest) for layer in plan.layers)
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
@@ -158,18 +147,15 @@ def _config(
         **whole_model(decided),
         "size": sum(layer.size for layer in layers),
         "components": {
-            c.name: {
-                **describe_component(
-                    {"library": c.library, "class": c.class_name}, decided[c.name]
-                ),
-                "size": _size(c.name, layers),
-            }
+            c.name: describe_component(
+                {"library": c.library, "class": c.class_name}, decided[c.name]
+            )
+            | {"size": _size(c.name, layers)}
             for c in inventory.components
             if c.name
         },
     }
-    size = _default_size(inventory.components)
-    if size:
+    if size := _default_size(inventory.components):
         config["defaults"] = {"width": size, "height": size}
     optional = {
         "license": provenance.license or inventory.license,
@@ -226,15 +212,13 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]
     layer, component = stored.layer, stored.layer.component
     decisions = [decided[component, weight.name] for weight in stored.weights]
     if not any(decision.changes for decision in decisions):
-        kept = layer.descriptor
-        return PlannedLayer(
-            layer.name, kept.media_type, b"", (), layer.dtype, layer.shape, kept=layer
-        )
+        media_type = layer.descriptor.media_type
+        return PlannedLayer(layer.name, media_type, b"", (), layer.dtype, layer.shape, kept=layer)
     try:
         if stored.is_group:
             prefix = layer.name.removeprefix(f"{component}/")
-            return group_layer(component, prefix, decisions, layer.descriptor)
-        return tensor_layer(component, decisions[0], layer.descriptor)
+            return planned_layer.group_layer(component, prefix, decisions, layer.descriptor)
+        return planned_layer.tensor_layer(component, decisions[0], layer.descriptor)
     except FormatError as error:  # a tensor has the name of another's scales
         raise name_layer(layer, error) from None
 
@@ -255,7 +239,7 @@ def _converted_config(
             rest = {key: value for key, value in known.items() if key not in _TOLD}
             new = describe_component(rest, decisions) | {"size": _size(name, layers)}
             if "quantization" in known and not any(d.quantization for d in decisions):
-                new["quantization"] = known["quantization"]  # it knows why some were kept
+                new["quantization"] = known["quantization"]  # with the reasons of those kept
             described[name] = new
     told = {
         **totals(decision for decisions in decided.values() for decision in decisions),
@@ -267,7 +251,7 @@ def _converted_config(
 
 
 def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Return ``old`` with what is ``told``, where ``create`` has it: before what it tells next."""
+    """Return ``old`` with ``told``, each new key where ``create`` has it: before the next one."""
     keys = list(old)
     place = len(keys)
     for key in reversed(told):

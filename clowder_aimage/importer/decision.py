@@ -21,8 +21,7 @@ Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 class WeightDecision:
     """The type and the quantization of a stored weight.
 
-    Its values are stored as ``dtype``, or quantized to ``quantization``; ``reason`` is why they are
-    not, where that was asked for.
+    Values are stored as ``dtype``, or quantized; ``reason`` is why they are not, where asked for.
     """
 
     weight: Weight
@@ -86,14 +85,8 @@ def entries(decision: WeightDecision) -> list[Entry]:
     """Return the entries of a weight in the blob's header."""
     weight, quantization = decision.weight, decision.quantization
     if quantization is None:
-        return [
-            (
-                weight.name + part.suffix,
-                decision.dtype if weight.quantization is None else part.dtype,
-                part.shape,
-            )
-            for part in weight.parts
-        ]
+        own = decision.dtype if weight.quantization is None else None
+        return [(weight.name + part.suffix, own or part.dtype, part.shape) for part in weight.parts]
     dtypes = quantization.type.scale_dtypes
     dtype = values_of(decision) if len(dtypes) > 1 else dtypes[0]
     scales = quantization.scales_shape(weight.shape)
@@ -105,7 +98,7 @@ def entries(decision: WeightDecision) -> list[Entry]:
 
 
 def values_of(decision: WeightDecision) -> str:
-    """Return the dtype that values have right before they are quantized: MLX knows no float64."""
+    """Return the dtype that values have right before they are quantized: MLX has no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
 
@@ -118,10 +111,10 @@ def check_quantized(
     there = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
     if there:
         kinds = ", ".join(sorted({weight.dtype for weight in there}))
-        are = "1 tensor" if len(there) == 1 else f"{len(there)} tensors"
-        are += f" of the {component} {'is' if len(there) == 1 else 'are'}"
+        count, are = ("1 tensor", "is") if len(there) == 1 else (f"{len(there)} tensors", "are")
         raise UsageError(
-            f"{are} quantized already ({kinds}): once more would only lose more",
+            f"{count} of the {component} {are} quantized already ({kinds}): once more would only "
+            "lose more",
             hint="begin with the model as it was before it was quantized",
         )
     if any(decision.quantization for decision in decisions):
@@ -211,11 +204,8 @@ def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
     found = [decision.result for decision in decisions if decision.result]
     if not found:
         return None
-    kinds = set(found)
-    if len(kinds) == 1:
-        kind = kinds.pop()
-        facts: dict[str, Any] = {"type": kind.type.name, "group_size": kind.group_size}
-    else:
-        facts = {"type": MIXED}
+    facts: dict[str, Any] = {"type": MIXED}
+    if len(set(found)) == 1:
+        facts = {"type": found[0].type.name, "group_size": found[0].group_size}
     kept = Counter(d.reason or "as in the source" for d in decisions if not d.result)
     return facts | {"tensors": len(found), "kept": dict(sorted(kept.items()))}

@@ -11,14 +11,14 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import lora, model_tree, transformers
-from clowder_aimage.formats.detection import detect
+from clowder_aimage.formats.detection import DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import ADAPTERS, CARD
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
-DIFFUSERS, TRANSFORMERS = "diffusers", "transformers"
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
 FORMATS = (DIFFUSERS, TRANSFORMERS, *WHOLE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -109,23 +109,16 @@ def _take(path: Path, form: ModelForm) -> Inventory:
 def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
     if kind == DIFFUSERS:
         return take_inventory(path)
-    if kind == TRANSFORMERS and not whole:
-        return transformers.take(path)
     if kind == TRANSFORMERS:
-        return transformers.take_whole(path)
+        return transformers.take_whole(path) if whole else transformers.take(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
     inventory: Inventory = module.take(_alone(path, kind) if path.is_dir() else path)
     if not path.is_dir():
         return inventory
-    # a card that says the licence alone is what an export writes; it is no file of the model
-    files = tuple(
-        file
-        for file in inventory.files
-        if file.name != model_tree.CARD or not model_tree.is_bare(file.path)
-    )
-    return replace(
-        inventory, files=files, license=inventory.license or model_tree.read_license(path)
-    )
+    # an export writes a card that has the licence alone, which is not a file of the model
+    files = tuple(f for f in inventory.files if f.name != CARD or not model_tree.is_bare(f.path))
+    licence = inventory.license or model_tree.read_license(path)
+    return replace(inventory, files=files, license=licence)
 
 
 def _alone(directory: Path, kind: str) -> Path:
@@ -144,13 +137,11 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
             raise UsageError(f"two adapters are called {name}", remedy="name_adapter")
         taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
         described[name] = taken.facts["adapter"]
-        named = [
-            replace(file, name=f"{model_tree.ADAPTERS}/{name}/{file.name}") for file in taken.files
-        ]
+        named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
         files |= {file.name: file for file in named}
     if not described:
         return inventory
-    facts = {**inventory.facts, model_tree.ADAPTERS: dict(sorted(described.items()))}
+    facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
     return replace(inventory, files=tuple(files.values()), facts=facts)
 
 
@@ -163,7 +154,7 @@ def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
         ModelError: something else lies there, and would be left out.
         FormatError: an adapter is damaged.
     """
-    directory = root / model_tree.ADAPTERS
+    directory = root / ADAPTERS
     if not root.is_dir() or not directory.is_dir():
         return []
     model_tree.check_inside(model_tree.home(root), directory)
@@ -199,7 +190,7 @@ def _check_adapter(root: Path, path: Path) -> None:
 def _no_adapter(path: Path, why: str) -> ModelError:
     return ModelError(
         f"{path} is no adapter of the model, and would be left out: {why}",
-        hint=f"put each adapter into {model_tree.ADAPTERS}/NAME/, one LoRA in safetensors with its "
+        hint=f"put each adapter into {ADAPTERS}/NAME/, one LoRA in safetensors with its "
         "adapter_config.json, or move the rest elsewhere",
     )
 

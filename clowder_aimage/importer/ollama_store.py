@@ -1,8 +1,7 @@
 """Models that another program on this machine has already: ollama's store.
 
 ``manifests/HOST/NAMESPACE/MODEL/TAG`` are registry manifests, ``blobs/sha256-HEX`` what they name
-(ollama, docs/faq.md and server/modelpath.go). The manifest is taken as it is, so its digest is the
-one that ollama knows it by.
+(ollama, docs/faq.md and server/modelpath.go). The manifest is taken as it is, with its digest.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def adopt(
         size = sum(blob.size for blob in blobs.values())
         on_plan(size)
         linked = copied = there = 0
-        with store.lease(manifest.digest, *blobs) as _:
+        with store.lease(manifest.digest, *blobs):
             for blob in blobs.values():
                 if store.exists(blob):
                     there += 1
@@ -108,9 +107,8 @@ def _names(manifests: Path) -> list[str]:
     names = []
     for path in manifests.glob("*/*/*/*"):
         *place, model, tag = path.relative_to(manifests).parts
-        shown = [
-            part for part, usual in zip(place, (HOST, NAMESPACE), strict=True) if part != usual
-        ]
+        usual = zip(place, (HOST, NAMESPACE), strict=True)
+        shown = [part for part, default in usual if part != default]
         names.append("/".join([*shown, f"{model}:{tag}"]))
     return names
 

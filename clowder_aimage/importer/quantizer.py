@@ -2,8 +2,7 @@
 
 On the CPU, because its codes are the same on every machine (a GPU rounds ties the other way); on
 one thread, because MLX's lazy arrays cannot cross threads. Groups do not depend on one another, so
-a matrix is quantized in blocks of them, and never has to be in memory as a whole. What comes back
-is evaluated and copied out of MLX: plain bytes.
+a matrix is quantized in blocks of them, and never has to be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
         values = values.view(mx.bfloat16, stream=mx.cpu)
     kind = quantization.type
     made = mx.quantize(
-        values,
-        group_size=quantization.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
-        stream=mx.cpu,
+        values, group_size=quantization.group_size, bits=kind.bits, mode=kind.mode, stream=mx.cpu
     )
     # numpy has no BF16
     bits = [array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in made]
@@ -143,9 +138,8 @@ class QuantizationGuard:
     def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
         """Return a mask of the groups that dequantize to zeros alone."""
         if biases is None:
-            is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
-            return is_zero
-        is_zero = (np.frombuffer(biases, self._word) & self._mask) == 0
+            return (np.frombuffer(scales, "u1") & 0x7F) == 0
+        is_zero: Words = (np.frombuffer(biases, self._word) & self._mask) == 0
         if is_zero.any():
             words = self._quantization.group_size // self._quantization.per_word
             coded = np.frombuffer(codes, "<u4").reshape(-1, words)[is_zero].any(axis=1)

@@ -131,7 +131,7 @@ _GROUP = re.compile(
 
 
 def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
-    """Why a tensor is not to be quantized; None where it is."""
+    """Return why a tensor is not to be quantized; None where it is."""
     if weight.dtype not in FLOATS:
         return f"{weight.dtype} values"
     for reason, pattern in _NAMES:

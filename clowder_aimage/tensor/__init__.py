@@ -9,7 +9,7 @@ from clowder_aimage.tensor.header import (
     parse_header,
     read_header,
 )
-from clowder_aimage.tensor.quantization import QUANT_TYPES, Quantization, QuantType
+from clowder_aimage.tensor.quantization import QUANT_TYPES, Quantization
 from clowder_aimage.tensor.tensor_blob import (
     BlobTensor,
     check_layer,
@@ -23,7 +23,6 @@ __all__ = [
     "QUANT_TYPES",
     "BlobTensor",
     "Header",
-    "QuantType",
     "Quantization",
     "TensorInfo",
     "check_layer",

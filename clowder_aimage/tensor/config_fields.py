@@ -15,11 +15,7 @@ MAX_SIZE = 1 << 24
 
 
 def parse_object(name: str, data: bytes) -> dict[str, Any]:
-    """Parse the JSON object of the file ``name``.
-
-    Raises:
-        ModelError: if it is not UTF-8, not JSON or not an object.
-    """
+    """Parse the JSON object of the file ``name``. Raises ModelError."""
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -41,11 +37,7 @@ class ConfigFields:
         self._read: set[str] = set()
 
     def accept_quantization(self) -> None:
-        """Accept a quantization that blobs can have; the blobs have the type themselves.
-
-        Raises:
-            ModelError: it is not supported.
-        """
+        """Accept a quantization that blobs can have; raises ModelError for another."""
         if key := unknown_key({key: self.raw(key) for key in KEYS}):
             raise self.refuse(key, "this quantisation is not supported")
 

@@ -3,9 +3,8 @@
 Format: https://github.com/huggingface/safetensors, "Format". Eight bytes hold the length of a
 JSON object (unsigned, little-endian), which maps names to dtype, shape and the span of bytes
 in the data that follows it. What the reference reader (its tensor.rs, release 0.8) refuses is
-refused here, and all that two readers could understand differently. Dtypes are those of its
-``Dtype``; those below a byte are packed without gaps: a tensor must end at a byte, its rows need
-not.
+refused here, and all that two readers could understand differently. Dtypes are its ``Dtype``;
+those below a byte are packed without gaps: a tensor must end at a byte, its rows need not.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Quantization that blobs leave out: types in configurations, scales in other layers.
 
-Blobs tell how they are quantized themselves. Models that came a file a tensor do not: the type is
-in a configuration, and the shapes tell the group size. MLX writes ``quantization`` into a
-component's config.json, ollama's first generation ``quantization`` and ``group_size`` into
-model_index.json. The latter has codes, scales and biases in layers of their own (``x.weight``,
-``x.weight_scale``, ``x.weight_qbias``), MLX's checkpoints too, packed as they are (``x.scales``,
-``x.biases``). Format: ollama, x/imagegen/manifest; MLX-LM.
+MLX writes ``quantization`` into a component's config.json, ollama's first generation
+``quantization`` and ``group_size`` into model_index.json. The latter has codes, scales and biases
+in layers of their own (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``), MLX's checkpoints
+too (``x.scales``, ``x.biases``). Format: ollama, x/imagegen/manifest; MLX-LM.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, MLX_PAR
 
 KEYS = ("quantization", "quantization_config")
 METHOD = "quant_method"
-TRANSFORMED = "transform_config"
 Said = tuple[str | None, int | None]  # the name of a quantization and its group size
 _OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The configurations of a component, to be asked about one tensor after another."""
+    """The configurations that state how the tensors of a component are quantized."""
 
     config: Mapping[str, Any]  # of the component
     index: Mapping[str, Any]  # model_index.json
@@ -81,14 +78,11 @@ def unknown_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_known(value: Mapping[str, Any]) -> bool:
-    """Return whether it is a maker whose tensors are converted, or MLX's table.
-
-    Types and sizes for all, for some modules, or both.
-    """
+    """Return whether it is a maker whose tensors are converted, or MLX's table."""
     method = value.get(METHOD)
     if method in CONVERTED:
         # rotations and other transforms would have to be computed while the model runs
-        return not value.get(TRANSFORMED)
+        return not value.get("transform_config")
     entries = [entry for entry in value.values() if isinstance(entry, dict)]
     if "bits" in value or "group_size" in value:
         if "group_size" not in value:
@@ -116,10 +110,7 @@ def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
 
 
 def complete(header: Header, stated: Callable[[str], Said]) -> Header:
-    """Return the header with what it leaves out about codes.
-
-    The type as ``stated`` gives it for a key, the group size as the shapes do. int4 comes in groups
-    of 32 and of 64.
+    """Return the header with the types of codes from ``stated`` and group sizes from the shapes.
 
     Raises:
         FormatError: an unknown type.
@@ -149,11 +140,10 @@ def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> in
         FormatError: an unknown type.
     """
     quantization = Quantization.parse(kind)
-    values = quantization.shape(codes)[-1] if codes else 0
-    groups = scales[-1] if scales else 0
-    if groups and values % groups == 0 and values // groups in quantization.type.group_sizes:
-        return values // groups
-    return None
+    if not codes or not scales or not scales[-1]:
+        return None
+    size, rest = divmod(quantization.shape(codes)[-1], scales[-1])
+    return size if not rest and size in quantization.type.group_sizes else None
 
 
 def _scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:

@@ -4,9 +4,8 @@ A quantized tensor ``n`` is spread over ``n`` (the codes), ``n.scale``, and for 
 ``n.bias``; nvfp4 of other makers may add ``n.global_scale``, and scales of activations
 (``n.input_scale``, ``n.input_global_scale``), which no runtime here needs. ``__metadata__`` names
 type and group size, for the blob (``quant_type``, ``group_size``) or, where tensors of several
-kinds share it, for each (``n.quant_type``, ``n.group_size``). MLX's own files say ``x.scales`` and
-``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create. Codes,
-parts and metadata must agree: no part is left over.
+kinds share it, for each (``n.quant_type``, ``n.group_size``). MLX's own files have ``x.scales`` and
+``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def find_group(
 ) -> dict[str, BlobTensor]:
     """Return all tensors of a packed group, by their names without ``component``.
 
-    The layer is called ``prefix``, say ``model.layers.1.mlp.experts``. Stacked experts may stand
+    The layer is called ``prefix``, as ``model.layers.1.mlp.experts``. Stacked experts may stand
     beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but not elsewhere.
 
     Raises:
@@ -121,7 +120,7 @@ def check_layer(
     """Compare a tensor with its layer, whose dtype and shape may be None.
 
     Layers give a quantized tensor the name of its quantization and its own shape; other makers'
-    say U32 and the shape of the codes.
+    have U32 and the shape of the codes.
 
     Raises:
         FormatError: when dtype or shape differ.

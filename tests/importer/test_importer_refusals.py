@@ -11,7 +11,8 @@ import pytest
 
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import ContentError, ModelError
-from clowder_aimage.importer import Provenance, make_plan, take_inventory
+from clowder_aimage.formats.diffusers import take_inventory
+from clowder_aimage.importer import Provenance, make_plan
 from clowder_aimage.layout import ImageLayout
 from tests.importer.conftest import FILES, WEIGHTS, safetensors
 
