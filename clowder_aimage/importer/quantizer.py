@@ -138,8 +138,9 @@ class QuantizationGuard:
     def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
         """Return a mask of the groups that dequantize to zeros alone."""
         if biases is None:
-            return (np.frombuffer(scales, "u1") & 0x7F) == 0
-        is_zero: Words = (np.frombuffer(biases, self._word) & self._mask) == 0
+            is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
+            return is_zero
+        is_zero = (np.frombuffer(biases, self._word) & self._mask) == 0
         if is_zero.any():
             words = self._quantization.group_size // self._quantization.per_word
             coded = np.frombuffer(codes, "<u4").reshape(-1, words)[is_zero].any(axis=1)
