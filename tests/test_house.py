@@ -22,15 +22,15 @@ BUDGETS = {
     "distribution": 2_040,
     "engine": 2_900,
     "exporter": 1_300,
-    "formats": 2_810,
+    "formats": 2_780,
     "http": 1_340,
-    "importer": 2_120,
+    "importer": 2_060,
     "layout": 2_760,
     "model": 3_600,
     "node": 3_600,
     "oci": 650,
     "registry": 2_980,
-    "tensor": 1_090,
+    "tensor": 1_070,
 }
 MODULES = 272  # in the whole package
 FOLDER = 25  # modules in one folder
