@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 BUDGETS = {
     ".": 2_700,
     "api": 2_430,
-    "cli": 4_560,
+    "cli": 4_380,
     "content": 2_470,
     "dialect": 1_420,
     "distribution": 2_040,
@@ -32,9 +32,9 @@ BUDGETS = {
     "registry": 2_980,
     "tensor": 1_070,
 }
-MODULES = 272  # in the whole package
+MODULES = 267  # in the whole package
 FOLDER = 25  # modules in one folder
-# Files of a verb, and the parallel files of a family of models, may share their names
+# Files of verbs, and the parallel files of a family of models, may share their names
 SHARED = {("cli", "verbs"), ("model", "zimage")}
 RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
 COMMAND = re.compile(r"(?<![\w-])--[a-z][a-z-]+|\baimage [a-z]{2,}\b")
@@ -125,7 +125,7 @@ def test_folders_stay_small():
     assert not {
         name: count
         for name, count in folders.items()
-        if count > FOLDER and name != "cli/verbs"  # a verb, a file
+        if count > FOLDER and name != "cli/verbs"  # one or a few verbs a file
     }
     assert len(TREES) <= MODULES
 

@@ -1,1 +1,1 @@
-"""The command line: one file a verb; nothing heavy is imported before a verb needs it."""
+"""The command line; nothing heavy is imported before a verb needs it."""

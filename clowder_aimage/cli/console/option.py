@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_CONNECTION = ("plain_http", "insecure", "ca_file")
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
@@ -171,7 +170,7 @@ class VerbSettings:
     @property
     def has_connection(self) -> bool:
         """Return whether an option of the connection is given."""
-        return any(getattr(self, name) for name in _CONNECTION)
+        return self.plain_http or self.insecure or self.ca_file is not None
 
     def connection(self) -> ClientOptions:
         """Return the connection that the options and the environment describe.

@@ -108,30 +108,57 @@ def pictures(
         FormatError: the answer is not a PNG file.
     """
     with contextlib.ExitStack() as bars:
-        watch = _Watch(reference, count, bars)
+        run = _Run(client, reference, count, bars)
         for index in range(count):
             seed = wishes["seed"] + index
             body = _request(reference, {**wishes, "seed": seed})
             with contextlib.closing(client.events("/v1/images/generations", body)) as events:
-                data = _finished(
-                    client, reference, events, watch, index, on_accepted if index == 0 else None
-                )
+                data = run.finish(events, index, on_accepted)
             yield RemotePicture(data, seed, index, facts_of(data))
 
 
-class _Watch:
-    """Shows a pull until there are steps to show."""
+class _Run:
+    """Requests for pictures of one model; a pull is shown until there are steps to show."""
 
-    def __init__(self, reference: Reference, count: int, bars: contextlib.ExitStack) -> None:
-        self._reference, self._count, self._bars = reference, count, bars
-        self._task = ""
+    def __init__(
+        self, client: WorkerClient, reference: Reference, count: int, bars: contextlib.ExitStack
+    ) -> None:
+        self._endpoint, self._reference = client.endpoint, reference
+        self._count, self._bars, self._task = count, bars, ""
 
-    def pulled(self, value: Mapping[str, Any]) -> None:
-        """Show the bytes of a pull."""
-        self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
+    def finish(
+        self,
+        events: Iterable[tuple[str, Mapping[str, Any]]],
+        index: int,
+        on_accepted: Callable[[], None],
+    ) -> bytes:
+        """Return picture ``index``, and show the events until then."""
+        for kind, value in events:
+            if kind == "open":
+                self._check_model(value)
+                if index == 0:
+                    on_accepted()
+            elif kind == "pull":
+                self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
+            elif kind == "progress":
+                self._show_steps(value, index)
+            elif kind == "done":
+                return _decoded(value)
+        raise NetworkError(
+            f"the worker at {self._endpoint} hung up before the picture was finished"
+        )
 
-    def stepped(self, value: Mapping[str, Any], index: int) -> None:
-        """Show the steps of picture ``index``. All have the same number of steps."""
+    def _check_model(self, answer: Mapping[str, Any]) -> None:
+        """Refuse an answer by the worker's default model; an alias in the worker is accepted."""
+        name, taken = str(self._reference), answer.get("x-aimage-model")
+        if taken not in (None, name) and answer.get("x-aimage-alias") != name:
+            raise NotFoundError(
+                f"the worker at {self._endpoint} has no {name}, and would take {taken} for it",
+                hint="name that, or pull yours: aimage pull --remote",
+            )
+
+    def _show_steps(self, value: Mapping[str, Any], index: int) -> None:
+        # All pictures have the same number of steps
         step, total = value.get("step"), value.get("total")
         if type(step) is int and type(total) is int:
             self._bar("rendering", "steps").show(index * total + step, self._count * total)
@@ -146,46 +173,13 @@ class _Watch:
 
 
 def _request(reference: Reference, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    said = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
-    if "width" in said and "height" in said:
-        said["size"] = f"{said.pop('width')}x{said.pop('height')}"
+    given = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
+    if "width" in given and "height" in given:
+        given["size"] = f"{given.pop('width')}x{given.pop('height')}"
     fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
-    # strict: the worker refuses a field that it does not know
+    # strict: the worker refuses unknown fields
     stream = {"stream": True, "stream_format": "ollama", "strict": True}
-    return {"model": str(reference), **said, **fixed, **stream}
-
-
-def _finished(
-    client: WorkerClient,
-    reference: Reference,
-    events: Iterable[tuple[str, Mapping[str, Any]]],
-    watch: _Watch,
-    index: int,
-    on_accepted: Callable[[], None] | None,
-) -> bytes:
-    """Return the picture of one request, and show its events."""
-    for kind, value in events:
-        if kind == "open":
-            _check_model(client, reference, value)
-            if on_accepted is not None:
-                on_accepted()
-        elif kind == "pull":
-            watch.pulled(value)
-        elif kind == "progress":
-            watch.stepped(value, index)
-        elif kind == "done":
-            return _decoded(value)
-    raise NetworkError(f"the worker at {client.endpoint} hung up before the picture was finished")
-
-
-def _check_model(client: WorkerClient, reference: Reference, said: Mapping[str, Any]) -> None:
-    """Refuse an answer by the worker's default model; an alias in the worker is accepted."""
-    taken = said.get("x-aimage-model")
-    if taken not in (None, str(reference)) and said.get("x-aimage-alias") != str(reference):
-        raise NotFoundError(
-            f"the worker at {client.endpoint} has no {reference}, and would take {taken} for it",
-            hint="name that, or pull yours: aimage pull --remote",
-        )
+    return {"model": str(reference), **given, **fixed, **stream}
 
 
 def _decoded(value: Mapping[str, Any]) -> bytes:

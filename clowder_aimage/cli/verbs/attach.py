@@ -1,4 +1,4 @@
-"""The verb ``attach``."""
+"""Attached artifacts: ``aimage attach`` and ``aimage referrers``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import reference_argument, settings, transfer_options, verb
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    reference_argument,
+    settings,
+    transfer_options,
+    verb,
+)
+from clowder_aimage.cli.console.output import plain, result, size, table
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -42,20 +48,19 @@ def attach(
     """
     from clowder_aimage.attach import attach as attach_files
 
-    chosen = settings()
+    connection = settings().connection()
     with Progress("attaching", reference) as progress:
         descriptor, subject = attach_files(
             reference,
             file,
-            chosen.connection(),
+            connection,
             artifact_type=artifact_type,
             annotations=dict(map(_pair, annotations)),
             on_event=progress.on_event,
         )
     progress.say("attached")
-    name = str(reference.with_digest(descriptor.digest))
-    value = {"reference": name, **plain(descriptor), "subject": str(subject.digest)}
-    result(value, str(descriptor.digest))
+    value = {"reference": str(reference.with_digest(descriptor.digest)), **plain(descriptor)}
+    result(value | {"subject": str(subject.digest)}, str(descriptor.digest))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -63,3 +68,23 @@ def _pair(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise UsageError(f"--annotation {text!r} is not KEY=VALUE")
     return key, value
+
+
+@verb
+@reference_argument
+@click.option(
+    "--type", "artifact_type", metavar="MEDIA/TYPE", default="", help="Only artifacts of this type."
+)
+@connection_options
+def referrers(reference: Reference, artifact_type: str) -> None:
+    """List the artifacts whose subject is REF in its registry. There may be none."""
+    from clowder_aimage.registry import Repository
+
+    with Repository(reference, settings().connection()) as repository:
+        subject = reference.digest or repository.resolve(reference).digest
+        found = repository.referrers(subject, artifact_type)
+    rows = [{"reference": str(reference.with_digest(one.digest)), **one.to_json()} for one in found]
+    cells = [("DIGEST", "TYPE", "SIZE")] + [
+        (row["digest"], row.get("artifactType") or "?", size(row["size"])) for row in rows
+    ]
+    result(rows, table(cells))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,12 +20,13 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import number, plain, plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.create import create as create_aimage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.importer import PackedModel, Provenance, Recipe
+from clowder_aimage.importer.decision import WeightReport
+from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
+from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference, mediatype
-
-if TYPE_CHECKING:
-    from clowder_aimage.importer import PackedModel, Recipe
-    from clowder_aimage.importer.decision import WeightReport
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
 
@@ -141,9 +142,7 @@ def create(
     source: str | None,
     created: str | None,
     algorithm: str,
-    dtype: str | None,
-    quantize: str | None,
-    group_size: int | None,
+    **changes: Any,
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
@@ -152,12 +151,8 @@ def create(
     LoRA adapter, which are packed as whole files; or a model in a Hugging Face cache. The digest
     depends on the model alone, not on the machine or the time.
     """
-    from clowder_aimage.create import create as create_aimage
-    from clowder_aimage.importer import Provenance, Recipe
-    from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
-
     chosen = settings()
-    recipe = Recipe.parse(dtype, quantize, group_size)
+    recipe = Recipe.parse(**changes)
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom is a form of the clowder dialect")
     if ollama is not None:
@@ -171,8 +166,8 @@ def create(
         format_,
         whole_files,
         compress or "",
-        tuple(parse_adapter(text) for text in adapters),
-        tuple(ExtraFile.parse(text) for text in layers),
+        tuple(map(parse_adapter, adapters)),
+        tuple(map(ExtraFile.parse, layers)),
     )
     with Progress("packing", reference) as progress:
         made = create_aimage(
@@ -192,11 +187,15 @@ def create(
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
-    from clowder_aimage.importer.ollama_store import adopt
-
     with Progress("taking over", reference) as progress:
-        watch = {"on_plan": progress.begin, "on_done": progress.advance}
-        adopted = adopt(settings().layout, reference, directory, name, **watch)
+        adopted = adopt(
+            settings().layout,
+            reference,
+            directory,
+            name,
+            on_plan=progress.begin,
+            on_done=progress.advance,
+        )
     remark(
         f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
         f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _LISTED = 20  # of each kind; --all lists all
 _WIDTH = 60  # characters of a value in a config that are shown
-_DIFFERS = 1
 _KINDS = ("shared", "changed", "added", "removed")
 
 
@@ -40,7 +39,7 @@ def diff(a: Reference, b: Reference, whole: bool, remote: bool, tells: bool) -> 
     chosen = settings()
     found = compare(a, b, chosen.layout, chosen.connection(), remote=remote)
     result(_plain(found), "\n".join(_lines(found, None if whole else _LISTED)))
-    return _DIFFERS if tells and not found.is_empty else 0
+    return 1 if tells and not found.is_empty else 0
 
 
 def _lines(found: Difference, limit: int | None) -> Iterator[str]:

@@ -1,15 +1,14 @@
-"""The verb ``du``."""
+"""Disk usage: ``aimage du`` and ``aimage df``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clowder_aimage.cli.console.option import references_argument, settings, verb
-from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.cli.console.output import facts, plural, result, size, table
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.usage import NameUsage, UsageReport
+from clowder_aimage.usage import DiskUsage, NameUsage, UsageReport, disk_usage, usage
 
 
 @verb
@@ -20,8 +19,6 @@ def du(references: tuple[Reference, ...]) -> None:
     UNIQUE is what no other manifest needs, and rm and gc would free. Several names of one manifest
     are one line and count once.
     """
-    from clowder_aimage.usage import usage
-
     chosen = settings()
     layout = chosen.layout
     only = [layout.resolve(reference).digest for reference in references]
@@ -29,7 +26,15 @@ def du(references: tuple[Reference, ...]) -> None:
     text = _table(found)
     if references:
         text += f"\nfreed if all of these were removed: {size(found.freed)}"
-    result(_plain(found), text)
+    shares = [_plain_share(share) for share in found.shares]
+    total = {
+        "blobs": found.blobs,
+        "size": found.size,
+        "unique": found.unique,
+        "shared": found.size - found.unique,
+        "freed": found.freed,
+    }
+    result({"manifests": shares, "total": total}, text)
 
 
 def _table(found: UsageReport) -> str:
@@ -37,32 +42,16 @@ def _table(found: UsageReport) -> str:
     for share in found.shares:
         unnamed = f"(no name) {share.digest.short}"
         first, *others = (" ".join(name.split()) or unnamed for name in share.names)
-        rows.append((first, size(share.size), size(share.unique), size(share.shared), _gap(share)))
+        gap = (
+            f"{plural(share.missing, 'blob')}, {size(share.missing_size)}" if share.missing else ""
+        )
+        rows.append((first, size(share.size), size(share.unique), size(share.shared), gap))
         rows += [(f"  and {name}", "", "", "", "") for name in others]
     shared = found.size - found.unique
     rows.append(("total", size(found.size), size(found.unique), size(shared), ""))
     if not any(share.missing for share in found.shares):
         return table([row[:-1] for row in rows])
     return table(rows)
-
-
-def _gap(share: NameUsage) -> str:
-    if not share.missing:
-        return ""
-    return f"{plural(share.missing, 'blob')}, {size(share.missing_size)}"
-
-
-def _plain(found: UsageReport) -> dict[str, Any]:
-    return {
-        "manifests": [_plain_share(share) for share in found.shares],
-        "total": {
-            "blobs": found.blobs,
-            "size": found.size,
-            "unique": found.unique,
-            "shared": found.size - found.unique,
-            "freed": found.freed,
-        },
-    }
 
 
 def _plain_share(share: NameUsage) -> dict[str, Any]:
@@ -74,4 +63,40 @@ def _plain_share(share: NameUsage) -> dict[str, Any]:
         "unique": share.unique,
         "shared": share.shared,
         "missing": {"blobs": share.missing, "size": share.missing_size},
+    }
+
+
+@verb
+def df() -> None:
+    """Show the content of the store, what of it no name needs, and the free space.
+
+    Several stores are shown one by one.
+    """
+    found = [disk_usage(ImageLayout(root)) for root in settings().stores]
+    result([_plain_disk(one) for one in found], "\n\n".join(_text(one) for one in found))
+
+
+def _text(found: DiskUsage) -> str:
+    pairs = [
+        ("store", str(found.root)),
+        ("names", str(found.names)),
+        ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
+        ("on disk", size(found.allocated)),
+        ("unneeded", f"{plural(found.unneeded, 'blob')}, {size(found.unneeded_size)}"),
+        ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
+        ("free", size(found.free)),
+    ]
+    return facts(pairs)
+
+
+def _plain_disk(found: DiskUsage) -> dict[str, Any]:
+    return {
+        "store": str(found.root),
+        "names": found.names,
+        "blobs": found.blobs,
+        "size": found.size,
+        "allocated": found.allocated,
+        "unneeded": {"blobs": found.unneeded, "size": found.unneeded_size},
+        "unfinished": {"downloads": found.partials, "size": found.partial_size},
+        "free": found.free,
     }

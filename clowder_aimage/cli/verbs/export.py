@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,10 +10,10 @@ from clowder_aimage.cli.console.option import reference_argument, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
+from clowder_aimage.export import ExportSummary
+from clowder_aimage.export import export as export_aimage
+from clowder_aimage.exporter.directory import LinkMethod
 from clowder_aimage.oci import Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.export import ExportSummary
 
 
 @verb
@@ -32,16 +31,12 @@ def export(reference: Reference, place: str, links: bool) -> None:
     files that the model's library looks for; all other files keep their bytes. Every blob is
     verified.
     """
-    from clowder_aimage.export import export as export_aimage
-    from clowder_aimage.exporter.directory import LinkMethod
-
-    chosen = settings()
     if not place:
         raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
     directory = Path(place)
     with Progress("exporting", reference) as progress:
         exported = export_aimage(
-            chosen.layout,
+            settings().layout,
             reference,
             directory,
             links=links,
@@ -63,8 +58,6 @@ def export(reference: Reference, place: str, links: bool) -> None:
 
 
 def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
-    from clowder_aimage.exporter.directory import LinkMethod
-
     weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""
     lines = [f"{directory}: {plural(exported.files, 'file')}{weights}, {size(exported.size)}"]
     if links:

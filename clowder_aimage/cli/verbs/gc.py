@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from clowder_aimage.cli.console.option import parsed, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result, size
 from clowder_aimage.content.unit import parse_size, parse_time
-
-if TYPE_CHECKING:
-    from clowder_aimage.layout.gc import Collection
+from clowder_aimage.layout.gc import Collection, Collector
 
 
 @verb
@@ -38,25 +36,18 @@ if TYPE_CHECKING:
     help="Keep newer blobs: another tool may be about to name them.",
 )
 def gc(
-    dry_run: bool,
-    max_size: float | None,
-    max_age: float | None,
-    keep: tuple[str, ...],
-    grace: float,
+    dry_run: bool, max_size: int | None, max_age: float | None, keep: tuple[str, ...], grace: float
 ) -> None:
     """Remove blobs that no name in the store needs, and downloads that stopped a week ago.
 
     Pinned names, names that match --keep, and what a running pull, push or worker uses stay.
     """
-    from clowder_aimage.layout.gc import Collector
-
-    chosen = settings()
-    limit = None if max_size is None else int(max_size)
-    done = Collector(chosen.layout, grace=grace, dry_run=dry_run).run(
-        max_age=max_age, max_size=limit, keep=keep
+    done = Collector(settings().layout, grace=grace, dry_run=dry_run).run(
+        max_age=max_age, max_size=max_size, keep=keep
     )
-    if limit is not None and done.left_size > limit:
-        note(f"{size(done.left_size)} are left, more than {size(limit)}: they are needed, or new")
+    if max_size is not None and done.left_size > max_size:
+        left = f"{size(done.left_size)} are left, more than {size(max_size)}"
+        note(f"{left}: they are needed, or new")
     result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)))
 
 

@@ -164,15 +164,12 @@ def _neighbours(found: list[_Json]) -> list[tuple[str, str]]:
     if not found:
         return []
     counts = sorted(Counter(each["state"] for each in found).items())
-    silent = [
-        (f"{each['url']} is {each['state']}", each.get("reason"))
-        for each in found
-        if each["state"] != "live"
-    ]
-    return [
-        ("neighbours", ", ".join(f"{count} {state}" for state, count in counts)),
-        *(("", ": ".join(filter(None, each))) for each in silent),
-    ]
+    facts = [("neighbours", ", ".join(f"{count} {state}" for state, count in counts))]
+    for each in found:
+        if each["state"] != "live":
+            why = f": {each['reason']}" if each.get("reason") else ""
+            facts.append(("", f"{each['url']} is {each['state']}{why}"))
+    return facts
 
 
 def _row(model: _Json, now: datetime) -> tuple[str, ...]:

@@ -26,15 +26,14 @@ from clowder_aimage.cli.console.remote_worker import (
     remote_option,
     worker,
 )
+from clowder_aimage.content import Rate
+from clowder_aimage.content.platform import ManifestSelector, Platform
+from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import NetworkError, NotFoundError, UsageError
-from clowder_aimage.oci import Reference
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.content.platform import ManifestSelector
-    from clowder_aimage.dialect.selection import LayerSelection
-    from clowder_aimage.engine.worker_client import WorkerClient
-    from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.oci import Descriptor
     from clowder_aimage.pull import PullResult
 
 
@@ -102,7 +101,6 @@ def pull(
     if remote:
         _pull_remotely(reference)
         return
-    from clowder_aimage.content import Rate
     from clowder_aimage.pull import PullOptions
     from clowder_aimage.pull import pull as pull_aimage
 
@@ -137,8 +135,14 @@ def _pull_remotely(reference: Reference) -> None:
         if not is_done:
             raise NetworkError(f"the worker at {client.endpoint} hung up before all was fetched")
         progress.remark(f"pulled by the worker at {client.endpoint}")
-    value = _pulled(client, reference)
-    result(value, value["digest"])
+    for model in models(client, "/api/tags"):
+        if model["name"] == str(reference) or model["digest"] == str(reference.digest):
+            value = {key: model[key] for key in ("digest", "size")}
+            result({"reference": str(reference), **value}, model["digest"])
+            return
+    raise NotFoundError(
+        f"the worker at {client.endpoint} has pulled {reference}, but does not list it"
+    )
 
 
 class _Sums:
@@ -168,15 +172,6 @@ class _Sums:
         self._bar.show(min(self._done, self._shown), self._shown)
 
 
-def _pulled(client: WorkerClient, reference: Reference) -> dict[str, Any]:
-    for model in models(client, "/api/tags"):
-        if model["name"] == str(reference) or model["digest"] == str(reference.digest):
-            return {"reference": str(reference), "digest": model["digest"], "size": model["size"]}
-    raise NotFoundError(
-        f"the worker at {client.endpoint} has pulled {reference}, but does not list it"
-    )
-
-
 def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
     options = {"--platform": platform, "--variant": variant}
     words = [word for option in options.items() if option[1] is not None for word in option]
@@ -197,8 +192,6 @@ def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
 
 def _selector(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
     """Return what to choose from an index; None is all of it. Raises UsageError."""
-    from clowder_aimage.content.platform import ManifestSelector, Platform
-
     if not whole:
         return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
     if platform is not None or variant is not None:
@@ -209,8 +202,6 @@ def _selector(platform: str | None, variant: str | None, whole: bool) -> Manifes
 def _selection(
     components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
 ) -> LayerSelection | None:
-    from clowder_aimage.dialect.selection import LayerSelection
-
     if not components and not patterns:
         return None
     if whole:

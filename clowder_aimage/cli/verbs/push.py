@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from clowder_aimage.cli.console.option import (
@@ -15,11 +13,8 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.errors import AImageError
 
 
 @verb
@@ -76,5 +71,4 @@ def push(
             on_remembered=on_remembered,
         )
     progress.say("pushed")
-    value = {"reference": str(reference), **plain(descriptor)}
-    result(value, str(descriptor.digest))
+    result({"reference": str(reference), **plain(descriptor)}, str(descriptor.digest))

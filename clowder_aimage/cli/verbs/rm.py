@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from clowder_aimage.cli.console.option import references_argument, settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remote_worker import models, refuse_options, remote_option, worker
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.layout import ImageLayout
 
 
 @verb
@@ -26,14 +22,15 @@ def rm(references: tuple[Reference, ...], remote: bool) -> None:
     if remote:
         _remove_remotely(references)
     else:
-        _remove(settings().layout, references)
+        _remove(references)
     names = [str(reference) for reference in references]
     result({"removed": names}, "\n".join(names))
 
 
-def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
+def _remove(references: Sequence[Reference]) -> None:
     from clowder_aimage.layout.layout import index_name
 
+    layout = settings().layout
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
             raise UsageError(f"{reference} is pinned", hint=f"first: aimage unpin {reference}")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from clowder_aimage import validate as validation
 from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result
-from clowder_aimage.errors import FormatError, NotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from clowder_aimage.validate import CheckedDocument
-
-_INVALID = FormatError.exit_code
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.oci import Reference
+from clowder_aimage.validate import CheckedDocument
 
 
 @verb
@@ -42,13 +40,10 @@ def validate(what: str, schema: str) -> int:
         ) from None
     is_valid = not any(one.violations for one in documents)
     result(_value(documents, is_valid), "\n".join(_lines(documents, is_valid)))
-    return 0 if is_valid else _INVALID
+    return 0 if is_valid else FormatError.exit_code
 
 
 def _check(what: str, schema: str) -> list[CheckedDocument]:
-    from clowder_aimage import validate as validation
-    from clowder_aimage.oci import Reference
-
     path = Path(what)
     if what == "-":
         return [validation.validate_stream(sys.stdin.buffer, "stdin", schema)]
@@ -71,9 +66,7 @@ def _is_file(path: Path) -> bool:
         return error.errno != errno.ENAMETOOLONG
 
 
-def _not_found(
-    what: str, path: Path, error: NotFoundError | UsageError
-) -> NotFoundError | UsageError:
+def _not_found(what: str, path: Path, error: AImageError) -> AImageError:
     if path.is_dir():
         return UsageError(
             f"{what} is a directory, but not an OCI image layout",

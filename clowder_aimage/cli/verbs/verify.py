@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
 
 import click
 
@@ -15,12 +15,8 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import VerificationError
+from clowder_aimage.layout.fsck import FsckProblem, FsckReport
 from clowder_aimage.oci import Reference
-
-if TYPE_CHECKING:
-    from clowder_aimage.layout.fsck import FsckProblem, FsckReport
-
-_FAILED = VerificationError.exit_code
 
 
 @verb
@@ -42,17 +38,19 @@ def verify(references: tuple[Reference, ...], repair: bool) -> int:
         report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
     outcome: dict[FsckProblem, str] = {}
     if repair and report.problems:
-        reach = chosen.connection()
-        for problem, error in mend(chosen.layout, report, reach):
+        for problem, error in mend(chosen.layout, report, chosen.connection()):
             outcome[problem] = "" if error is None else error.message
     _say(report, outcome)
     bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
     left = [problem for problem in bad if outcome.get(problem, "no") != ""]
-    return _FAILED if left else 0
+    return VerificationError.exit_code if left else 0
 
 
 def _say(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
-    problems = [_plain(problem, outcome) for problem in report.problems]
+    problems = [
+        asdict(problem) | ({"mended": not outcome[problem]} if problem in outcome else {})
+        for problem in report.problems
+    ]
     value = {"blobs": report.blobs, "size": report.size, "problems": problems}
     lines = [f"{plural(report.blobs, 'blob')} intact, {size(report.size)}"]
     for problem in report.problems:
@@ -62,15 +60,3 @@ def _say(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
             done = "mended" if problem.names else "removed, for nothing needs it"
             lines.append(f"  {outcome[problem] or done}")
     result(value, "\n".join(lines))
-
-
-def _plain(problem: FsckProblem, outcome: dict[FsckProblem, str]) -> dict[str, Any]:
-    value: dict[str, Any] = {
-        "kind": problem.kind,
-        "what": problem.what,
-        "message": problem.message,
-        "names": list(problem.names),
-    }
-    if problem in outcome:
-        value["mended"] = outcome[problem] == ""
-    return value

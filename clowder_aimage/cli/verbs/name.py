@@ -1,0 +1,73 @@
+"""Names in the store: ``aimage tag``, ``aimage pin`` and ``aimage unpin``."""
+
+from __future__ import annotations
+
+import click
+
+from clowder_aimage.cli.console.option import references_argument, settings, tag_reference, verb
+from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.layered_store import read_only_error
+from clowder_aimage.layout.layout import index_name
+from clowder_aimage.oci import Reference, mediatype
+
+
+@verb
+@click.argument("src", type=Reference.parse)
+@click.argument("dst", type=tag_reference)
+def tag(src: Reference, dst: Reference) -> None:
+    """Give the AImage SRC the name DST as well. No blob is copied."""
+    layout = settings().layout
+    layout.resolve(src)  # before a missing store is made
+    with layout.keep():
+        descriptor = layout.resolve(src)
+        is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
+        layout.tag(descriptor, dst, is_partial=is_partial)
+    result({"reference": str(dst), **plain(descriptor)}, str(descriptor.digest))
+
+
+@verb
+@references_argument(required=False)
+def pin(references: tuple[Reference, ...]) -> None:
+    """Pin the names REF...: neither 'gc' nor 'rm' removes them or their content.
+
+    Without REF, list the pinned names.
+    """
+    layout = settings().layout
+    names = [name for reference in references for name in _names(layout, reference)]
+    for name in names:
+        layout.pins.put(name, {}, durable=True)
+    listed = names if references else sorted(name for name, _ in layout.pins.items())
+    result({"pinned": listed}, "\n".join(listed))
+
+
+def _names(layout: ImageLayout, reference: Reference) -> list[str]:
+    """Return a name in the store, or all names of a digest.
+
+    Raises:
+        NotFoundError: it is not there, or in a store that is only read: a pin would have no effect.
+    """
+    digest = layout.resolve(reference).digest
+    names = [name for name, root in layout.tags() if root.digest == digest]
+    if reference.tag is not None:
+        names = [index_name(reference)]
+    borrowed = layout.borrowed()
+    ours = [name for name in names if name not in borrowed]
+    if names and not ours:
+        raise read_only_error(reference, borrowed[names[0]], "pin")
+    return ours
+
+
+@verb
+@references_argument(required=True)
+def unpin(references: tuple[Reference, ...]) -> None:
+    """Remove the pins of the names REF...; the names stay until 'rm' or 'gc' removes them."""
+    pins = settings().layout.pins
+    names = [index_name(reference) for reference in references]
+    for name in names:
+        if pins.get(name) is None:
+            raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists what is")
+    for name in names:
+        pins.remove(name)
+    result({"unpinned": names}, "\n".join(names))
