@@ -19,11 +19,7 @@ from clowder_aimage.content.copy_option import (
 )
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.store import (
-    Source,
-    Target,
-    bytes_body,
-)
+from clowder_aimage.content.store import Source, Target, bytes_body
 from clowder_aimage.content.verified_reader import SourceReader, readinto
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
@@ -87,9 +83,8 @@ def plan_copy(
 
     With ``is_sparse``, the source may lack manifests of an index.
 
-    Raises:
-        NotFoundError, AccessError: a document cannot be read.
-        VerificationError, FormatError: it differs from its descriptor, or is malformed.
+    Raises NotFoundError, AccessError, or, for a document that is wrong or malformed,
+    VerificationError and FormatError.
     """
     documents: list[tuple[Descriptor, Manifest | Index]] = []
     absent: dict[Digest, Descriptor] = {}

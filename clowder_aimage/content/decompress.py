@@ -1,9 +1,9 @@
 """The content of a layer, compressed or not: read once, from the front, within bounds.
 
-The media type says the compression: ``+gzip`` (RFC 1952) or ``+zstd`` (RFC 8878). The digest of the
-blob is verified while it is read, and the digest of the content where the manifest has one. Without
-one, two bounds hold: MAX_PLAIN, and MAX_RATIO times the size of the blob. Deflate packs zeros
-1,032 times smaller; weights do not shrink to a hundredth.
+The media type names the compression: ``+gzip`` (RFC 1952) or ``+zstd`` (RFC 8878). The digest of
+the blob is verified while it is read, and the digest of the content where the manifest has one.
+Without one, two bounds hold: MAX_PLAIN, and MAX_RATIO times the size of the blob. Deflate packs
+zeros 1,032 times smaller; weights do not shrink to a hundredth.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DOTTED = (".tar.gzip", ".tar.zstd")
 def open_plain(
     store: BlobFiles, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
 ) -> BinaryIO:
-    """Open the content of ``layer``: its blob, decompressed as the media type says.
+    """Open the content of ``layer``: its blob, decompressed by its media type.
 
     ``content`` describes the decompressed bytes, where the manifest does. They are verified once
     all of them have been read.

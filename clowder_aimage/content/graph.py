@@ -37,16 +37,15 @@ class GraphNode:
 
 
 def is_document(content: Descriptor) -> bool:
-    """Return whether the descriptor says manifest or index."""
+    """Return whether the descriptor is of a manifest or an index."""
     return content.media_type in mediatype.DOCUMENTS
 
 
 def read_document(source: Source, content: Descriptor) -> Manifest | Index:
     """Read and parse a manifest or an index, verified.
 
-    Raises:
-        NotFoundError, AccessError: the source does not have it, or cannot be read.
-        VerificationError, FormatError: the bytes differ from the descriptor, or are malformed.
+    Raises NotFoundError, AccessError, or, for wrong or malformed bytes, VerificationError and
+    FormatError.
     """
     raw = read_all(source.open(content), content)
     try:
@@ -66,6 +65,15 @@ def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
         replace(child, media_type=UNKNOWN) if is_document(child) else child
         for child in document.children
     )
+
+
+def referrer_entry(content: Descriptor, document: Manifest | Index) -> Descriptor:
+    """Return the descriptor of a referrer in a list, with its type and annotations."""
+    kind = document.artifact_type
+    if not kind and isinstance(document, Manifest):
+        kind = document.config.media_type  # image-spec, manifest.md: where there is no artifactType
+    extra = {"artifactType": kind} if kind else {}
+    return replace(content, annotations=document.annotations, extra=extra)
 
 
 def walk(

@@ -95,10 +95,7 @@ class Candidate:
 
 
 def select(
-    source: Source,
-    root: Descriptor,
-    reference: Reference,
-    selector: ManifestSelector | None,
+    source: Source, root: Descriptor, reference: Reference, selector: ManifestSelector | None
 ) -> tuple[Descriptor, Manifest | Index]:
     """Return the manifest that is selected of ``root``, which ``reference`` names, and its content.
 
@@ -130,8 +127,7 @@ def select(
 def candidates_in(source: Source, index: Index) -> list[Candidate]:
     """Return the manifests that may be chosen from ``index``, in its order; no attestations.
 
-    Raises:
-        FormatError, VerificationError, AccessError: an index in it cannot be read.
+    Raises FormatError, VerificationError, AccessError: an index in it cannot be read.
     """
     count = itertools.count(1)
 
@@ -152,7 +148,7 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
 
 
 def _candidate(node: GraphNode) -> Candidate:
-    """Return the candidate at ``node``; indexes above it may say what its descriptor leaves out."""
+    """Return the candidate at ``node``; an index above it may have what it leaves out."""
     content, variant, platform = node.content, "", None
     at: GraphNode | None = node
     while at is not None:
@@ -175,9 +171,7 @@ def choose(
 ) -> Candidate:
     """Return the candidate that is selected, the only one, or the only one that fits here.
 
-    Raises:
-        NotFoundError: none fits; with a list of all.
-        UsageError: several fit; with a list of them.
+    Raises NotFoundError: none fits; UsageError: several do. Both list them.
     """
     left = [one for one in candidates if selector.variant in (None, one.variant)]
     if selector.platform is not None:

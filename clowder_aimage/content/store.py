@@ -32,19 +32,15 @@ class Source(Protocol):
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the descriptor of the manifest that ``reference`` names.
 
-        Raises:
-            NotFoundError: there is none.
-            AccessError: it is not known (no answer, no permission, an error of the server).
+        Raises NotFoundError: there is none; AccessError: it is not known (no answer, no
+        permission, an error of the server).
         """
-        ...
 
     def exists(self, content: Descriptor, /) -> bool:
         """Return whether the content is here in full. Raises AccessError when it is not known."""
-        ...
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         """Open ``length`` bytes at ``offset``, not yet verified. Raises NotFoundError."""
-        ...
 
     @property
     def alignment(self) -> int:
@@ -112,7 +108,6 @@ class Lease(AbstractContextManager["Lease"], Protocol):
 
     def add(self, *digests: Digest) -> None:
         """Keep these too. Whether they are here is known only afterwards. Raises AccessError."""
-        ...
 
 
 class NullLease(Lease):
@@ -131,17 +126,12 @@ class Target(Source, Protocol):
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         """Store a blob or a manifest, and name a manifest in the same step.
 
-        It is here in full and verified, or not at all.
-
-        Raises:
-            VerificationError: ``body`` differs from ``content``.
-            AccessError: it cannot be kept here.
+        It is here in full and verified, or not at all. Raises VerificationError: ``body`` differs
+        from ``content``; AccessError: it cannot be kept here.
         """
-        ...
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         """Let ``reference`` name a manifest that is here."""
-        ...
 
     def lease(self, *digests: Digest) -> Lease:  # noqa: ARG002 - a default
         """Keep these, here or not, until the lease ends. Raises AccessError."""
@@ -149,7 +139,6 @@ class Target(Source, Protocol):
 
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
         """Copy those of ``blobs`` that are not here. Raises ContentError, AccessError."""
-        ...
 
 
 class IngestBusyError(AccessError):
@@ -161,31 +150,24 @@ class Ingest(Protocol):
 
     def missing(self) -> list[tuple[int, int]]:
         """Return the spans [start, end) of the expected size that have not been written yet."""
-        ...
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
         """Write ``data`` at ``offset``."""
-        ...
 
     def checkpoint(self) -> None:
         """Make what was written so far survive a crash."""
-        ...
 
     def digest(self, algorithm: str = "sha256") -> Digest:
         """Return the digest of the bytes so far, when they were written in order."""
-        ...
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable and name the blob. Raises VerificationError; the ingest is gone."""
-        ...
 
     def suspend(self) -> None:
         """Leave what was written to a later ingest of the same key."""
-        ...
 
     def abort(self) -> None:
         """Remove everything written so far."""
-        ...
 
 
 class BlobFiles(Protocol):
@@ -201,43 +183,33 @@ class ContentStore(Target, BlobFiles, Protocol):
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield the names, and the manifests that they name."""
-        ...
 
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
     ) -> None:
         """Let ``reference`` name a manifest that is here, marked when blobs of it are missing."""
-        ...
 
     def untag(self, reference: Reference, /) -> None:
         """Remove a name. Raises NotFoundError."""
-        ...
 
     def batch(self) -> AbstractContextManager[None]:
         """Make small content durable together at the end of the block, or raise AccessError."""
-        ...
 
     def use(self, content: Descriptor) -> None:
         """Note that a manifest is used now."""
-        ...
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:
         """Begin to write a blob, or go on with what an earlier ingest of ``key`` left.
 
         Without ``expected``, it is not known yet which blob it will be, and the ingest is new.
-
-        Raises:
-            IngestBusyError: another process is writing it.
+        Raises IngestBusyError: another process is writing it.
         """
-        ...
 
     def missing_size(self, content: Descriptor, /) -> int:
         """Return the bytes that must still be written for the content to be here in full."""
-        ...
 
     def free(self) -> int:
         """Return the bytes that more content may take."""
-        ...
 
 
 def bytes_body(data: bytes) -> Body:

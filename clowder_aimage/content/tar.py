@@ -54,8 +54,7 @@ class TarReader:
     def members(self) -> Iterator[tarfile.TarInfo]:
         """Yield all entries, to the last header; what follows the end of the archive is not read.
 
-        Raises:
-            FormatError: it is not a tar, is damaged, or breaks off.
+        Raises FormatError: it is not a tar, is damaged, or breaks off.
         """
         with self._errors("is not a tar archive"):
             tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed

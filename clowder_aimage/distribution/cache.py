@@ -16,7 +16,7 @@ from clowder_aimage.distribution.blob_fetch import CachedFetch
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.pending_manifest import PendingManifests
-from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs, ServedLeases
+from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
@@ -44,16 +44,11 @@ class PullThroughCache:
     """The layout before ``upstream``. ``catalog`` has the names below the upstream's."""
 
     def __init__(
-        self,
-        layout: ImageLayout,
-        catalog: Catalog,
-        shelf: ServedBlobs,
-        kept: ServedLeases,
-        upstream: UpstreamRegistry,
+        self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs, upstream: UpstreamRegistry
     ) -> None:
         self._layout, self._catalog = layout, catalog
         self._shelf, self._upstream = shelf, upstream
-        self._waiting = PendingManifests(layout, catalog, kept)
+        self._waiting = PendingManifests(layout, catalog, shelf)
         self._asking: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
         self._places = asyncio.Semaphore(CONCURRENCY)
@@ -62,8 +57,7 @@ class PullThroughCache:
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest and its bytes. Concurrent requests for one are sent once.
 
-        Raises:
-            DistributionError: MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) where it is not stored.
+        Raises MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) where it is not stored.
         """
         task = self._asking.get(reference)
         if task is None:

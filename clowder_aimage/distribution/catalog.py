@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import ContentError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
@@ -58,12 +59,7 @@ def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     listed = Descriptor(document.media_type, digest, len(document.raw))
     if document.subject is None:
         return ManifestSummary(listed, None, manifests)
-    kind = document.artifact_type
-    if not kind and isinstance(document, Manifest):
-        kind = document.config.media_type  # image-spec, manifest.md: where there is no artifactType
-    extra = {"artifactType": kind} if kind else {}
-    listed = replace(listed, annotations=document.annotations, extra=extra)
-    return ManifestSummary(listed, document.subject.digest, manifests)
+    return ManifestSummary(referrer_entry(listed, document), document.subject.digest, manifests)
 
 
 def _version(index: Path) -> tuple[int, int, int] | None:

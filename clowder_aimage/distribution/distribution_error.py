@@ -42,13 +42,9 @@ class DistributionError(ApiError):
         status: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        usual_status, usual_message = CODES[code]
+        usual = CODES[code]
         super().__init__(
-            status or usual_status,
-            message or usual_message,
-            code=code,
-            headers=headers,
-            details=details,
+            status or usual[0], message or usual[1], code=code, headers=headers, details=details
         )
 
 

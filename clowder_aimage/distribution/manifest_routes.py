@@ -32,12 +32,7 @@ from clowder_aimage.oci import (
 
 # What may be pushed. A manifest media type of one's own is refused, as every registry does, so
 # that what is tried here holds elsewhere; one that is in the layout already is served.
-ACCEPTED = {
-    mediatype.OCI_MANIFEST,
-    mediatype.OCI_INDEX,
-    mediatype.DOCKER_MANIFEST,
-    mediatype.DOCKER_MANIFEST_LIST,
-}
+ACCEPTED = mediatype.DOCUMENTS - {mediatype.AIMAGE_MANIFEST}
 # Layers whose bytes stay where their urls say (image-spec, layer.md, "Non-Distributable Layers")
 _ELSEWHERE = (
     "application/vnd.oci.image.layer.nondistributable.",

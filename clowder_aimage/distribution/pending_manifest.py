@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.served_blobs import ServedLeases
+from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.errors import ContentError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
@@ -38,15 +38,15 @@ class _Waiter:
 class PendingManifests:
     """The manifests without names. Threads may share it."""
 
-    def __init__(self, layout: ImageLayout, catalog: Catalog, kept: ServedLeases) -> None:
-        self._layout, self._catalog, self._kept = layout, catalog, kept
+    def __init__(self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs) -> None:
+        self._layout, self._catalog, self._shelf = layout, catalog, shelf
         self._lock = threading.Lock()
         self._waiters: OrderedDict[Reference, _Waiter] = OrderedDict()
 
     def add(self, reference: Reference, descriptor: Descriptor, raw: bytes) -> None:
         """Name a manifest by a reference of the API, as soon as it is complete."""
         document = parse_document(raw, descriptor.media_type)
-        self._kept.add(descriptor.digest, *(child.digest for child in document.children))
+        self._shelf.expect(descriptor.digest, *(child.digest for child in document.children))
         with self._layout.keep():
             waiter = self._waiter(reference, descriptor, document)
             with self._lock:

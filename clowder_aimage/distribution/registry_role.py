@@ -56,9 +56,7 @@ class RegistryRole(Role):
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
         blobs = ServedBlobs(layout, catalog, self._leases)
-        self._cache = (
-            PullThroughCache(layout, catalog, blobs, self._leases, upstream) if upstream else None
-        )
+        self._cache = PullThroughCache(layout, catalog, blobs, upstream) if upstream else None
         self._catalog = CatalogRoutes(catalog, self._cache)
         self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
         self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
@@ -143,11 +141,8 @@ def serve(
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
 
     Clients must know ``token`` if there is one. With an ``upstream`` it is a cache of that.
-    ``on_ready`` gets the URL once connections are accepted; port 0 becomes a free one.
-
-    Raises:
-        UsageError: The address is malformed, or other machines reach it without a token.
-        AccessError: It is not possible to listen there.
+    ``on_ready`` gets the URL once connections are accepted; port 0 becomes a free one. Raises
+    UsageError: the address is malformed, or other machines reach it without a token; AccessError.
     """
     if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
         access = "reads" if readonly or upstream is not None else "reads and writes"

@@ -97,9 +97,9 @@ class ServedBlobs:
             raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
         self._deleted[digest] = version
 
-    def expect(self, digest: Digest) -> None:
-        """Lease a blob that is about to arrive, before it has a name."""
-        self._leases.add(digest)
+    def expect(self, *digests: Digest) -> None:
+        """Lease content that is about to arrive, before it has a name."""
+        self._leases.add(*digests)
 
     def put(self, digest: Digest) -> None:
         """Serve a blob that was pushed, maybe again."""

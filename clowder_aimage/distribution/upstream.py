@@ -15,7 +15,7 @@ from clowder_aimage.content.store import Source, WrappedSource
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.repository_name import PEER
 from clowder_aimage.errors import NetworkError, UsageError
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
 DOWN_PAUSE = 10.0  # seconds for which a registry that did not answer is left alone
@@ -123,15 +123,12 @@ class UpstreamRegistry:
         """The prefix of the repositories in the names of the layout."""
         return f"{self.host}/{self._prefix}".rstrip("/")
 
-    def reference(self, repository: str, tag: str | None, digest: Digest | None) -> Reference:
-        """Return the name of a manifest at the upstream."""
-        return Reference(self.host, self._prefix + repository, tag, digest)
-
     # These raise NotFoundError, UnauthorizedError, NetworkError, RegistryError, ContentError.
 
     def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest by its name in the API, verified."""
-        named = self.reference(reference.repository, reference.tag, reference.digest)
+        name = self._prefix + reference.repository
+        named = Reference(self.host, name, reference.tag, reference.digest)
         with self._lend(reference.repository) as repository:
             descriptor = self._asked(lambda: repository.resolve(named))
             return descriptor, read_all(repository.open(descriptor), descriptor)
@@ -165,7 +162,7 @@ class UpstreamRegistry:
         return answer
 
     def _lend(self, name: str) -> AbstractContextManager[Repository]:
-        return self._pool.lend(self.reference(name, "latest", None))
+        return self._pool.lend(Reference(self.host, self._prefix + name, "latest"))
 
 
 class _GuardedSource(WrappedSource):

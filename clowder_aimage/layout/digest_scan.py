@@ -68,7 +68,7 @@ class DigestScanner:
     def needs(self, root: str, read: Read, read_config: Read) -> set[str]:
         """Return the root and the digests that it, the documents below and their configs mention.
 
-        The configs say what compressed layers unpack to.
+        The configs have the digests of unpacked layers.
         """
         found = {root}
         for digest, document in self.walk(root, read):

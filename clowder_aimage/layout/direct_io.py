@@ -35,8 +35,7 @@ class DirectFile:
     def begin(self, offset: int, view: memoryview) -> Future[int] | None:
         """Begin to write the aligned part of ``view``, which must not change until that is done.
 
-        Returns:
-            The future number of bytes written; None where direct I/O is not possible or too slow.
+        Return the future number of bytes; None where direct I/O is not possible or too slow.
         """
         size = len(view) & -PAGE
         if size < _MIN_SIZE or offset % PAGE or not self._is_usable or not _is_aligned(view):

@@ -83,9 +83,8 @@ class Collector:
             max_size: Remove the least recently used names until the rest fits, in bytes.
             keep: Patterns of names that stay, as do pinned and leased ones.
 
-        Raises:
-            VerificationError: a manifest is damaged or missing, so that its needs are not known.
-            StoreError: the store cannot be read or written.
+        Raises VerificationError: a manifest is damaged or missing, so that its needs are not
+        known; StoreError: the store cannot be read or written.
         """
         root, roots, done = self.layout.root, self._roots(), self._done
         self._held = {str(digest) for digest in leased(root, remove=False)}

@@ -13,7 +13,8 @@ import functools
 import json
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ _NAMES = (  # in order: what containerd exports has the tag alone as ref.name
 )
 _HINT = "another program wrote it; move it away to begin with an empty one"
 _Stamp = tuple[int, int, int]
+# A file that changed within this time may change again and look the same: file systems count time
+# in steps of up to two seconds, and a server's clock may differ.
+_SETTLED = 5 * 10**9  # nanoseconds
 
 
 def read_index(root: Path) -> dict[str, Any]:
@@ -202,3 +206,32 @@ def _replace(root: Path, name: str, data: bytes) -> None:
     with store_errors(root):
         room = make_directory(root, PRIVATE)
         write_shared(root / name, data, directory=room)
+
+
+def fingerprint(roots: Iterable[Path]) -> Hashable:
+    """Return a value that changes as soon as a name or a blob of these stores comes or goes.
+
+    None where that cannot be known: something changed a moment ago, or cannot be read. A blob that
+    is changed in place shows in no directory, and so not here.
+    """
+    try:
+        stamps = [(path, _change_of(path)) for root in roots for path in _watched(root)]
+    except OSError:
+        return None
+    newest = max((max(stamp[3:]) for _, stamp in stamps if stamp is not None), default=0)
+    return tuple(stamps) if time.time_ns() - newest > _SETTLED else None
+
+
+def _watched(root: Path) -> list[str]:
+    blobs = os.path.join(root, "blobs")
+    algorithms = sorted(os.listdir(blobs)) if os.path.isdir(blobs) else []
+    names = (os.path.join(root, "index.json"), os.path.join(root, PRIVATE, "names"), blobs)
+    return [*names, *(os.path.join(blobs, name) for name in algorithms)]
+
+
+def _change_of(path: str) -> tuple[int, int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -13,13 +13,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from clowder_aimage.content import ContentStore, IngestBusyError, Source, file_body, read_all
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
-from clowder_aimage.content.store import Body
-from clowder_aimage.content.verified_reader import readinto, verify
+from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source, file_body
+from clowder_aimage.content.verified_reader import read_all, readinto, verify
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -27,9 +26,15 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
-from clowder_aimage.layout.fingerprint import fingerprint
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.index import edit_index, is_named, name_of, read_index, same_name
+from clowder_aimage.layout.index import (
+    edit_index,
+    fingerprint,
+    is_named,
+    name_of,
+    read_index,
+    same_name,
+)
 from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file, link_blob
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock
+from clowder_aimage.content.store import Lease
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -36,7 +37,7 @@ _MAX_AGE = 7 * 86400.0  # seconds that a lease counts where there are no locks
 _MAX_SIZE = 256 * 1024 * 1024
 
 
-class FileLease:
+class FileLease(Lease):
     """A lease on digests until it is closed; in a read-only store it has no effect."""
 
     def __init__(self, root: Path, digests: Iterable[Digest] = ()) -> None:
@@ -79,9 +80,6 @@ class FileLease:
                 self._path.unlink(missing_ok=True)
             os.close(fd)
 
-    def __enter__(self) -> FileLease:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -99,15 +97,12 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb", buffering=0) as file:
+                is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
                 # without locks, no process is known to be dead
-                is_over = (
-                    _is_dead(fd) if can_lock else time.time() - os.fstat(fd).st_mtime > _MAX_AGE
-                )
-                if is_over:
-                    if remove:
-                        path.unlink(missing_ok=True)
-                else:
+                if not (_is_dead(fd) if can_lock else is_old):
                     digests |= set(_digests(file.read(_MAX_SIZE) or b""))
+                elif remove:
+                    path.unlink(missing_ok=True)
     return digests
 
 

@@ -83,10 +83,8 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
 def inflate(store: ContentStore, stored: StoredAImage) -> None:
     """Restore the blobs that another tool has compressed, verified against their diff_ids.
 
-    Raises:
-        FormatError: an unsupported compression, or malformed data.
-        UsageError: it is zstd, and the package for that is not installed.
-        VerificationError: the result is not the plain blob, or the blob is damaged.
+    Raises FormatError: an unsupported compression, or malformed data; UsageError: zstd without its
+    package; VerificationError: the blob is damaged, or its content not the plain blob.
     """
     for layer, plain in packed_layers(store, stored):
         store.push(plain, _plain_body(store, layer, plain))

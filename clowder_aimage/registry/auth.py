@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -71,9 +71,7 @@ class _TokenSession:
         self.response = SimpleNamespace(status_code=response.status_code, text="", json=read)
         return self.response
 
-    def get(self, url: str, **options: Any) -> Any:
-        """Send a GET request."""
-        return self.request("GET", url, **options)
+    get = partialmethod(request, "GET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +142,9 @@ class Authenticator:
             return None if held is None else held.header
 
     def answer(self, actions: str, challenge: str, refused: str | None) -> str:
-        """Return the header that answers ``challenge``, to which ``refused`` was no answer.
+        """Return the header that answers ``challenge``, where ``refused`` did not.
 
-        Raises:
-            UnauthorizedError: there are no credentials for it, or they are not accepted.
+        Raises UnauthorizedError: there are no credentials for it, or they are not accepted.
         """
         with self._lock:
             held = self._held.get(actions)

@@ -117,10 +117,8 @@ class _Requests(requests.Session):
 class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
-        self._more: dict[str, Any] = {"blocksize": _BLOCK_SIZE}
-        if context is not None:
-            self._more["ssl_context"] = context
+    def __init__(self, **more: Any) -> None:
+        self._more = {"blocksize": _BLOCK_SIZE} | more
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +158,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
         session.mount(prefix, _Adapter())
     context = _context(connection, host)
     if context is not None:
-        session.mount(f"https://{host}/", _Adapter(context))
+        session.mount(f"https://{host}/", _Adapter(ssl_context=context))
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session

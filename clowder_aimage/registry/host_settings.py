@@ -38,11 +38,7 @@ class HostSettings:
 
 
 def read_settings(path: Path) -> dict[str, HostSettings]:
-    """Return a configuration's settings by host; none if the file does not exist.
-
-    Raises:
-        UsageError: it cannot be read, or is not valid.
-    """
+    """Return a configuration's settings by host; none without the file. Raises UsageError."""
 
     def parse(document: dict[str, Any]) -> dict[str, HostSettings]:
         registries = document.get("registries", {})
@@ -68,8 +64,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
 def parse_rate(text: str) -> int:
     """Return bytes per second: 500k, 20M, 1.5G (powers of 1000), KiB, MiB, GiB (of 1024).
 
-    Raises:
-        ValueError: it is not a rate, or less than a byte per second.
+    Raises ValueError: it is not a rate, or less than a byte per second.
     """
     try:
         count = parse_size(text.lower().removesuffix("/s"))

@@ -1,12 +1,7 @@
 """Lists in a registry: tags in pages, and the referrers of a subject.
 
-A registry sends as much of a list as it likes, and a ``Link`` header (RFC 8288) to the rest
-(distribution-spec, "Listing Tags", end-8a and end-8b).
-
-Referrers are the manifests with another one as their ``subject``. A registry with the referrers API
-keeps the list itself. For one without it, clients keep an index under the tag
-``<algorithm>-<encoded>`` of the subject's digest (distribution-spec, "Listing Referrers", end-12a
-and end-12b, and "Referrers Tag Schema").
+Sources: distribution-spec, "Listing Tags" (end-8), "Listing Referrers" (end-12), and "Referrers Tag
+Schema": an index that clients keep under a tag where the registry does not have the referrers API.
 """
 
 from __future__ import annotations
@@ -19,12 +14,13 @@ from urllib.parse import urlencode
 
 import requests.utils
 
+from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import retrying
-from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
 _NO_API = frozenset({405, 501})  # besides 404
@@ -36,8 +32,7 @@ MAX_LIST_SIZE = 64 * 1024 * 1024
 def tags(session: Session, name: str) -> list[str]:
     """Return the tags of the repository ``name``, in the registry's order.
 
-    Raises NotFoundError, RegistryError, NetworkError, UnauthorizedError, or FormatError for
-    something else than a list of tags.
+    Raises AccessError, or FormatError for something else than a list of tags.
     """
     found: dict[str, None] = {}
     for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
@@ -61,8 +56,7 @@ def _tags(raw: bytes, name: str) -> list[str]:
 def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
     """Yield body and media type of each page of a list below ``/v2/<repository>/``.
 
-    Raises:
-        RegistryError: the pages lead elsewhere, in a circle, or to no end.
+    Raises RegistryError: the pages lead elsewhere, in a circle, or to no end.
     """
     url: str | None = session.url(path)
     seen: set[str] = set()
@@ -97,15 +91,6 @@ def tag_of(subject: Digest) -> str:
     return f"{subject.algorithm[:32]}-{subject.encoded[:64]}"
 
 
-def entry_of(content: Descriptor, document: Manifest | Index) -> Descriptor:
-    """Return the descriptor of a referrer in a list, with its type and annotations."""
-    kind = document.artifact_type
-    if not kind and isinstance(document, Manifest):
-        kind = document.config.media_type
-    extra = {"artifactType": kind} if kind else {}
-    return Descriptor(content.media_type, content.digest, content.size, document.annotations, extra)
-
-
 def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
     """Return the referrers of ``subject``, of one artifact type where one is given.
 
@@ -116,11 +101,10 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
         tag = tag_of(subject)
         listed = _entries(_tagged(session, tag, f"the list of referrers {tag}"))
     unique = {entry.digest: entry for entry in listed}
-    return [
-        entry
-        for entry in unique.values()  # a registry may leave the filtering to us
-        if not artifact_type or entry.extra.get("artifactType") == artifact_type
-    ]
+    if not artifact_type:
+        return list(unique.values())
+    # a registry may leave the filtering to us
+    return [one for one in unique.values() if one.extra.get("artifactType") == artifact_type]
 
 
 def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descriptor] | None:
@@ -157,7 +141,7 @@ def record(
     Of two clients that write at once one may overwrite the other, so it is read and written again.
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for another content.
     """
-    entry = entry_of(content, document)
+    entry = referrer_entry(content, document)
     tag = tag_of(subject)
     what = f"the list of referrers {tag}"
     for attempt in range(_ATTEMPTS + 1):
@@ -184,8 +168,7 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
 
 def _tagged(session: Session, tag: str, what: str) -> bytes | None:
     """Return the index under the subject's tag, or None."""
-    accept = ", ".join(sorted(mediatype.INDEXES | mediatype.MANIFESTS))
     try:
-        return retrying(partial(session.get, session.url(f"manifests/{tag}"), accept, what))[0]
+        return retrying(partial(session.get, session.url(f"manifests/{tag}"), ACCEPT, what))[0]
     except NotFoundError:
         return None

@@ -188,11 +188,7 @@ class PeerClient:
     def open(
         self, peer: str, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | PeerRefusal:
-        """Request content; with ``is_stored`` only what the node has, or is receiving.
-
-        Raises:
-            PeerError: there is no answer, or none that a node gives.
-        """
+        """Request content; with ``is_stored`` only what is there or arriving. Raises PeerError."""
         headers = span.headers | ({"Cache-Control": STORED} if is_stored else {})
         response = self._send("GET", peer, span.path, headers, self._timeouts.stall)
         if response.status_code == 206:
@@ -211,11 +207,7 @@ class PeerClient:
         )
 
     def has(self, peer: str, span: BlobSpan) -> bool:
-        """Return True if a node has content, or is receiving it from a registry.
-
-        Raises:
-            PeerError: as ``open``.
-        """
+        """Return True if a node has content or is receiving it. Raises PeerError."""
         headers = span.headers | {"Cache-Control": STORED}
         response = self._send("HEAD", peer, span.path, headers, self._timeouts.ping)
         response.finish()
@@ -252,9 +244,8 @@ def _errors(peer: str) -> Iterator[None]:
 
 def _is_range(headers: Mapping[str, str], span: BlobSpan) -> bool:
     """Return True if a 206 announces the bytes of ``span``, and only these."""
-    content_range = f"bytes {span.start}-{span.end - 1}/"
-    is_coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
+    if "Transfer-Encoding" in headers or "Content-Encoding" in headers:
+        return False
     is_as_long = headers.get("Content-Length") == str(span.end - span.start)
-    return (
-        is_as_long and headers.get("Content-Range", "").startswith(content_range) and not is_coded
-    )
+    begin = f"bytes {span.start}-{span.end - 1}/"
+    return is_as_long and headers.get("Content-Range", "").startswith(begin)

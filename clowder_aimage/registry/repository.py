@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import BinaryIO, cast
 
@@ -22,16 +23,14 @@ from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
 from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import retrying
-from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import upload
 
-_MANIFESTS = mediatype.MANIFESTS | mediatype.INDEXES
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
 _MAX_REQUESTS = 3  # for one part of a blob to a mirror
-ACCEPT = ", ".join(sorted(_MANIFESTS))
 
 
-class Repository(Target):
+class Repository(Target, AbstractContextManager["Repository"]):
     """The repository of ``reference``, with a cache of its manifests.
 
     Missing blobs are mounted from ``origins`` where the registry allows it.
@@ -53,9 +52,6 @@ class Repository(Target):
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
         self._without_ranges: set[Digest] = set()
-
-    def __enter__(self) -> Repository:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._session.close()
@@ -106,7 +102,7 @@ class Repository(Target):
         return key in self._present
 
     def _exists(self, content: Descriptor) -> bool:
-        kind = "manifests" if content.media_type in _MANIFESTS else "blobs"
+        kind = "manifests" if content.media_type in mediatype.DOCUMENTS else "blobs"
         url = self._session.url(f"{kind}/{content.digest}")
         response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
         response.finish()
@@ -128,7 +124,7 @@ class Repository(Target):
         return int(length)
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
-        if content.media_type in _MANIFESTS:
+        if content.media_type in mediatype.DOCUMENTS:
             return io.BytesIO(self._manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
         asked = itertools.count(1)
@@ -167,7 +163,7 @@ class Repository(Target):
         push_blobs(source, self, blobs, options)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
-        if content.media_type not in _MANIFESTS:
+        if content.media_type not in mediatype.DOCUMENTS:
             upload(self._session, content, body, self._origins)
             self._present.add((content.digest, content.size))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -97,15 +98,12 @@ class RegistryResponse:
 
     def finish(self) -> None:
         """Read what little is left of the body, so that the connection can be used again."""
-        try:
+        with contextlib.suppress(OSError, HTTPError):
             self.raw.read(_MAX_IGNORED_SIZE)
-            is_at_end = not self.raw.read(1)
-        except (OSError, HTTPError):
-            is_at_end = False
-        if is_at_end:
-            self.raw.release_conn()
-        else:
-            self.raw.close()
+            if not self.raw.read(1):
+                self.raw.release_conn()
+                return
+        self.raw.close()
 
     def close(self) -> None:
         """Close the connection."""

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
@@ -15,7 +16,7 @@ import urllib3
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError, VerificationError
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.response import RegistryResponse, failure, manifest_failure
@@ -25,6 +26,7 @@ from clowder_aimage.registry.transport import Transport, origin
 CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
 FIRST_READ_TIMEOUT = 6.0  # a registry that is down is detected within ten seconds
 READ_TIMEOUT = 60.0
+ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
@@ -33,7 +35,7 @@ class CredentialsExpiredError(BrokenOffError, UnauthorizedError):
     """A 401 to a body that must be opened again: worth another attempt, with new credentials."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """Requests to the repository of ``reference``, authenticated as the registry asks."""
 
     def __init__(
@@ -58,9 +60,6 @@ class Session:
         self._transport = Transport(self._http, self._registry)
         self.chunk = connection.host(self._registry).chunk_size  # bytes in a request; 0: any
         self._auth = Authenticator(reference, connection, self._send_once, scheme, basic_auth)
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -105,11 +104,7 @@ class Session:
         response.finish()
 
     def get(self, url: str, accept: str, what: str) -> tuple[bytes, RegistryResponse]:
-        """Return a document of at most MAX_MANIFEST_SIZE bytes, and the response that it came in.
-
-        Raises:
-            AImageError: the registry does not send ``what``.
-        """
+        """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""
         response = self.request("GET", url, headers={"Accept": accept})
         if response.status_code != 200:
             raise failure(response, what)

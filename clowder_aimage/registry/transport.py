@@ -13,13 +13,13 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
-import urllib3.connection
-import urllib3.connectionpool
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -49,6 +49,7 @@ def origin(url: str) -> tuple[str, str, int]:
     return parts.scheme, (parts.hostname or "").lower(), port
 
 
+@dataclass(slots=True, eq=False)
 class StreamBody:
     """``size`` bytes of a stream that stands at ``offset``, as the body of a request.
 
@@ -57,27 +58,26 @@ class StreamBody:
     with the body (``last``), the last block is sent after that is known.
     """
 
-    def __init__(self, stream: BinaryIO, offset: int, size: int, *, last: bool) -> None:
-        self._stream = stream
-        self._offset = offset
-        self._size = size
-        self._last = last
+    stream: BinaryIO
+    offset: int
+    size: int
+    last: bool
 
     def send_to(self, sock: socket.socket) -> None:
         """Write the bytes to a socket. Raises OSError, and what the stream raises."""
-        if type(sock) is socket.socket and hasattr(self._stream, "sent"):
+        if type(sock) is socket.socket and hasattr(self.stream, "sent"):
             self._send_file(sock)
             return
-        left = self._size
+        left = self.size
         while left:
-            block = self._stream.read(min(left, _BLOCK))
+            block = self.stream.read(min(left, _BLOCK))
             left -= len(block)
-            if not block or (self._last and not left and self._stream.read(1)):
+            if not block or (self.last and not left and self.stream.read(1)):
                 raise EOFError("the body does not have the length that it should have")
             sock.sendall(block)
 
     def _send_file(self, sock: socket.socket) -> None:
-        file, offset, end = self._stream.fileno(), self._offset, self._offset + self._size
+        file, offset, end = self.stream.fileno(), self.offset, self.offset + self.size
         while offset < end:
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
@@ -88,7 +88,7 @@ class StreamBody:
             if not count:
                 raise EOFError("the body does not have the length that it should have")
             offset += count
-            self._stream.sent(count)  # type: ignore[attr-defined]
+            self.stream.sent(count)  # type: ignore[attr-defined]
 
 
 class _StreamSender:
@@ -116,23 +116,13 @@ class _StreamSender:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-class _HTTPConnection(_StreamSender, urllib3.connection.HTTPConnection):  # type: ignore[misc]
-    pass
+def _pool(kind: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
+    """Return a class of pools whose connections send StreamBody."""
+    connection = type("Connection", (_StreamSender, kind.ConnectionCls), {})
+    return type(kind.__name__, (kind,), {"ConnectionCls": connection})
 
 
-class _HTTPSConnection(_StreamSender, urllib3.connection.HTTPSConnection):  # type: ignore[misc]
-    pass
-
-
-class _HTTPPool(urllib3.connectionpool.HTTPConnectionPool):
-    ConnectionCls = _HTTPConnection
-
-
-class _HTTPSPool(urllib3.connectionpool.HTTPSConnectionPool):
-    ConnectionCls = _HTTPSConnection
-
-
-POOLS = {"http": _HTTPPool, "https": _HTTPSPool}
+POOLS = {"http": _pool(HTTPConnectionPool), "https": _pool(HTTPSConnectionPool)}
 
 
 class Transport:

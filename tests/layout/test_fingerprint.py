@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout import fingerprint as module
-from clowder_aimage.layout.fingerprint import fingerprint
+from clowder_aimage.layout import ImageLayout, index
+from clowder_aimage.layout.index import fingerprint
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Reference
@@ -30,7 +29,7 @@ def store(tmp_path):
 @pytest.fixture
 def later(monkeypatch):
     """As if all that was done before had been done long ago."""
-    monkeypatch.setattr(module, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
+    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
 def blob(store):

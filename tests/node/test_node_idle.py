@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import fingerprint
+from clowder_aimage.layout import index
 from clowder_aimage.layout.completeness import MAX_AGE
 from clowder_aimage.node import pinner, reconciler
 from clowder_aimage.oci import Reference
@@ -32,9 +32,7 @@ def looks(monkeypatch):
 @pytest.fixture
 def settled(monkeypatch):
     """As if all that was done before had been done long ago."""
-    monkeypatch.setattr(
-        fingerprint, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
-    )
+    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
 async def idle(home, shop, count=2):

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from clowder_aimage.attach import attach, build
+from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository, retry
-from clowder_aimage.registry.listing import entry_of, tag_of, with_entry
+from clowder_aimage.registry.listing import tag_of, with_entry
 from tests.scripted import Answer, ScriptedRegistry, artifact
 
 SUBJECT, BLOBS = artifact(b"{}")
@@ -168,7 +169,7 @@ def test_the_tag_of_a_subject():
 def test_an_entry_has_the_type_and_the_annotations():
     about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
     made = build(SBOM, [], about, {"a": "b"})
-    assert entry_of(made.descriptor, made).to_json() == {
+    assert referrer_entry(made.descriptor, made).to_json() == {
         "mediaType": mediatype.OCI_MANIFEST,
         "digest": str(made.digest),
         "size": len(made.raw),
@@ -176,10 +177,10 @@ def test_an_entry_has_the_type_and_the_annotations():
         "annotations": {"a": "b"},
     }
     plain = Manifest.parse(SUBJECT)  # without artifactType, the config says what it is
-    shown = entry_of(plain.descriptor, plain)
+    shown = referrer_entry(plain.descriptor, plain)
     assert shown.extra == {"artifactType": "application/vnd.example.blob"}
     empty = parse_document(index(artifactType=""))
-    assert "artifactType" not in entry_of(empty.descriptor, empty).to_json()
+    assert "artifactType" not in referrer_entry(empty.descriptor, empty).to_json()
 
 
 def test_a_new_entry_changes_nothing_else():
