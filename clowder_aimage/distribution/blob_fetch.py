@@ -29,13 +29,12 @@ class _GrowingIngest(FileIngest):
 
 
 class CachedFetch:
-    """One fetch that any number of clients follow, each at its own speed.
+    """One fetch that any number of clients follow, each at its own speed; made in the event loop.
 
     ``front`` bytes may be sent, the last byte only after the whole blob is verified and stored.
     """
 
     def __init__(self, layout: ImageLayout, content: Descriptor) -> None:
-        """Create a fetch in the event loop; ``run`` does the work in a thread."""
         self.content = content
         self.front = 0
         self.stopped = False
@@ -71,10 +70,7 @@ class CachedFetch:
             raise ConnectionResetError(str(error)) from None
 
     def run(self, source: Source, arrived: Callable[[Digest], None]) -> None:
-        """Fetch, verify and store the blob in this thread, and call ``arrived``.
-
-        Errors go to the waiting clients.
-        """
+        """Fetch, verify and store the blob, and call ``arrived``. Errors go to the clients."""
         try:
             self._fetch(source)
         except VerificationError as error:

@@ -24,8 +24,7 @@ class BlobRoutes:
     """Blobs of the layout, and of the upstream if there is one."""
 
     def __init__(self, blobs: ServedBlobs, cache: PullThroughCache | None) -> None:
-        self._blobs = blobs
-        self._cache = cache
+        self._blobs, self._cache = blobs, cache
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""

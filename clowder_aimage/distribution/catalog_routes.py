@@ -20,8 +20,7 @@ class CatalogRoutes:
     """Repositories, and tags and referrers in one of them."""
 
     def __init__(self, catalog: Catalog, cache: PullThroughCache | None) -> None:
-        self._catalog = catalog
-        self._cache = cache
+        self._catalog, self._cache = catalog, cache
 
     async def version(self, _: web.Request) -> web.StreamResponse:
         """Answer GET /v2/: this is a registry ("Determining Support")."""

@@ -28,11 +28,7 @@ CODES = {
 
 
 class DistributionError(ApiError):
-    """An error that answers a request.
-
-    Each of ``details`` becomes one entry of the answer's list, all with the same code: a manifest
-    of which three blobs are missing has three.
-    """
+    """An error that answers a request; each of ``details`` is an entry of the answer's list."""
 
     def __init__(
         self,

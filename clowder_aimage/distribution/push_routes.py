@@ -29,8 +29,7 @@ class PushRoutes:
     """The steps of an upload: POST begins it, PATCH appends, PUT ends it, DELETE aborts it."""
 
     def __init__(self, blobs: ServedBlobs, uploads: UploadSessions) -> None:
-        self._blobs = blobs
-        self._uploads = uploads
+        self._blobs, self._uploads = blobs, uploads
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v2/<name>/blobs/uploads/: begin, mount (201 or 202) or receive all of it."""

@@ -25,7 +25,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.route import ADMIN, NODE, Handler, Role, Route
+from clowder_aimage.http.route import ADMIN, NODE, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
 from clowder_aimage.layout import ImageLayout
 
@@ -80,11 +80,13 @@ class RegistryRole(Role):
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
             Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
         ]
-        refuse = _refusing(self._refusal)
-        is_open = not self._refusal
-        return [
-            one if is_open or one.method == "GET" else replace(one, handler=refuse) for one in found
-        ]
+        if not self._refusal:
+            return found
+        return [one if one.method == "GET" else replace(one, handler=self._refuse) for one in found]
+
+    async def _refuse(self, _: web.Request) -> web.StreamResponse:
+        headers = {"Allow": "GET, HEAD"}
+        raise DistributionError("UNSUPPORTED", message=self._refusal, headers=headers)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -103,13 +105,6 @@ class RegistryRole(Role):
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
             await asyncio.to_thread(self._leases.turn)
-
-
-def _refusing(message: str) -> Handler:
-    async def refuse(_: web.Request) -> web.StreamResponse:
-        raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
-
-    return refuse
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:

@@ -1,7 +1,6 @@
 """Direct I/O: writes that bypass the page cache.
 
-Direct I/O saves a copy, evicts no pages that a running model has mapped, and overlaps writing with
-hashing. Where it is not supported, the caller writes through the cache.
+It saves a copy, evicts no pages that a running model has mapped, and overlaps writing with hashing.
 """
 
 from __future__ import annotations

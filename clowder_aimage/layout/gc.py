@@ -2,8 +2,7 @@
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
 collection's lock, under which no lease can begin, reads names and leases once more, and removes
-what was unneeded both times and is older than the grace period. That is for other tools: they
-write blobs before they name them, and take no lease.
+what was unneeded both times and is older than the grace period, for tools that take no lease.
 """
 
 from __future__ import annotations

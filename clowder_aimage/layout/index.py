@@ -1,8 +1,8 @@
 """index.json: read whole, merged and replaced under a lock between processes.
 
-Other tools do not lock: they may read it before our write and write it after. So every name that
-we give is first written beside the index (``.aimage/names``). One that is then missing from the
-index is read as if it were there, and the next write puts it back.
+Other tools do not lock, and may undo our write. So every name that we give is first written beside
+the index (``.aimage/names``); one that the index lacks is read from there, and put back by the next
+write. The fingerprint of stores changes when a name or a blob comes or goes.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ def is_named(entry: Any, name: str) -> bool:
 def edit_index(root: Path) -> Iterator[dict[str, Any]]:
     """Yield the index to change in place, and replace the old one when the block has ended.
 
-    Unknown fields and entries stay as they are. What another tool writes while the block runs is
-    merged in.
+    Unknown fields and entries stay. What another tool writes meanwhile is merged in.
     """
     with held(root, "lock"):
         if not (root / "oci-layout").exists():

@@ -58,9 +58,7 @@ class FileIngest:
         In a ``batch``, small content is committed together with others. Raises IngestBusyError,
         StoreError, NoSpaceError.
         """
-        self._root = root
-        self._expected = expected
-        self._batch = batch
+        self._root, self._expected, self._batch = root, expected, batch
         self._final = ""
         self._algorithm = expected.digest.algorithm if expected else "sha256"
         self._lock = threading.Lock()
@@ -319,10 +317,9 @@ class FileIngest:
             self._journal.unlink(missing_ok=True)
 
     def digest(self, algorithm: str = "sha256") -> Digest:
-        """Return the digest of what is in the file. Raises StoreError.
+        """Return the digest of the file, read again for another algorithm. Raises StoreError.
 
-        It is read again only where it was hashed with another algorithm; a call before the first
-        byte is written chooses the algorithm.
+        A call before the first byte is written chooses the algorithm.
         """
         with self._hashing:
             if algorithm != self._algorithm or self._rewritten:

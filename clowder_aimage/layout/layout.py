@@ -249,10 +249,9 @@ class ImageLayout(ContentStore):
             self.tag(content, reference)
 
     def adopt(self, path: Path, content: Descriptor) -> bool:
-        """Add another program's file; return whether it is hard-linked, rather than copied.
+        """Add another program's file, which it must not change; return whether it is hard-linked.
 
-        It is hashed first. The program must never change it, as content stores do not. Raises
-        VerificationError: it is not ``content``; StoreError, NoSpaceError.
+        Raises VerificationError: it is not ``content``; StoreError, NoSpaceError.
         """
         try:
             with path.open("rb") as file:
@@ -286,8 +285,7 @@ class ImageLayout(ContentStore):
     def _ingest_or_own(self, content: Descriptor) -> FileIngest | None:
         """Return an ingest for content that is at hand; None where another has committed it.
 
-        Wait for another process's ingest as long as writing takes. One that is stopped, or fetches
-        from a slow registry, is not waited for: then the content is written twice.
+        Wait for another process's ingest as long as writing takes, then write it a second time.
         """
         last = time.monotonic() + _WRITE_TIMEOUT + content.size / _WRITE_SPEED
         while True:

@@ -39,8 +39,7 @@ class MetadataFiles:
     """The files in ``.aimage/<kind>``: JSON objects with their key in ``key``."""
 
     def __init__(self, root: Path, kind: str) -> None:
-        self._root = root
-        self._kind = kind
+        self._root, self._kind = root, kind
         self._directory = os.path.join(root, PRIVATE, kind)
 
     def names(self) -> set[str]:

@@ -41,7 +41,6 @@ from clowder_aimage.registry.retry import TRANSIENT_STATUS
 _MAX_TOKEN_RESPONSE = 1024 * 1024
 _LIFE = 60.0  # seconds, of a token without expires_in
 _MARGIN = 30.0  # seconds before its end, or a fifth of its life, in which a token is renewed
-_CLIENT = "aimage"
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
@@ -58,10 +57,7 @@ class _TokenSession:
         self.response: Any = None
 
     def request(self, method: str, url: str, **options: Any) -> Any:
-        """Send a request and return the parts of the response that oras-py reads.
-
-        A transient status is an error, to be tried again.
-        """
+        """Send a request; return what oras-py reads. Raises an error of a transient status."""
         options.pop("verify", None)  # the session's setting is used
         request = requests.Request(method, url, **options).prepare()
         response = self._send(method, request.url or url, request.headers, request.body)
@@ -118,9 +114,7 @@ class Authenticator:
         scheme: str,
         basic_auth: str | None,
     ) -> None:
-        self._reference = reference
-        self._connection = connection
-        self._scheme = scheme
+        self._reference, self._connection, self._scheme = reference, connection, scheme
         self._session = _TokenSession(send)
         self._lock = threading.RLock()
         self._held: dict[str, _Header] = {}
@@ -131,10 +125,7 @@ class Authenticator:
         self._configs = given + [read_config(path) for path in files]
 
     def known(self, actions: str) -> str | None:
-        """Return the header for requests that need ``actions`` (``pull,push``), or None.
-
-        A token that is about to expire is renewed first.
-        """
+        """Return the header for ``actions`` (``pull,push``), renewed in time, or None."""
         with self._lock:
             held = self._held.get(actions)
             if held is not None and held.until <= self._connection.clock():
@@ -223,7 +214,7 @@ class Authenticator:
         form = {
             "grant_type": "refresh_token",
             "service": challenge.service or "",
-            "client_id": _CLIENT,
+            "client_id": "aimage",
             "scope": " ".join(scopes),
             "refresh_token": identity_token,
         }

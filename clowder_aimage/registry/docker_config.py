@@ -1,7 +1,6 @@
 """docker's config.json and containers' auth.json.
 
-Formats: docker CLI, "Configuration files"; containers-auth.json(5); helpers:
-docker-credential-helpers, "Development".
+Sources: docker CLI, "Configuration files"; containers-auth.json(5); docker-credential-helpers.
 """
 
 from __future__ import annotations

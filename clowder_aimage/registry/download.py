@@ -17,8 +17,6 @@ from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})
 _WINDOW = 20.0  # seconds over which a connection's speed is judged
 _SLOWEST = 2048  # bytes per second below which another connection can only be better
-
-
 # a request for bytes [start, end) of a blob, or for all of it if start is None
 BlobRequest = Callable[[int | None, int], RegistryResponse]
 
@@ -32,11 +30,8 @@ class BlobReader(io.RawIOBase):
     """
 
     def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
-        self._get = get
-        self._what = what
-        self._offset = offset
-        self._end = end
-        self._size = size
+        self._get, self._what = get, what
+        self._offset, self._end, self._size = offset, end, size
         self._broken = 0
         self._waited, self._in_window = 0.0, 0
         self._response: RegistryResponse | None = None

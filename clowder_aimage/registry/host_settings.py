@@ -14,7 +14,7 @@ from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.schema import read_configuration
 
-_LIFE = 30 * 24 * 3600.0  # seconds; registries learn: then the usual order is tried again
+_LIFE = 30 * 24 * 3600.0  # seconds; then the usual order is tried again
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -96,8 +96,7 @@ class DialectCache:
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
-        self._clock = clock
+        self._path, self._clock = path, clock
 
     def refused(self, host: str) -> frozenset[str]:
         """Return the dialects that ``host`` refused within the last 30 days."""

@@ -6,6 +6,7 @@ Schema": an index that clients keep under a tag where the registry does not have
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -42,15 +43,12 @@ def tags(session: Session, name: str) -> list[str]:
 
 def _tags(raw: bytes, name: str) -> list[str]:
     """Return the tags in one page; some registries write ``null`` for an empty list."""
-    try:
-        listed = read_json(raw, "the answer")["tags"] or []
-    except (FormatError, KeyError, TypeError):
-        listed = None
-    if not isinstance(listed, list) or not all(
-        isinstance(tag, str) and tag.isprintable() for tag in listed
-    ):
-        raise FormatError(f"the answer about the tags of {name} is not a list of valid tags")
-    return listed
+    with contextlib.suppress(FormatError, KeyError, TypeError):
+        found = read_json(raw, "the answer")["tags"] or []
+        is_list = isinstance(found, list)
+        if is_list and all(isinstance(tag, str) and tag.isprintable() for tag in found):
+            return list(found)
+    raise FormatError(f"the answer about the tags of {name} is not a list of valid tags")
 
 
 def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
@@ -77,12 +75,10 @@ def _following(session: Session, response: RegistryResponse, what: str) -> str |
     """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
     links = requests.utils.parse_header_links(response.headers.get("Link", ""))
     link = next((one["url"] for one in links if one.get("rel") == "next"), "")
-    try:
+    with contextlib.suppress(RegistryError):  # not a URL, or one without TLS
         url = session.join(link, response.url)
         if not link or origin(url) == origin(session.base):
             return url if link else None
-    except RegistryError:
-        pass  # not a URL, or one without TLS
     raise RegistryError(f"the next page about {what} is at another host: {link[:200]}")
 
 

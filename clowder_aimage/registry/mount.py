@@ -1,7 +1,6 @@
 """Cross-repository mount (distribution-spec, "Mounting a blob from another repository", end-11).
 
-A blob that the registry has in another repository need not be sent again. A failed mount is not an
-error: the blob is uploaded instead.
+A blob in another repository of the registry need not be sent. After a failed mount it is uploaded.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class MountOrigins:
     """
 
     def __init__(self, find: Find = lambda _: (), on_event: OnEvent = ignore) -> None:
-        self._find = find
-        self._on_event = on_event
+        self._find, self._on_event = find, on_event
         self._refused: set[str] = set()
         self._missing: set[str] = set()
 
@@ -91,8 +89,7 @@ class MountHolders:
     """
 
     def __init__(self, store: ContentStore, target: Reference) -> None:
-        self._store = store
-        self._target = target
+        self._store, self._target = store, target
         self._lock = threading.Lock()
         self._known: dict[Digest, list[str]] | None = None
 
@@ -103,7 +100,6 @@ class MountHolders:
             return self._known.get(digest, ())
 
     def _read(self) -> dict[Digest, list[str]]:
-        """Return the repositories of each blob."""
         found: dict[Digest, dict[str, None]] = {}
         names = sibling_repositories(self._store.tags(), self._target)
         for repository, descriptor in names[:_MANIFESTS_READ]:

@@ -84,7 +84,6 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return self._session.request("GET", url, headers=headers)
 
     def _resolve(self, reference: Reference, response: RegistryResponse) -> Descriptor:
-        """Verify a manifest, and keep it."""
         if response.status_code != 200:
             raise failure(response, f"manifest {reference}")
         raw = response.read(MAX_MANIFEST_SIZE)

@@ -89,11 +89,10 @@ def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float
 
 
 class Pause:
-    """The time until which a registry wants no requests, for all threads of a session."""
+    """The time until which a registry accepts no requests, for all threads of a session."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
-        self._clock = clock
-        self._sleep = sleep
+        self._clock, self._sleep = clock, sleep
         self._until = 0.0
         self._lock = threading.Lock()
 

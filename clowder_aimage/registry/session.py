@@ -156,41 +156,35 @@ class Session(AbstractContextManager["Session"]):
         if url == f"{self.base}/v2/":
             actions = ""  # a request to the registry, not to a repository in it
         is_ours = origin(url) == origin(self.base)
+        sent = {"Accept-Encoding": "identity", **(headers or {})}
         header = self._auth.known(actions) if is_ours else None
-        response = self._send(method, url, headers, body, header, read_timeout)
+        if header:
+            sent["Authorization"] = header
+        response = self._send(method, url, sent, body, read_timeout)
         challenge = response.headers.get("WWW-Authenticate", "")
         is_challenge = response.status_code == 401 and challenge and not response.is_redirected
         if not is_ours or not is_challenge:
             return response
         response.finish()
-        header = self._auth.answer(actions, challenge, header)
+        sent["Authorization"] = self._auth.answer(actions, challenge, header)
         if body is not None and not isinstance(body, bytes):
             raise CredentialsExpiredError(
                 f"{self._registry} requires other credentials during an upload",
                 remedy="login",
                 registry=self._registry,
             )
-        return self._send(method, url, headers, body, header, read_timeout)
+        return self._send(method, url, sent, body, read_timeout)
 
     def _send(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str] | None,
-        body: Any,
-        authorization: str | None,
-        read_timeout: float,
+        self, method: str, url: str, headers: Mapping[str, str], body: Any, read_timeout: float
     ) -> RegistryResponse:
         self._pause.wait()
         if self._closed.is_set():
             raise ParallelStoppedError
-        sent = {"Accept-Encoding": "identity", **(headers or {})}
-        if authorization:
-            sent["Authorization"] = authorization
         is_first = body is None and not self._transport.has_answered
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
-        response = self._transport.send(method, url, sent, body, timeout=timeout)
+        response = self._transport.send(method, url, headers, body, timeout=timeout)
         self._pause.observe(response.status_code, response.headers)
         if self._closed.is_set():
             response.close()
@@ -245,7 +239,7 @@ class Mirrors:
         """Return the response of the first mirror that has ``path``, or None."""
         kind, _, target = path.partition("/")
         if method not in ("GET", "HEAD"):
-            self._trusts_tags = False  # we push: a mirror knows nothing of it yet
+            self._trusts_tags = False  # we push: a mirror does not have it yet
         if method != "GET":
             return None
         is_digest = _DIGEST.fullmatch(target) is not None
@@ -266,7 +260,7 @@ class Mirrors:
                 if response.status_code == 404:
                     continue
             except AImageError:
-                pass  # where the session is closed, the registry's own says so
+                pass  # where the session is closed, the registry's own raises
             self._failed.add(session)
         return None
 

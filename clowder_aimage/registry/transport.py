@@ -1,8 +1,7 @@
 """Requests over requests' connection pools, without requests' work around each of them.
 
-To prepare a request, its cookies, hooks and environment, takes requests three times as long as
-the request itself takes urllib3, which counts for thousands of blobs. So requests decides once for
-an origin (proxy, certificates, pool), and urllib3 sends.
+Preparing a request takes requests three times as long as sending it takes urllib3. So requests
+decides once for an origin (proxy, certificates, pool), and urllib3 sends.
 """
 
 from __future__ import annotations
@@ -97,12 +96,10 @@ class _StreamSender:
     response: http.client.HTTPResponse | None = None
 
     def response_class(self, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
-        """Return http.client's response for the next request."""
         self.response = http.client.HTTPResponse(*args, **kwargs)
         return self.response
 
     def send(self, data: Any) -> None:
-        """Write a part of a request."""
         sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
         if sock is not None:  # until now the timeout to connect; the response sets its own
             sock.settimeout(SEND_TIMEOUT)
@@ -131,8 +128,7 @@ class Transport:
     def __init__(
         self, session: requests.Session, registry: str, *, has_answered: bool = False
     ) -> None:
-        self._session = session
-        self._registry = registry
+        self._session, self._registry = session, registry
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
         self.has_answered = has_answered

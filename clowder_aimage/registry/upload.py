@@ -1,9 +1,8 @@
 """Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
 
-A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: the
-registry keeps the bytes of a PATCH that breaks off and reports their number, and the rest follows.
-An upload that the registry no longer knows begins anew. A registry for which a body is too large
-(413: its own limit, or a proxy's) receives smaller ones.
+A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: what
+came of a broken PATCH is kept, and the rest follows. An upload that the registry has lost begins
+anew. After a 413 (its own limit, or a proxy's) it receives smaller bodies.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ class _Upload:
     def __init__(
         self, session: Session, content: Descriptor, body: Body, origins: MountOrigins
     ) -> None:
-        self._session = session
-        self._content = content
-        self._body = body
-        self._origins = origins
+        self._session, self._content = session, content
+        self._body, self._origins = body, origins
         self._what = f"the upload of blob {content.digest}"
         self._location: str | None = None
-        self._gone = False  # the registry knows no upload at our location any more
+        self._gone = False  # there is no upload at our location any more
         self._doubtful = False  # it could not say whether it does
         self._least = 0  # bytes that a chunk must have, but for the last
         self._at = 0  # bytes that the registry has

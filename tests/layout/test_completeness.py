@@ -10,7 +10,8 @@ import pytest
 
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import ImageLayout, fingerprint
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import index as layout_index
 from clowder_aimage.layout.completeness import (
     MAX_AGE,
     Completeness,
@@ -24,7 +25,7 @@ from tests.content.artifact import index, put, put_artifact
 def store(tmp_path, monkeypatch):
     """A store in which nothing has changed lately."""
     later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
-    monkeypatch.setattr(fingerprint, "time", later)
+    monkeypatch.setattr(layout_index, "time", later)
     return ImageLayout(tmp_path / "store")
 
 

@@ -21,7 +21,7 @@ from clowder_aimage.api.service import Readiness, make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
-from clowder_aimage.layout import ImageLayout, fingerprint
+from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 
@@ -109,9 +109,8 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
     store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
     exists, later = store.exists, time.time_ns() + 10**11
-    monkeypatch.setattr(
-        fingerprint, "time", SimpleNamespace(time_ns=lambda: later)
-    )  # all was long ago
+    # all was long ago
+    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
 
     def looked(blob):
         seen.append(blob)
@@ -132,7 +131,7 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
 
 def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, monkeypatch):
     store, later = ImageLayout(stocked), time.time_ns() + 10**11
-    monkeypatch.setattr(fingerprint, "time", SimpleNamespace(time_ns=lambda: later))
+    monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json")
