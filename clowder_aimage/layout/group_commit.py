@@ -12,18 +12,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
 
-if TYPE_CHECKING:
-    from clowder_aimage.layout.ingest import FileIngest
-
 _MAX_BLOBS = 128  # open files
 _MAX_AGE = 1.0  # seconds
 _MAX_SIZE = 32 * 1024 * 1024  # bytes that a crash may lose
+
+
+class PendingCommit(Protocol):
+    """A verified blob in its ingest."""
+
+    def synchronise(self) -> None: ...
+
+    def rename(self) -> None: ...
+
+    def give_up(self) -> None: ...
 
 
 class GroupCommit:
@@ -38,8 +45,8 @@ class GroupCommit:
         self._root = root
         self._is_closed = False
         self._lock = threading.Lock()
-        self._waiting: dict[Digest, FileIngest] = {}
-        self._settling: dict[Digest, FileIngest] = {}
+        self._waiting: dict[Digest, PendingCommit] = {}
+        self._settling: dict[Digest, PendingCommit] = {}
         self._size, self._since = 0, 0.0  # of those that wait: bytes, and when the first was added
         self._settle_lock = threading.Lock()
 
@@ -53,7 +60,7 @@ class GroupCommit:
         with self._lock:
             return bool(self._waiting or self._settling)
 
-    def add(self, digest: Digest, blob: FileIngest, size: int) -> None:
+    def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
         """Add a blob; when there are enough, commit all. Raises StoreError or NoSpaceError."""
         with self._lock:
             if not self._waiting:
@@ -97,7 +104,7 @@ class GroupCommit:
                     self._settling = {}
 
 
-def _synchronise(root: Path, blobs: list[FileIngest]) -> None:
+def _synchronise(root: Path, blobs: list[PendingCommit]) -> None:
     """Make the bytes of all files durable, of several by one call where possible."""
     syncfs = _syncfs() if len(blobs) > 1 else None
     if syncfs is None:
