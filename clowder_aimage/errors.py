@@ -1,7 +1,23 @@
 """Every error that the project raises on purpose.
 
-Messages and hints name no option and no verb: a remedy is the code of a command that would help,
-and the command line has the sentences (``cli/console/remedy.py``).
+    AImageError                    exit 1
+    ├── ContentError               the input is wrong
+    │   ├── UsageError             exit 2   an argument is invalid
+    │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
+    │   ├── FormatError            exit 5   bytes do not parse as their media type
+    │   └── VerificationError      exit 5   bytes do not match their digest
+    └── AccessError                content could not be read or written
+        ├── NotFoundError          exit 3   the name or digest does not exist
+        ├── UnauthorizedError      exit 4   the registry requires (other) credentials
+        ├── NetworkError           exit 1   no response, or an incomplete one
+        ├── RegistryError          exit 1   the registry answered with an error
+        │   └── ManifestRefusedError        ... to the kind of manifest, not to its content
+        ├── StoreError             exit 1   the store on disk cannot be used
+        └── NoSpaceError           exit 6   the disk is full
+
+A message says what went wrong and with what. A hint says in general terms what would help. A
+remedy is the code of a command that would help; the command line has the sentences
+(``cli/console/remedy.py``), so that messages below it name no option and no verb.
 """
 
 from __future__ import annotations
@@ -10,11 +26,15 @@ from typing import Any
 
 
 class AImageError(Exception):
-    """Base of all errors that a user may see; the command exits with ``exit_code``.
+    """Base of all errors that a user may see.
 
-    ``message`` is what went wrong, and with what; ``hint`` what would help, in terms that hold for
-    every interface; ``remedy`` a key of the command line's table of remedies, and ``facts`` are
-    what that advice names: references, hosts, paths.
+    Args:
+        message: What went wrong, and with what.
+        hint: What would help, in terms that hold for every interface.
+        remedy: The code of the command line's advice, a key of its table of remedies.
+        facts: What that advice names: references, hosts, paths.
+
+    ``exit_code`` is what the command exits with.
     """
 
     exit_code = 1
@@ -23,7 +43,9 @@ class AImageError(Exception):
         self, message: str, *, hint: str | None = None, remedy: str = "", **facts: object
     ) -> None:
         super().__init__(message)
-        self.message, self.hint, self.remedy = message, hint, remedy
+        self.message = message
+        self.hint = hint
+        self.remedy = remedy
         self.facts = {name: str(fact) for name, fact in facts.items()}
 
     @property
@@ -85,7 +107,7 @@ class RegistryError(AccessError):
     """The registry answered with an error.
 
     ``status`` is the HTTP status, ``code`` the first error code of the distribution
-    specification ("Error Codes") in its body, ``detail`` that error's detail as text,
+    specification ("Error Codes") in its body, ``detail`` that error's detail as text;
     ``retry_after`` the seconds to wait before the next request.
     """
 
@@ -100,8 +122,10 @@ class RegistryError(AccessError):
         **advice: Any,
     ) -> None:
         super().__init__(message, **advice)
-        self.status, self.code, self.detail = status, code, detail
+        self.status = status
         self.retry_after = retry_after
+        self.code = code
+        self.detail = detail
 
 
 class ManifestRefusedError(RegistryError):
