@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
 # Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
 # root's modules are "."
 BUDGETS = {
-    ".": 2_700,
+    ".": 2_730,
     "api": 2_430,
-    "cli": 4_380,
+    "cli": 4_430,
     "content": 2_430,
     "dialect": 1_420,
     "distribution": 1_990,
@@ -32,7 +32,7 @@ BUDGETS = {
     "registry": 2_890,
     "tensor": 1_070,
 }
-MODULES = 266  # in the whole package
+MODULES = 275
 FOLDER = 25  # modules in one folder
 # Files of verbs, and the parallel files of a family of models, may share their names
 SHARED = {("cli", "verbs"), ("model", "zimage")}

@@ -15,7 +15,7 @@ NOBODY = 65534
 # another user may not be allowed to read the code: it is read before we are that user
 AS_NOBODY = f"""
 import importlib, os, sys
-for name in "ls show name gc verify".split():
+for name in "ls show tag gc verify".split():
     importlib.import_module(f"clowder_aimage.cli.verbs.{{name}}")
 import clowder_aimage.cli.console.output, clowder_aimage.cli.console.progress
 import clowder_aimage.layout.gc, clowder_aimage.verify

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
+
+from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
@@ -115,3 +118,11 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     """Format names and values, a pair a line."""
     width = max(11, *(len(name) for name, _ in pairs))
     return "\n".join(f"{name:<{width}} {value}" for name, value in pairs)
+
+
+def standard_stream(standard: TextIO, action: str, hint: str) -> BinaryIO:
+    """Return stdin or stdout, unbuffered. Raises UsageError where it is a terminal."""
+    if standard.isatty():
+        raise UsageError(f"an archive cannot be {action} a terminal", hint=hint)
+    mode = "rb" if standard is sys.stdin else "wb"
+    return cast(BinaryIO, open(standard.fileno(), mode, buffering=0, closefd=False))

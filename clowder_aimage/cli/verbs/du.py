@@ -1,14 +1,13 @@
-"""Disk usage: ``aimage du`` and ``aimage df``."""
+"""``aimage du``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from clowder_aimage.cli.console.option import references_argument, settings, verb
-from clowder_aimage.cli.console.output import facts, plural, result, size, table
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.oci import Reference
-from clowder_aimage.usage import DiskUsage, NameUsage, UsageReport, disk_usage, usage
+from clowder_aimage.usage import NameUsage, UsageReport, usage
 
 
 @verb
@@ -63,40 +62,4 @@ def _plain_share(share: NameUsage) -> dict[str, Any]:
         "unique": share.unique,
         "shared": share.shared,
         "missing": {"blobs": share.missing, "size": share.missing_size},
-    }
-
-
-@verb
-def df() -> None:
-    """Show the content of the store, what of it no name needs, and the free space.
-
-    Several stores are shown one by one.
-    """
-    found = [disk_usage(ImageLayout(root)) for root in settings().stores]
-    result([_plain_disk(one) for one in found], "\n\n".join(_text(one) for one in found))
-
-
-def _text(found: DiskUsage) -> str:
-    pairs = [
-        ("store", str(found.root)),
-        ("names", str(found.names)),
-        ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
-        ("on disk", size(found.allocated)),
-        ("unneeded", f"{plural(found.unneeded, 'blob')}, {size(found.unneeded_size)}"),
-        ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
-        ("free", size(found.free)),
-    ]
-    return facts(pairs)
-
-
-def _plain_disk(found: DiskUsage) -> dict[str, Any]:
-    return {
-        "store": str(found.root),
-        "names": found.names,
-        "blobs": found.blobs,
-        "size": found.size,
-        "allocated": found.allocated,
-        "unneeded": {"blobs": found.unneeded, "size": found.unneeded_size},
-        "unfinished": {"downloads": found.partials, "size": found.partial_size},
-        "free": found.free,
     }

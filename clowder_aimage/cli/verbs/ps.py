@@ -1,14 +1,13 @@
-"""Models in a worker's memory: ``aimage ps`` and ``aimage stop``."""
+"""``aimage ps``."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from clowder_aimage.cli.console.option import reference_argument, verb
+from clowder_aimage.cli.console.option import verb
 from clowder_aimage.cli.console.output import duration, result, size, table
 from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
-from clowder_aimage.oci import Reference
 
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
 
@@ -56,17 +55,3 @@ def _left(until: datetime | None, now: datetime) -> str:
     if until is None:
         return "for ever"
     return f"in {duration(max(0.0, (until - now).total_seconds()))}"
-
-
-@verb
-@reference_argument
-def stop(reference: Reference) -> None:
-    """Unload REF from a worker's memory; print its name.
-
-    The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434. Running requests of REF end
-    after the current step. Where REF is not loaded, nothing changes.
-    """
-    refuse_options("leave it out: it is the worker's memory that is freed")
-    unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}
-    worker().ask("POST", "/api/generate", unload)
-    result({"stopped": str(reference)}, str(reference))

@@ -1,0 +1,46 @@
+"""``aimage df``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clowder_aimage.cli.console.option import settings, verb
+from clowder_aimage.cli.console.output import facts, plural, result, size
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.usage import DiskUsage, disk_usage
+
+
+@verb
+def df() -> None:
+    """Show the content of the store, what of it no name needs, and the free space.
+
+    Several stores are shown one by one.
+    """
+    found = [disk_usage(ImageLayout(root)) for root in settings().stores]
+    result([_plain(one) for one in found], "\n\n".join(_text(one) for one in found))
+
+
+def _text(found: DiskUsage) -> str:
+    pairs = [
+        ("store", str(found.root)),
+        ("names", str(found.names)),
+        ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
+        ("on disk", size(found.allocated)),
+        ("unneeded", f"{plural(found.unneeded, 'blob')}, {size(found.unneeded_size)}"),
+        ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
+        ("free", size(found.free)),
+    ]
+    return facts(pairs)
+
+
+def _plain(found: DiskUsage) -> dict[str, Any]:
+    return {
+        "store": str(found.root),
+        "names": found.names,
+        "blobs": found.blobs,
+        "size": found.size,
+        "allocated": found.allocated,
+        "unneeded": {"blobs": found.unneeded, "size": found.unneeded_size},
+        "unfinished": {"downloads": found.partials, "size": found.partial_size},
+        "free": found.free,
+    }

@@ -1,0 +1,45 @@
+"""``aimage load``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from clowder_aimage.cli.console.option import settings, tag_reference, verb
+from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.oci import Reference
+
+
+@verb
+@click.argument("file")
+@click.option(
+    "--as", "name", type=tag_reference, metavar="NAME", help="Name for the only AImage in FILE."
+)
+def load(file: str, name: Reference | None) -> None:
+    """Add the AImages in FILE, an OCI image layout in a tar, to the store; print their names.
+
+    FILE may be compressed with gzip; - is stdin. Every blob is verified before it gets its name
+    in the store. An AImage gets its name when all its blobs are in the store.
+    """
+    from clowder_aimage.load import load as load_archive
+
+    layout = settings().layout
+    hint = "name a file, or pipe one in"
+    archive = standard_stream(sys.stdin, "read from", hint) if file == "-" else Path(file)
+    with Progress("loading") as progress:
+        loaded = load_archive(
+            layout, archive, name, on_plan=progress.begin, on_read=progress.advance
+        )
+    for entry in loaded.unnamed:
+        progress.note(f"no name for {entry}: it was added without one")
+    there = f", {loaded.skipped} already there" if loaded.skipped else ""
+    progress.remark(f"loaded {plural(loaded.blobs, 'blob')}{there}")
+    if loaded.names or loaded.problem is None:
+        value = [{"reference": str(reference), **plain(root)} for reference, root in loaded.names]
+        lines = [f"{reference} {root.digest}" for reference, root in loaded.names]
+        result(value, "\n".join(lines))
+    if loaded.problem is not None:
+        raise loaded.problem

@@ -1,0 +1,50 @@
+"""``aimage save``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from clowder_aimage.cli.console.option import references_argument, settings, verb
+from clowder_aimage.cli.console.output import event, plain, plural, result, standard_stream
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.oci import Reference
+
+
+@verb
+@references_argument(required=True)
+@click.option(
+    "-o", "--output", "file", required=True, metavar="FILE", help="The file to write; - is stdout."
+)
+def save(references: tuple[Reference, ...], file: str) -> None:
+    """Write the AImages REF... of the store to a tar file, an OCI image layout; print its path.
+
+    Shared blobs are written once, and every blob is verified. FILE is written whole or not at all;
+    a FILE that exists is replaced. The same content gives the same bytes.
+    """
+    from clowder_aimage.save import save as save_archive
+
+    chosen = settings()
+    hint = "name a file with -o, or pipe it on"
+    target = standard_stream(sys.stdout, "written to", hint) if file == "-" else Path(file)
+    subject = references[0] if len(references) == 1 else None
+    with Progress("saving", subject) as progress:
+        saved = save_archive(
+            chosen.layout, references, target, is_hashed=chosen.as_json, on_event=progress.on_event
+        )
+    if saved.absent:
+        digests = ", ".join(str(left.digest) for left in saved.absent)
+        are = "is" if len(saved.absent) == 1 else "are"
+        progress.note(
+            f"left out: {plural(len(saved.absent), 'manifest')} of an index that {are} not "
+            f"in the store: {digests}"
+        )
+    progress.say("saved")
+    names = [{"reference": str(reference), **plain(root)} for reference, root in saved.names]
+    value = {"file": file, "size": saved.size, "digest": str(saved.digest), "references": names}
+    if file != "-":
+        result(value, file)
+    elif chosen.as_json:
+        click.echo(event("saved", **value), err=True)

@@ -1,0 +1,22 @@
+"""``aimage stop``."""
+
+from __future__ import annotations
+
+from clowder_aimage.cli.console.option import reference_argument, verb
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.remote_worker import refuse_options, worker
+from clowder_aimage.oci import Reference
+
+
+@verb
+@reference_argument
+def stop(reference: Reference) -> None:
+    """Unload REF from a worker's memory; print its name.
+
+    The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434. Running requests of REF end
+    after the current step. Where REF is not loaded, nothing changes.
+    """
+    refuse_options("leave it out: it is the worker's memory that is freed")
+    unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}
+    worker().ask("POST", "/api/generate", unload)
+    result({"stopped": str(reference)}, str(reference))
