@@ -81,7 +81,7 @@ class EventStream:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._request, self._clock = request, clock
-        self._said = clock()
+        self._sent = clock()
         self.response = web.StreamResponse(
             headers={
                 **(headers or {}),
@@ -96,17 +96,13 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, *frames: bytes) -> None:
-        """Send frames at once.
-
-        Raises:
-            ConnectionResetError: the client has left, or does not read any more.
-        """
+        """Send frames at once. Raises ConnectionResetError."""
         for whole in frames:
             for start in range(0, len(whole), _PIECE):
                 if is_gone(self._request):
                     raise ConnectionResetError("the client has left")
                 await self._in_time(self.response.write(whole[start : start + _PIECE]))
-        self._said = self._clock()
+        self._sent = self._clock()
 
     async def _in_time(self, writing: Awaitable[None]) -> None:
         try:
@@ -118,10 +114,10 @@ class EventStream:
             raise ConnectionResetError("the client does not read") from None
 
     async def keep_alive(self) -> None:
-        """Send a comment if nothing has been said for long. Raises ConnectionResetError."""
+        """Send a comment if nothing was sent for long. Raises ConnectionResetError."""
         if is_gone(self._request):
             raise ConnectionResetError("the client has left")
-        if self._clock() - self._said >= KEEP_ALIVE:
+        if self._clock() - self._sent >= KEEP_ALIVE:
             await self.send(comment("keep-alive"))
 
     async def close(self) -> web.StreamResponse:

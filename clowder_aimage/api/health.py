@@ -16,7 +16,7 @@ from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.route import INFER, OPEN, Route
 
 DESCRIPTION = Path(__file__).with_name("openapi.json")
-ALIVE = 15.0  # seconds of silence after which a stream says that it lives
+ALIVE = 15.0  # seconds of silence after which a comment is sent
 
 
 def routes(service: Service) -> list[Route]:
@@ -60,13 +60,11 @@ class Health:
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
     async def describe(self, _: web.Request) -> web.Response:
-        """Answer the description."""
         return web.Response(text=self._description, content_type="application/json")
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """Answer all metrics, for Prometheus."""
-        text = self._service.metrics.text()
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+        headers = {"Content-Type": CONTENT_TYPE}
+        return web.Response(body=self._service.metrics.text(), headers=headers)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""

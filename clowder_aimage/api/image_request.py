@@ -17,12 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from clowder_aimage.api.request_body import RequestBody, parse_body, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.pipeline import (
-    MAX_SEED,
-    MAX_STEPS,
-    GenerateRequest,
-    PictureEncoding,
-)
+from clowder_aimage.model.pipeline import MAX_SEED, MAX_STEPS, GenerateRequest, PictureEncoding
 
 MULTIPLE = 16  # pixels
 MAX_PIXELS = 3840 * 2160
@@ -33,17 +28,8 @@ SHIFTS = (0.001, 1000)  # beyond these there is one noise level
 MAX_PREVIEWS = 3
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
-# What a preset multiplies the model's own number of steps with
-PRESETS = {
-    "auto": 1.0,
-    "low": 0.5,
-    "medium": 1.0,
-    "standard": 1.0,
-    "high": 2.0,
-    "hd": 2.0,
-    "xhigh": 3.0,
-    "max": 4.0,
-}
+# Presets that change the model's own number of steps, and their factors
+PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -137,17 +123,15 @@ class ImageRequest(RequestBody):
     def for_model(self, aimage: AImage, previews: int = 0) -> GenerateRequest:
         """Return the parameters, with the defaults of the AImage.
 
-        Raises:
-            ApiError: A negative prompt would have no effect; one side makes too large a picture
-                with the AImage's other one.
+        Raises ApiError: a negative prompt without effect; with the other side it is too large.
         """
-        whole: dict[str, int | None] = {"width": self.width, "height": self.height}
-        whole.update(_whole_size(self.size) or {})
+        whole = _whole_size(self.size) or {"width": self.width, "height": self.height}
+        steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,
             self.prompt,
             **whole,
-            steps=self.num_inference_steps if self.steps is None else self.steps,
+            steps=steps,
             seed=self.seed,
             negative=self.negative_prompt or None,
             guidance=self.guidance_scale if self.guidance is None else self.guidance,
@@ -159,8 +143,7 @@ class ImageRequest(RequestBody):
             raise wrong("negative_prompt", "needs guidance above 0: without it nothing is avoided")
         if len(self.sides) == 1:
             check_pixels(self.sides[0], parameters.width, parameters.height)
-        has_steps = self.steps is not None or self.num_inference_steps is not None
-        if not has_steps and PRESETS[self.quality] != 1:
+        if steps is None and self.quality in PRESETS:
             steps = math.ceil(parameters.steps * PRESETS[self.quality])
             parameters = replace(parameters, steps=min(MAX_STEPS, steps))
         return parameters
@@ -169,9 +152,7 @@ class ImageRequest(RequestBody):
 def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> ImageRequest:
     """Return the request in the body ``raw``, with the worker's ``defaults`` of fields.
 
-    Raises:
-        ApiError: It is not a JSON object, a field is out of bounds, or (with ``strict``, or if the
-            body says so) unknown.
+    Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
     body = parse_body(raw, ImageRequest, defaults)
     if body.ignored and (strict or body.strict):
@@ -181,7 +162,7 @@ def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> Ima
     return body
 
 
-def _whole_size(text: str) -> dict[str, int] | None:
+def _whole_size(text: str) -> dict[str, int | None] | None:
     """Return the sides of ``WIDTHxHEIGHT``; None for "auto". Raises ApiError."""
     if text == "auto":
         return None

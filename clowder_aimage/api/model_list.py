@@ -94,12 +94,8 @@ def unknown(reference: Reference) -> NotFoundError:
 async def forget(service: Service, reference: Reference) -> None:
     """Remove a name, its model from memory when unused, and the blobs that nothing needs.
 
-    Recent blobs stay for the grace period of the collection.
-
-    Raises:
-        NotFoundError: There is no such name.
-        ApiError: 409, it is pinned.
-        StoreError: The store cannot be written.
+    Recent blobs stay for the grace period of the collection. Raises NotFoundError, StoreError;
+    ApiError: 409, it is pinned.
     """
     store = service.store
     found = await asyncio.to_thread(entry, store, reference)

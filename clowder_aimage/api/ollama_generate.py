@@ -34,7 +34,7 @@ from clowder_aimage.http.route import ADMIN
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
-SILENCE = 10.0  # seconds after which it hears that the request lives
+SILENCE = 10.0  # seconds of silence after which an empty line is sent
 
 
 def _keep_alive(value: object) -> float | None:
@@ -110,11 +110,10 @@ class OllamaGeneration:
 
     def _check_admin(self, verb: str) -> None:
         if not self._is_admin:
-            message = f"this token may not {verb} models"
-            raise ApiError(403, message, code="insufficient_scope")
+            raise ApiError(403, f"this token may not {verb} models", code="insufficient_scope")
 
     def _terms(self) -> dict[str, Any]:
-        """Return ``keep_alive`` and ``pull`` of the engine, which a token may not be allowed."""
+        """Return ``keep_alive`` and ``pull`` of the engine; only admins choose them."""
         if not self._is_admin:
             return {"pull": NEVER}
         return {"keep_alive": self._body.keep_alive, "pull": self._service.settings.pull}
@@ -138,12 +137,11 @@ class OllamaGeneration:
 
     async def _generate(self) -> web.StreamResponse:
         prompt, facts = self._body.prompt, self._body.png_facts
+        has_facts = self._service.settings.png_facts if facts is None else facts
         events = self._service.engine.generate(
             self.reference,
             lambda aimage: GenerateRequest.for_model(aimage, prompt, **self._parameters),
-            encoding=PictureEncoding(
-                has_facts=self._service.settings.png_facts if facts is None else facts
-            ),
+            encoding=PictureEncoding(has_facts=has_facts),
             **self._terms(),
         )
         return await self._stream(events, None)
@@ -187,9 +185,7 @@ class OllamaGeneration:
             done=True,
             done_reason="stop",
             image=base64.b64encode(picture.data).decode(),
-            seed=picture.seed,
-            width=picture.width,
-            height=picture.height,
+            **{name: getattr(picture, name) for name in ("seed", "width", "height")},
             total_duration=time.monotonic_ns() - self._begun,
         )
 

@@ -24,7 +24,7 @@ from clowder_aimage.api.model_list import capabilities, details
 from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.queued_request import ModelSlot
-from clowder_aimage.engine.shared_transfer import SharedTransfer, TransferBlob
+from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import registry_error
@@ -67,7 +67,7 @@ async def _version(_: web.Request) -> web.StreamResponse:
     return web.json_response({"version": number[0] if number else "0"})
 
 
-# -- what is there
+# -- reading
 
 
 async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
@@ -96,10 +96,8 @@ def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
 
 
 async def _ps(service: Service, _: web.Request) -> web.StreamResponse:
-    def describe(models: list[ModelSlot]) -> list[dict[str, Any]]:
-        return [_loaded(service.store, model) for model in models]
-
-    models = await asyncio.to_thread(describe, service.engine.loaded())
+    slots = service.engine.loaded()
+    models = await asyncio.to_thread(lambda: [_loaded(service.store, slot) for slot in slots])
     return web.json_response({"models": models})
 
 
@@ -122,19 +120,15 @@ async def _show(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     reference = service.reference(body.reference)
 
-    def describe() -> dict[str, Any] | None:
-        item = model_list.item(service.store, reference)
-        return None if item is None else _shown(service.store, item)
-
-    if (shown := await asyncio.to_thread(describe)) is None:
+    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    if item is None:
         raise model_list.unknown(reference)
-    return web.json_response(shown)
+    return web.json_response(await asyncio.to_thread(_shown, service.store, item))
 
 
 def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
     known = model_list.properties(store, item.reference)
-    defaults = known.get("defaults")
-    defaults = defaults if isinstance(defaults, dict) else {}
+    defaults = given if isinstance(given := known.get("defaults"), dict) else {}
     facts = {"general.architecture": details(known)["family"]}
     facts |= {"general.parameter_count": known["parameters"]} if "parameters" in known else {}
     facts |= {"aimage.digest": str(item.descriptor.digest)}
@@ -152,7 +146,7 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
     }
 
 
-# -- what changes it
+# -- changing
 
 
 async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
@@ -168,8 +162,7 @@ class _CopyBody(RequestBody):
 
 async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, _CopyBody)
-    source = _reference(body.source, "source")
-    target = _reference(body.destination, "destination")
+    source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
         raise UsageError(f"{target} names a digest: a tag is needed", hint="leave the @... away")
     if not await asyncio.to_thread(_tag, service.store, source, target):
@@ -208,7 +201,8 @@ async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
-        return await _answer_lines(request, body.stream, _pulling(transfer))
+        lines = _progress(transfer, "pulling", "verifying sha256 digest", "writing manifest")
+        return await _answer_lines(request, body.stream, lines)
 
 
 async def _push(service: Service, request: web.Request) -> web.StreamResponse:
@@ -216,14 +210,13 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     if reference.registry is None:
-        raise UsageError(
-            f"{reference} names no registry to push to",
-            hint="copy it to a name that has one, such as registry.example.com/team/model:v1",
-        )
+        hint = "copy it to a name that has one, such as registry.example.com/team/model:v1"
+        raise UsageError(f"{reference} names no registry to push to", hint=hint)
     if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
-        return await _answer_lines(request, body.stream, _pushing(transfer))
+        lines = _progress(transfer, "pushing", "pushing manifest")
+        return await _answer_lines(request, body.stream, lines)
 
 
 def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
@@ -232,10 +225,8 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
         return
     known = service.connection.to(reference.registry or "")
     if not known.plain_http and not known.insecure:
-        raise UsageError(
-            "a request cannot switch off the encryption of a registry",
-            hint="say so in the configuration of the worker",
-        )
+        message = "a request cannot switch off the encryption of a registry"
+        raise UsageError(message, hint="say so in the configuration of the worker")
 
 
 async def _answer_lines(
@@ -252,30 +243,17 @@ async def _answer_lines(
     return await answer.end() if is_streaming else web.json_response(last)
 
 
-async def _pulling(transfer: SharedTransfer) -> _Lines:
-    yield {"status": "pulling manifest"}
+async def _progress(transfer: SharedTransfer, verb: str, *last: str) -> _Lines:
+    """Yield the lines of a transfer; ``size``, which ollama lacks, is that of all blobs."""
+    yield {"status": "pulling manifest" if verb == "pulling" else "retrieving manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:
         async for blob in blobs:
-            yield _progress(transfer, "pulling", blob)
-    for status in ("verifying sha256 digest", "writing manifest", "success"):
+            yield {
+                "status": f"{verb} {blob.digest.short}",
+                "digest": str(blob.digest),
+                "total": blob.total,
+                "completed": blob.completed,
+                "size": transfer.total,
+            }
+    for status in (*last, "success"):
         yield {"status": status}
-
-
-async def _pushing(transfer: SharedTransfer) -> _Lines:
-    yield {"status": "retrieving manifest"}
-    async with contextlib.aclosing(transfer.watch()) as blobs:
-        async for blob in blobs:
-            yield _progress(transfer, "pushing", blob)
-    for status in ("pushing manifest", "success"):
-        yield {"status": status}
-
-
-def _progress(transfer: SharedTransfer, verb: str, blob: TransferBlob) -> dict[str, Any]:
-    """Return the progress of a blob; ``size``, which ollama lacks, is that of all blobs."""
-    return {
-        "status": f"{verb} {blob.digest.short}",
-        "digest": str(blob.digest),
-        "total": blob.total,
-        "completed": blob.completed,
-        "size": transfer.total,
-    }

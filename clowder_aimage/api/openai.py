@@ -8,29 +8,14 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
 
-from clowder_aimage.api import answer_stream, picture_link
+from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
 from clowder_aimage.api.image_request import ImageRequest, read_request
-from clowder_aimage.api.openai_model import (
-    ModelCatalog,
-    SelectedModel,
-    choose_model,
-    is_runnable,
-    no_pictures,
-)
-from clowder_aimage.api.openai_stream import (
-    ImageStream,
-    KeepPicture,
-    choose,
-    entry,
-    image_stream,
-    quality,
-    usage,
-)
+from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
@@ -41,26 +26,26 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 
-# What the pipeline calls its fields, and clients theirs
+# Fields of the pipeline, and the names that clients have for them
 _PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
     name: name for name in ("steps", "seed", "guidance", "shift", "n", "prompt")
 }
 _MAX_IGNORED = 20  # names in a header
 
 _log = logging.getLogger(__name__)
+_ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of OpenAI's clients."""
-    images, models = ImageRoutes(service), ModelCatalog(service)
+    images, models = ImageRoutes(service), openai_model.ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
         data = await asyncio.to_thread(models.all)
         return web.json_response({"object": "list", "data": data})
 
     async def get_model(request: web.Request) -> web.StreamResponse:
-        name = request.match_info["id"]
-        return web.json_response(await asyncio.to_thread(models.one, name))
+        return web.json_response(await asyncio.to_thread(models.one, request.match_info["id"]))
 
     return [
         Route("POST", "/v1/images/generations", images.generate, INFER),
@@ -83,15 +68,16 @@ class ImageRoutes:
         service, names = self._service, ("pull", "stream_format", "png_facts")
         defaults = {name: getattr(service.settings, name) for name in names}
         body = read_request(await request.read(), strict=strict, **defaults)
-        selected = await choose_model(service, body, may_pull=request.get("scope") == ADMIN)
+        may_pull = request.get("scope") == ADMIN
+        selected = await openai_model.choose_model(service, body, may_pull=may_pull)
         request["model"] = selected.reference
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
         if not body.stream:
             return await self._whole(request, body, self._events(body, selected), headers)
-        dialect = choose(body, request.headers)
-        stream_form = image_stream(dialect, body, self._keeper(request, body))
+        dialect = openai_stream.choose(body, request.headers)
+        stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
         events = self._events(body, selected, previews, stream_form.learn)
         return await _streamed(request, body, stream_form, events, headers)
@@ -116,15 +102,15 @@ class ImageRoutes:
     def _events(
         self,
         body: ImageRequest,
-        selected: SelectedModel,
+        selected: openai_model.SelectedModel,
         previews: int = 0,
         learn: Callable[[GenerateRequest], None] = lambda _: None,
     ) -> AsyncGenerator[Event, None]:
         """Yield events until all pictures are made; ``learn`` is called with the parameters."""
 
         def make(aimage: AImage) -> GenerateRequest:
-            if not is_runnable(aimage):
-                raise no_pictures(selected.reference)
+            if not openai_model.is_runnable(aimage):
+                raise openai_model.no_pictures(selected.reference)
             parameters = body.for_model(aimage, previews)
             learn(parameters)
             return parameters
@@ -173,20 +159,20 @@ def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -
     first = pictures[0]
     return {
         "created": int(time.time()),
-        "data": [entry(picture, body, keep) for picture in pictures],
+        "data": [openai_stream.entry(picture, body, keep) for picture in pictures],
         "background": "opaque",
         "output_format": body.output_format,
-        "quality": quality(body),
+        "quality": openai_stream.quality(body),
         "size": f"{first.width}x{first.height}",
-        "usage": usage(),
+        "usage": openai_stream.usage(),
     }
 
 
 def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
     headers = {"X-Aimage-Seed": str(body.seed), "X-Aimage-Model": str(reference)}
     if body.ignored:
-        names = [quote(name[:60].encode("utf-8", "replace"), safe="") for name in body.ignored]
-        headers["X-Aimage-Ignored"] = ", ".join(names[:_MAX_IGNORED])
+        names = [name[:60].encode("utf-8", "replace") for name in body.ignored[:_MAX_IGNORED]]
+        headers["X-Aimage-Ignored"] = ", ".join(quote(name, safe="") for name in names)
     return headers
 
 
@@ -201,32 +187,24 @@ async def _streamed(
 
     An error before the first event has a status of its own; a later one is an event.
     """
+    stream = answer_stream.EventStream(request, headers)
     async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
         try:
-            first = await anext(coming)
-        except AImageError as error:
-            raise _with_param(error, body) from None
-        stream = answer_stream.EventStream(request, headers)
-        await stream.open()
-        try:
-            await _send(stream, stream_form, first)
             async for event in coming:
-                await _send(stream, stream_form, event)
+                if not stream.response.prepared:
+                    await stream.open()
+                if event is None:
+                    await stream.keep_alive()
+                else:
+                    await stream.send(*stream_form.frames(event))
             await stream.send(*stream_form.end())
         except ConnectionError:
             raise
         except Exception as error:
+            if not stream.response.prepared:
+                raise _with_param(error, body) from None
             await stream.send(answer_stream.frame("error", _error_data(request, body, error)))
         return await stream.close()
-
-
-async def _send(
-    stream: answer_stream.EventStream, stream_form: ImageStream, event: Event | None
-) -> None:
-    if event is None:
-        await stream.keep_alive()
-    else:
-        await stream.send(*stream_form.frames(event))
 
 
 def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
@@ -239,7 +217,7 @@ def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> s
     return fault.response(request, found).text or ""
 
 
-def _with_param(error: AImageError, body: ImageRequest) -> AImageError:
+def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | ApiError:
     """Return the error with the field of the request that the pipeline refused."""
     if not isinstance(error, UsageError):
         return error

@@ -67,10 +67,7 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
     """Return the model that makes the pictures.
 
     The worker's default stands in for a plain name that is not here: clients have names built in. A
-    name with a registry or a digest is that very model.
-
-    Raises:
-        ApiError: There is no such model, or it makes no pictures.
+    name with a registry or a digest is that very model. Raises ApiError.
     """
     pull = body.pull if may_pull else NEVER
     reference = _parse(service, body.model)

@@ -82,9 +82,8 @@ class PlainStream:
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
             step = event.picture * event.total + event.index
-            yield answer_stream.frame(
-                "progress", {"step": step, "total": self._body.n * event.total}
-            )
+            facts = {"step": step, "total": self._body.n * event.total}
+            yield answer_stream.frame("progress", facts)
         elif isinstance(event, PullingEvent):
             yield answer_stream.frame("pull", {"completed": event.done, "total": event.total})
         elif isinstance(event, ImageEvent):

@@ -70,21 +70,16 @@ class PictureLinks:
         return f"{PATH}{name}?expires={expires}&signature={self._sign(name, expires)}"
 
     def find(self, name: str, expires: str, signature: str) -> LinkedPicture:
-        """Return the picture of a link.
-
-        Raises:
-            ExpiredError: It is not kept any more.
-            NotFoundError: The link is not valid.
-        """
-        if _EXPIRES.fullmatch(expires) is None or not self._is_valid(name, expires, signature):
+        """Return the picture of a link. Raises ExpiredError; NotFoundError: it is not valid."""
+        given = signature.encode("utf-8", "surrogatepass")
+        is_number = _EXPIRES.fullmatch(expires) is not None
+        if not is_number or not hmac.compare_digest(self._sign(name, int(expires)).encode(), given):
             raise NotFoundError("there is no such picture", hint="links are used as they are given")
         self.purge()
         kept = self._kept.get(name)
         if kept is None or self._clock() >= int(expires):
-            raise ExpiredError(
-                "this picture is not kept any more",
-                hint=f"links last {self._lifetime // 60} minutes at most; make the picture again",
-            )
+            hint = f"links last {self._lifetime // 60} minutes at most; make the picture again"
+            raise ExpiredError("this picture is not kept any more", hint=hint)
         return kept
 
     def purge(self) -> None:
@@ -94,10 +89,6 @@ class PictureLinks:
             del self._kept[name]
         while self._kept and (len(self._kept) > self._max_pictures or self.size > self._max_bytes):
             self._kept.popitem(last=False)
-
-    def _is_valid(self, name: str, expires: str, signature: str) -> bool:
-        wanted = self._sign(name, int(expires))
-        return hmac.compare_digest(wanted.encode(), signature.encode("utf-8", "surrogatepass"))
 
     def _sign(self, name: str, expires: int) -> str:
         text = f"{name}\n{expires}".encode("utf-8", "surrogatepass")

@@ -45,10 +45,9 @@ Whole = Annotated[int, BeforeValidator(_integer)]
 
 
 async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
-    """Return the body of a request, whatever its Content-Type: curl's default is a form's.
+    """Return the body of a request of any Content-Type: curl's default is a form's.
 
-    Raises:
-        ApiError: 400, as ``parse_body``.
+    Raises as ``parse_body``.
     """
     return parse_body(await request.read(), kind)
 
@@ -58,23 +57,19 @@ def parse_body(
 ) -> _BodyT:
     """Return the body ``raw``, with ``defaults`` of fields that it does not have.
 
-    Raises:
-        ApiError: 400, it is not a JSON object, or a field is malformed.
+    Raises ApiError: 400, it is not a JSON object, or a field is malformed.
     """
-    if not raw.strip():
-        message = "the request has no body; it must be a JSON object"
-        raise ApiError(400, message, code="invalid_json")
     try:
+        if not raw.strip():
+            raise FormatError("the request has no body; it must be a JSON object")
         value = read_json(raw, "the request's body")
+        if not isinstance(value, dict):
+            raise FormatError("the request's body must be a JSON object")
     except FormatError as error:
         raise ApiError(400, error.message, code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the request's body must be a JSON object", code="invalid_json")
-    given = {
-        name: each
-        for name, each in value.items()
-        if each is not None and name not in kind.NO_EFFECT
-    }
+    given = {name: each for name, each in value.items() if each is not None}
+    for name in kind.NO_EFFECT:
+        given.pop(name, None)
     try:
         return kind.model_validate({**(defaults or {}), **given})
     except ValidationError as error:

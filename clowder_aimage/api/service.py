@@ -16,16 +16,12 @@ from clowder_aimage.engine.settings import ServerSettings, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import (
-    Completeness,
-    CompletenessCache,
-    check_completeness,
-)
+from clowder_aimage.layout.completeness import Completeness, CompletenessCache, check_completeness
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions
 
-BY_NODE = "node"  # whose pins the node itself looks after: it may want a part alone
+BY_NODE = "node"  # whose pins the node itself checks: it may need a part alone
 
 
 class NodeState(Protocol):

@@ -47,7 +47,7 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-# -- what a URL means
+# -- URLs
 
 
 def encode(url: str) -> str:
@@ -58,8 +58,7 @@ def encode(url: str) -> str:
 def decode(part: str) -> str:
     """Return the URL that is base64 of either alphabet (RFC 4648, 4 and 5), padded or not.
 
-    Raises:
-        ApiError: 400, it is malformed.
+    Raises ApiError.
     """
     plain = part.rstrip("=").replace("-", "+").replace("_", "/")
     try:
@@ -74,29 +73,23 @@ def parse(url: str) -> Reference:
     It is ``oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]``, or ``ollama://[NAMESPACE/]MODEL[:TAG]`` for
     ollama's own registry.
 
-    Raises:
-        ApiError: 422, a scheme that is not fetched; 400, not a URL, or one with credentials.
-        UsageError: It names no artifact.
+    Raises ApiError: 422, a scheme that is not fetched; 400, not such a URL; UsageError.
     """
     scheme, found, name = url.partition("://")
     scheme = scheme.lower()
     if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
         raise _malformed("url must be a URL such as oci://registry.example.com/team/model:v1")
     if scheme in _OTHERS:
-        raise ApiError(
-            422,
-            f"{scheme}:// is not fetched; push the model to a registry, and name it by oci://",
-            code="unsupported_scheme",
-            param="url",
-        )
+        message = f"{scheme}:// is not fetched; push the model to a registry, and name it by oci://"
+        raise ApiError(422, message, code="unsupported_scheme", param="url")
     if scheme not in ("oci", "ollama"):
         raise _malformed("url must begin with oci:// or ollama://")
     _check_user(name)
     reference = Reference.parse(name.lstrip("/") if scheme == "ollama" else name)
     if scheme == "oci" or reference.registry is not None:
         return reference
-    repository = reference.repository
-    full = repository if "/" in repository else f"{NAMESPACE}/{repository}"
+    name = reference.repository
+    full = name if "/" in name else f"{NAMESPACE}/{name}"
     return replace(reference, registry=OLLAMA, repository=full)
 
 
@@ -107,9 +100,8 @@ def _check_user(name: str) -> None:
         if at:
             Digest.parse(rest)
     except FormatError:
-        raise _malformed(
-            "what follows the @ in url must be a digest; credentials belong into 'credentials'"
-        ) from None
+        text = "what follows the @ in url must be a digest; credentials belong into 'credentials'"
+        raise _malformed(text) from None
 
 
 def _malformed(message: str) -> ApiError:
@@ -205,8 +197,7 @@ async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
 async def _stop_pulls(service: Service, reference: Reference) -> bool:
     """End the pulls of the content that is to be deleted; return True if there were any.
 
-    Raises:
-        ApiError: 409, one does not end.
+    Raises ApiError: 409, one does not end.
     """
     pulls = [one for one in service.transfers.pulls() if one.reference == reference]
     for pull in pulls:
@@ -214,12 +205,9 @@ async def _stop_pulls(service: Service, reference: Reference) -> bool:
     if pulls:
         _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=STOP_TIMEOUT)
         if pending:
-            raise ApiError(
-                409,
-                f"{reference} is being pulled, and the pull does not end; try again later",
-                code="pull_under_way",
-                headers={"Retry-After": "10"},
-            )
+            message = f"{reference} is being pulled, and the pull does not end; try again later"
+            later = {"Retry-After": "10"}
+            raise ApiError(409, message, code="pull_under_way", headers=later)
     return bool(pulls)
 
 

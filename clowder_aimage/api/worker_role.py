@@ -28,17 +28,11 @@ class WorkerRole(Role):
 
     @property
     def is_draining(self) -> bool:
-        """The engine begins nothing new."""
         return self._service.engine.is_draining
 
     def routes(self) -> list[Route]:
-        """Return the routes of all interfaces."""
         service = self._service
-        found = [
-            route
-            for interface in (health, ollama_routes, storage)
-            for route in interface.routes(service)
-        ]
+        found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         if not self._makes_pictures:
             return found
         from clowder_aimage.api import openai  # which imports what pictures need
@@ -46,12 +40,10 @@ class WorkerRole(Role):
         return [*openai.routes(service), *ollama_routes.picture_routes(service), *found]
 
     def count(self, route: str, status: int) -> None:
-        """Count an answered request."""
         self._service.metrics.requests.labels(route, str(status)).inc()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Fetch the models that are wanted, and unload idle ones, meanwhile."""
         async with beside(self._expire(), preload(self._service.transfers, self._service.wanted)):
             yield
 
@@ -59,10 +51,8 @@ class WorkerRole(Role):
         self._service.news.tell("ready")
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
-        """Let requests end, then event streams."""
         self._service.news.tell("drain", grace=grace)
-        waiting = self._service.engine.waiting
-        _log.info("draining", extra={"grace": grace, "waiting": waiting})
+        _log.info("draining", extra={"grace": grace, "waiting": self._service.engine.waiting})
         await drain(self._service.engine, grace, hurry)
         self._service.news.close()
 

@@ -38,9 +38,8 @@ class BusyError(AImageError):
     """Too many requests wait already; ``retry_after`` is in seconds."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(
-            f"{waiting} requests wait already", hint=f"try again in {retry_after} seconds"
-        )
+        hint = f"try again in {retry_after} seconds"
+        super().__init__(f"{waiting} requests wait already", hint=hint)
         self.retry_after = retry_after
 
 

@@ -33,14 +33,11 @@ class Endpoint:
         except ValueError:
             raise _invalid(text) from None
         if parts.username is not None or parts.password is not None:
-            raise UsageError(
-                "the address of a worker must not have credentials",
-                hint="put the token in AIMAGE_TOKEN",
-            )
+            message = "the address of a worker must not have credentials"
+            raise UsageError(message, hint="put the token in AIMAGE_TOKEN")
         is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
-        if not text.isprintable() or parts.scheme not in ("http", "https"):
-            raise _invalid(text)
-        if not is_bare or port == 0 or not re.fullmatch(r"[\w.:%-]+", host, re.ASCII):
+        is_valid = is_bare and port != 0 and re.fullmatch(r"[\w.:%-]+", host, re.ASCII)
+        if not is_valid or not text.isprintable() or parts.scheme not in ("http", "https"):
             raise _invalid(text)
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else _PORT))
 
@@ -53,9 +50,8 @@ class Endpoint:
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise UsageError(
-                f"{text!r} is not an address", hint="write HOST:PORT, such as 127.0.0.1:5000"
-            )
+            hint = "write HOST:PORT, such as 127.0.0.1:5000"
+            raise UsageError(f"{text!r} is not an address", hint=hint)
         return cls("http", "127.0.0.1" if host == "localhost" else host, int(port))
 
     @property
@@ -77,7 +73,5 @@ class Endpoint:
 
 
 def _invalid(text: str) -> UsageError:
-    return UsageError(
-        f"{text!r} is not an address of a worker",
-        hint="such as 127.0.0.1:11434, http://host:11434 or unix:///run/aimage/worker.sock",
-    )
+    hint = "such as 127.0.0.1:11434, http://host:11434 or unix:///run/aimage/worker.sock"
+    return UsageError(f"{text!r} is not an address of a worker", hint=hint)

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from clowder_aimage.engine.admission import (
-    ALWAYS,
-    IF_MISSING,
-    NEVER,
-    BusyError,
-    EngineLimits,
-    StoppedError,
-    ending,
-)
+from clowder_aimage.engine import admission
+from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import Event, EventLog, LoadingEvent, QueuedEvent
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
@@ -58,7 +52,7 @@ class Engine:
         self._clock = clock
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._news, clock, free)
         self._requests: set[QueuedRequest] = set()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._average = 10.0  # seconds of a request
         self._left = asyncio.Event()  # set when a request has ended
         self.is_draining = False
@@ -85,15 +79,12 @@ class Engine:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
-        ``make`` returns the parameters once the AImage is in the store. ``pull`` is NEVER,
-        IF_MISSING or ALWAYS.
+        ``make`` returns the parameters once the AImage is in the store.
 
         Raises:
-            BusyError: too many requests wait.
+            BusyError, DeadlineError, StoppedError: the request was refused or ended.
             NotFoundError: the AImage is not in the store in full and must not or cannot be pulled.
-            UsageError: the model cannot serve the request.
-            DeadlineError, StoppedError: the request was ended.
-            ModelError: the model failed, or its process died.
+            UsageError, ModelError: the model cannot serve the request; it failed.
             AImageError: an error of ``make``, of a pull or of loading.
         """
         request = QueuedRequest(
@@ -105,8 +96,7 @@ class Engine:
         self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
     ) -> AsyncGenerator[Event, None]:
         """Yield events until the model is in memory. Raises as ``generate``."""
-        request = QueuedRequest(reference, keep_alive=keep_alive, pull=pull)
-        return self._stream(request)
+        return self._stream(QueuedRequest(reference, keep_alive=keep_alive, pull=pull))
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, which a task of its own serves until this is closed.
@@ -132,13 +122,13 @@ class Engine:
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
         if self.is_draining:
-            raise ending()
+            raise admission.ending()
         busy = sum(one.is_begun for one in self._requests)
         idle = max(0, self.limits.models - busy)  # requests that would start at once
         self._check_queue("waiting", self.limits.queue + idle)
-        request.number, request.deadline = self._next(), self.limits.deadline
+        request.number, request.deadline = next(self._numbers), self.limits.deadline
         self._requests.add(request)
-        self._count()
+        self.metrics.queue.set(self.waiting)
         try:
             async with request.timeout():
                 await self._run(request, emit)
@@ -149,12 +139,8 @@ class Engine:
         finally:
             self._requests.discard(request)
             self._scheduler.leave(request)
-            self._count()
+            self.metrics.queue.set(self.waiting)
             self._left.set()
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
     def _check_queue(self, stage: str, limit: int) -> None:
         """Raise BusyError if ``limit`` requests are in a stage already.
@@ -169,9 +155,6 @@ class Engine:
             self.metrics.refused.inc()
             raise BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
 
-    def _count(self) -> None:
-        self.metrics.queue.set(self.waiting)
-
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
         stored = await self._find(request)
         if stored is None:
@@ -179,7 +162,7 @@ class Engine:
             request.stage = "pulling"
             emit(QueuedEvent(self._scheduler.ahead(request)))
             await fetch(self._transfers, request.reference, emit)
-            request.stage, request.number = "waiting", self._next()
+            request.stage, request.number = "waiting", next(self._numbers)
             stored = await asyncio.to_thread(find, self.store, request.reference)
         parameters = request.make(stored.aimage) if request.make else None
         model = self._scheduler.enter(request, stored)
@@ -188,14 +171,14 @@ class Engine:
         if not request.is_begun:
             emit(LoadingEvent())
             await request.turn.wait()
-        self._count()
+        self.metrics.queue.set(self.waiting)
         if parameters is not None:
             await self._generate(model, request, parameters, emit)
 
     async def _find(self, request: QueuedRequest) -> StoredAImage | None:
         """Return the AImage if the store has it in full; None if it is to be pulled."""
-        may_pull = request.pull != NEVER and request.reference.registry is not None
-        if may_pull and request.pull == ALWAYS:
+        may_pull = request.pull != admission.NEVER and request.reference.registry is not None
+        if may_pull and request.pull == admission.ALWAYS:
             return None
         try:
             return await asyncio.to_thread(find, self.store, request.reference)
@@ -205,11 +188,7 @@ class Engine:
             return None
 
     async def _generate(
-        self,
-        model: ModelSlot,
-        request: QueuedRequest,
-        parameters: GenerateRequest,
-        emit: Emit,
+        self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
     ) -> None:
         assert request.runner is not None  # noqa: S101 - its turn has come
         outcome, begun = "cancelled", self._clock()
@@ -249,12 +228,11 @@ class Engine:
 
     async def stop(self, reference: Reference) -> bool:
         """Unload the models of ``reference`` at once; return whether there were any."""
-        try:
-            digests = {(await asyncio.to_thread(self.store.resolve, reference)).digest}
-        except NotFoundError:
-            digests = set()
+        digest = None
+        with contextlib.suppress(NotFoundError):
+            digest = (await asyncio.to_thread(self.store.resolve, reference)).digest
         models = self._scheduler.models
-        found = [one for one in models if one.digest in digests or one.reference == reference]
+        found = [one for one in models if one.digest == digest or one.reference == reference]
         for request in self._requests:
             if request.model in found:
                 request.interrupt(StoppedError(f"{reference} was stopped"))
@@ -280,4 +258,4 @@ class Engine:
 
     def _interrupt(self, matches: Callable[[QueuedRequest], bool]) -> None:
         for request in filter(matches, self._requests):
-            request.interrupt(ending())
+            request.interrupt(admission.ending())

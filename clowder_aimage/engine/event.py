@@ -98,7 +98,8 @@ class EventLog:
         if kind in LOGGED:
             _log.info(kind, extra=facts)
         self._items.append(LoggedEvent(next(self._numbers), kind, facts))
-        self._wake()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def attach(self) -> None:
         """Add the events of other threads in the running event loop."""
@@ -125,8 +126,5 @@ class EventLog:
     def close(self) -> None:
         """End the generators of all listeners."""
         self._is_closed = True
-        self._wake()
-
-    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

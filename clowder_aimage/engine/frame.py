@@ -19,9 +19,7 @@ Message = dict[str, Any]
 
 def encode(message: Message, data: bytes = b"") -> bytes:
     """Return a frame."""
-    text = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "surrogatepass"
-    )
+    text = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTHS.pack(len(text), len(data)) + text + data
 
 
@@ -34,7 +32,7 @@ def read(file: BinaryIO) -> tuple[Message, bytes] | None:
     text, data = file.read(length), file.read(size)
     if len(text) < length or len(data) < size:
         return None
-    return _decode(text), data
+    return json.loads(text), data
 
 
 async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
@@ -42,7 +40,7 @@ async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
     try:
         length, size = _lengths(await stream.readexactly(_LENGTHS.size))
         text = await stream.readexactly(length)
-        return _decode(text), await stream.readexactly(size)
+        return json.loads(text), await stream.readexactly(size)
     except IncompleteReadError:
         return None
 
@@ -52,8 +50,3 @@ def _lengths(head: bytes) -> tuple[int, int]:
     if length + size > _MAX_FRAME:
         raise ValueError(f"a frame of {length + size} bytes")
     return length, size
-
-
-def _decode(text: bytes) -> Message:
-    message: Message = json.loads(text.decode("utf-8", "surrogatepass"))
-    return message

@@ -65,19 +65,11 @@ class Metrics:
         self.pull_queue = gauge(f"{name}_queue_depth", "Pulls that wait.", ["class"])
         self.pull_inflight = gauge(f"{name}_inflight", "Pulls that run.")
         self.pull_stalls = counter(f"{name}_stalls", "Pulls without a byte for a while.")
-        text = "Content that failed verification."
-        self.mismatches = counter("aimage_digest_mismatch", text)
-        self._hosts: set[str] = set()
-        self._names: set[str] = set()
+        self.mismatches = counter("aimage_digest_mismatch", "Content that failed verification.")
+        # The label of a registry or a model; "other" after the first ones
+        self.host = partial(_label, set(), _HOSTS)
+        self.model = partial(_label, set(), _MODELS)
         self._shown: set[str] = set()
-
-    def host(self, name: str) -> str:
-        """Return the label of a registry; "other" after the first ones."""
-        return _label(name, self._hosts, _HOSTS)
-
-    def model(self, name: str) -> str:
-        """Return the label of a model; "other" after the first ones."""
-        return _label(name, self._names, _MODELS)
 
     def tag_checked(self, registry: str, outcome: str) -> None:
         """Count a tag that was resolved; ``outcome`` is one of TAG_CHECKS.
@@ -90,7 +82,7 @@ class Metrics:
         self.tag_checks.labels(outcome, host).inc()
 
     def show_models(self, loaded: Iterable[str]) -> None:
-        """Show which models are in memory."""
+        """Show the models in memory."""
         there = {self.model(name) for name in loaded}
         for name in self._shown | there:
             self.models.labels(name).set(name in there)
@@ -101,7 +93,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _label(name: str, known: set[str], limit: int) -> str:
+def _label(known: set[str], limit: int, name: str) -> str:
     if len(known) < limit:
         known.add(name)
     return name if name in known else "other"

@@ -26,17 +26,13 @@ _log = logging.getLogger("aimage.worker")
 def find(store: ImageLayout, reference: Reference) -> StoredAImage:
     """Return the AImage if all its blobs are in the store in their full size.
 
-    Raises:
-        NotFoundError: the name is unknown, or the AImage is incomplete or damaged.
-        FormatError: it is not an AImage.
+    Raises NotFoundError, also for one that is incomplete or damaged; FormatError.
     """
     try:
         root = store.resolve(reference)
     except NotFoundError:
-        raise NotFoundError(
-            f"there is no model {reference} here",
-            hint="pull it first" if reference.registry else "create it, or name a registry",
-        ) from None
+        hint = "pull it first" if reference.registry else "create it, or name a registry"
+        raise NotFoundError(f"there is no model {reference} here", hint=hint) from None
     try:
         stored = read_aimage(store, reference)
         found = check_stored(store, stored)

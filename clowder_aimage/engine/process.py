@@ -98,10 +98,8 @@ class ModelProcess:
 
     def _load(self, command: frame.Message) -> None:
         generate = _needs_mlx()
-        store = _PinnedStore(
-            [Path(root) for root in command["roots"]],
-            Descriptor.from_json(command["manifest"], "manifest"),
-        )
+        manifest = Descriptor.from_json(command["manifest"], "manifest")
+        store = _PinnedStore([Path(root) for root in command["roots"]], manifest)
         lease = self._leases.enter_context(store.lease())
         with self._reporting():
             stored = generate.find(store, Reference.parse(command["reference"]), lease)

@@ -25,6 +25,7 @@ _HINTS = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class ModelSlot:
     """A model that is in use, or was recently.
 
@@ -32,25 +33,21 @@ class ModelSlot:
     of requests that wait or are served.
     """
 
-    def __init__(
-        self,
-        reference: Reference,
-        manifest: Descriptor,
-        *,
-        size: int = 0,
-        keep_alive: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.reference, self.manifest, self.size = reference, manifest, size
-        self.keep_alive = keep_alive
-        self.runner: Runner | None = None
-        self.load: asyncio.Task[Runner] | None = None
-        self.unloading: asyncio.Task[None] | None = None  # if it was stopped while it was loaded
-        self.current: object | None = None
-        self.users = 0
-        self.is_stopped = False
-        self.used = clock()
-        self._clock = clock
+    reference: Reference
+    manifest: Descriptor
+    size: int = 0
+    keep_alive: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    runner: Runner | None = None
+    load: asyncio.Task[Runner] | None = None
+    unloading: asyncio.Task[None] | None = None  # if it was stopped while it was loaded
+    current: object | None = None
+    users: int = 0
+    is_stopped: bool = False
+    used: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used = self.clock()
 
     @property
     def digest(self) -> Digest:
@@ -73,7 +70,7 @@ class ModelSlot:
         """Seconds until it may be unloaded."""
         if self.users:
             return self.keep_alive
-        return max(0.0, self.used + self.keep_alive - self._clock())
+        return max(0.0, self.used + self.keep_alive - self.clock())
 
     @property
     def until(self) -> datetime | None:
@@ -123,8 +120,7 @@ class QueuedRequest:
 
     def timeout(self) -> asyncio.Timeout:
         """Return the context that the deadline and ``interrupt`` end."""
-        is_limited = self.deadline != FOR_EVER
-        self.limit = asyncio.timeout(self.deadline if is_limited else None)
+        self.limit = asyncio.timeout(None if self.deadline == FOR_EVER else self.deadline)
         return self.limit
 
     def interrupt(self, error: AImageError) -> None:
@@ -138,7 +134,6 @@ class QueuedRequest:
         if self.error is not None:
             return self.error
         if self.limit is not None and self.limit.expired():
-            return DeadlineError(
-                f"the request took longer than {self.deadline:g} seconds", hint=_HINTS[self.stage]
-            )
+            message = f"the request took longer than {self.deadline:g} seconds"
+            return DeadlineError(message, hint=_HINTS[self.stage])
         return error

@@ -24,13 +24,9 @@ from clowder_aimage.oci import Descriptor
 
 GRACE = 2.0  # seconds in which a process may end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
-_LIMITS = EngineLimits()
-_EVENTS: dict[str, type[Event]] = {
-    "started": StartedEvent,
-    "step": Step,
-    "preview": PreviewEvent,
-    "image": ImageEvent,
-}
+_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models")  # of EngineLimits
+_EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
+_EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _log = logging.getLogger("aimage.worker")
 
 
@@ -57,21 +53,12 @@ class Runner:
 
     @classmethod
     async def start(
-        cls,
-        roots: Sequence[Path],
-        reference: str,
-        manifest: Descriptor,
-        limits: EngineLimits = _LIMITS,
+        cls, roots: Sequence[Path], reference: str, manifest: Descriptor, limits: EngineLimits
     ) -> Runner:
         """Start a process and load an AImage that the store has in full.
 
-        If this is cancelled, the process is killed.
-
-        Raises:
-            AImageError: the error that the process reported.
-            NoMemoryError: the memory is not enough.
-            ModelError: the process cannot be started, it died, or it made no progress for
-                ``limits.load_timeout`` seconds.
+        If this is cancelled, the process is killed. Raises AImageError, reported by the process;
+        NoMemoryError; ModelError: the process does not start, it died, or its load stalled.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -89,18 +76,9 @@ class Runner:
             ) from None
         runner = cls(process, limits.cancel_timeout)
         try:
-            runner.send(
-                {
-                    "do": "load",
-                    "roots": [str(root) for root in roots],
-                    "reference": reference,
-                    "manifest": manifest.to_json(),
-                    "dtype": limits.dtype,
-                    "text_encoder": limits.text_encoder,
-                    "memory": limits.memory,
-                    "models": limits.models,
-                }
-            )
+            place = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
+            options = {name: getattr(limits, name) for name in _LOAD_OPTIONS}
+            runner.send({"do": "load", "reference": reference, **place, **options})
             message = await runner._loaded(limits.load_timeout)
             if message["is"] == "error":
                 raise _error(message)
@@ -137,9 +115,7 @@ class Runner:
         at once: the next request waits until the process is free, or was killed because it did not
         end the request in time.
 
-        Raises:
-            AImageError: the error that the process reported.
-            ModelError: the process died.
+        Raises AImageError, reported by the process; ModelError: the process died.
         """
         if self.ending is not None:
             await asyncio.wait({self.ending})

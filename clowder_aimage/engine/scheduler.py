@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,27 +27,24 @@ from clowder_aimage.oci import Digest
 _log = logging.getLogger("aimage.worker")
 
 
+@dataclass(slots=True, eq=False)
 class ModelScheduler:
     """The models of one worker, each in a process of its own.
 
-    ``free`` returns the bytes of memory for another model; None for enough.
+    ``_free`` returns the bytes of memory for another model; None for enough. ``_loads`` has
+    cancelled ones too, until they end.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[Path],
-        limits: EngineLimits,
-        metrics: Metrics,
-        news: EventLog,
-        clock: Callable[[], float],
-        free: Callable[[], int | None],
-    ) -> None:
-        self._roots, self._limits, self._metrics, self._news = roots, limits, metrics, news
-        self._clock, self._free = clock, free
-        self._models: dict[Digest, ModelSlot] = {}
-        self._queue: list[QueuedRequest] = []
-        self._loads: set[asyncio.Task[Runner]] = set()  # cancelled ones too, until they end
-        self._unloads: set[asyncio.Task[None]] = set()
+    _roots: Sequence[Path]
+    _limits: EngineLimits
+    _metrics: Metrics
+    _news: EventLog
+    _clock: Callable[[], float]
+    _free: Callable[[], int | None]
+    _models: dict[Digest, ModelSlot] = field(default_factory=dict)
+    _queue: list[QueuedRequest] = field(default_factory=list)
+    _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
+    _unloads: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def models(self) -> list[ModelSlot]:
@@ -64,13 +62,10 @@ class ModelScheduler:
         digest = stored.descriptor.digest
         model = self._models.get(digest)
         if model is None:
-            model = self._models[digest] = ModelSlot(
-                request.reference,
-                stored.descriptor,
-                size=sum(blob.size for blob in stored.manifest.children),
-                keep_alive=self._limits.keep_alive,
-                clock=self._clock,
-            )
+            size = sum(blob.size for blob in stored.manifest.children)
+            keep_alive = self._limits.keep_alive
+            model = ModelSlot(request.reference, stored.descriptor, size, keep_alive, self._clock)
+            self._models[digest] = model
         request.model = model
         model.users += 1
         if model.load is not None:
@@ -139,15 +134,13 @@ class ModelScheduler:
         if taken < self._limits.models:
             self._load(model)
         elif taken - len(self._unloads) >= self._limits.models:
-            idle = self._idle()
-            if idle is None:
+            if (idle := self._idle()) is None:
                 return False
             self.unload(idle, "room")
         return True
 
     def _idle(self) -> ModelSlot | None:
-        idle = [one for one in self.loaded() if one.current is None]
-        return idle[-1] if idle else None
+        return next((one for one in reversed(self.loaded()) if one.current is None), None)
 
     def _load(self, model: ModelSlot) -> None:
         model.load = load = asyncio.create_task(self._run(model))
@@ -204,7 +197,7 @@ class ModelScheduler:
         model.runner, model.used = runner, self._clock()
         runner.ended.add_done_callback(lambda _: self._died(model, runner))
         self._metrics.loads.observe(seconds)
-        self._record("load", model, seconds=round(seconds, 3))
+        self._news.tell("load", model=str(model.reference), seconds=round(seconds, 3))
         if model.is_stopped:
             model.unloading = self.unload(model, "stopped")
 
@@ -213,7 +206,7 @@ class ModelScheduler:
             return  # it was unloaded
         model.runner = model.current = None
         self._metrics.evictions.labels("died").inc()
-        self._record("evict", model, reason="died")
+        self._news.tell("evict", model=str(model.reference), reason="died")
         self._drop(model)
         self.arrange()
 
@@ -228,7 +221,7 @@ class ModelScheduler:
         if runner is None:
             return load
         self._metrics.evictions.labels(reason).inc()
-        self._record("evict", model, reason=reason)
+        self._news.tell("evict", model=str(model.reference), reason=reason)
         task = asyncio.create_task(runner.stop())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
@@ -263,9 +256,6 @@ class ModelScheduler:
 
     def _of(self, model: ModelSlot) -> list[QueuedRequest]:
         return [request for request in self._queue if request.model is model]
-
-    def _record(self, kind: str, model: ModelSlot, **facts: Any) -> None:
-        self._news.tell(kind, model=str(model.reference), **facts)
 
 
 async def _wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -36,10 +36,7 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, 
 def duration(value: object) -> float:
     """Return the seconds of 90, "90s", "5m", "1h30m" or "500ms" (Go's durations).
 
-    Negative durations, and those above MAX_DURATION, are FOR_EVER.
-
-    Raises:
-        ValueError: it is not a duration.
+    Negative durations, and those above MAX_DURATION, are FOR_EVER. Raises ValueError.
     """
     is_nan = isinstance(value, float) and math.isnan(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and not is_nan:
@@ -53,11 +50,6 @@ def duration(value: object) -> float:
     else:
         raise ValueError(f"{str(value)!r} is not a duration such as 90, 30s, 5m or 1h30m")
     return FOR_EVER if (sign < 0 and seconds) or seconds >= MAX_DURATION else seconds
-
-
-def _limit(value: object) -> float:
-    """Return the seconds of a limit; 0 is no limit."""
-    return duration(value) or FOR_EVER
 
 
 def _size(value: object) -> int | None:
@@ -106,6 +98,7 @@ def _reference(value: object) -> str:
 Name = Annotated[str, BeforeValidator(_reference)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Seconds = Annotated[float, BeforeValidator(duration)]
+Limit = Annotated[float, BeforeValidator(lambda value: duration(value) or FOR_EVER)]  # 0: none
 ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
 
 
@@ -149,7 +142,7 @@ class Settings(ServerSettings):
     memory: Annotated[int | None, BeforeValidator(_size)] = None
     queue: int = Field(default=8, ge=0)
     keep_alive: Seconds = 300.0
-    deadline: Annotated[float, BeforeValidator(_limit)] = FOR_EVER
+    deadline: Limit = FOR_EVER
     default_model: Name | None = None
     aliases: Annotated[dict[str, Name], BeforeValidator(_pairs)] = {}
     wanted: Annotated[tuple[Name, ...], BeforeValidator(_list)] = ()
@@ -160,15 +153,8 @@ class Settings(ServerSettings):
 
     @property
     def limits(self) -> EngineLimits:
-        return EngineLimits(
-            queue=self.queue,
-            models=self.max_models,
-            keep_alive=self.keep_alive,
-            deadline=self.deadline,
-            dtype=self.dtype,
-            text_encoder=self.text_encoder,
-            memory=self.memory,
-        )
+        same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory"}
+        return EngineLimits(models=self.max_models, **self.model_dump(include=same))
 
 
 def gather(
@@ -180,18 +166,13 @@ def gather(
     """Return the settings of a server, and the origin of each that is not a default.
 
     Origins are the file, a variable of the environment, or "command line" for ``options``;
-    ``spell`` returns the name of an option.
-
-    Raises:
-        UsageError: the file or a value is not valid; the message names its origin.
+    ``spell`` returns the name of an option. Raises UsageError, which names the origin.
     """
-    found = {}
-    for name, value in (read_section(file, kind) if file else {}).items():
-        found[name] = value, str(file)
+    section = read_section(file, kind) if file else {}
+    found = {name: (value, str(file)) for name, value in section.items()}
     for name in kind.model_fields:
-        variable = f"{kind.PREFIX}{name.upper()}"
-        if os.environ.get(variable):
-            found[name] = os.environ[variable], variable
+        if value := os.environ.get(variable := f"{kind.PREFIX}{name.upper()}"):
+            found[name] = value, variable
     for name, value in options.items():
         if value not in (None, (), {}):
             found[name] = value, "command line"

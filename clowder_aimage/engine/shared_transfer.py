@@ -34,12 +34,11 @@ Work = Callable[["SharedTransfer", OnEvent], Descriptor]
 
 @dataclass(slots=True)
 class TransferBlob:
-    """The progress of a blob. With ``is_here`` it was in the store before the transfer."""
+    """The progress of a blob."""
 
     digest: Digest
     total: int
     completed: int = 0
-    is_here: bool = False
 
 
 class SharedTransfer:
@@ -124,15 +123,13 @@ class SharedTransfer:
     def _on_event(self, event: CopyEvent) -> None:
         if self.kind == PUSH:  # a pull may end only between bytes of a blob: see TransferGate
             self.check()
-        with self._lock:
-            self._record(event)
-
-    def _record(self, event: CopyEvent) -> None:
-        content = event.content
         if event.kind == "plan":
             self.total = event.count
-        if event.kind == "plan" or content is None:
-            return
+        elif event.content is not None:
+            with self._lock:
+                self._record(event, event.content)
+
+    def _record(self, event: CopyEvent, content: Descriptor) -> None:
         blob = self._blobs.setdefault(content.digest, TransferBlob(content.digest, content.size))
         if event.kind == "progress":
             blob.completed = max(0, min(blob.total, blob.completed + event.count))
@@ -142,7 +139,7 @@ class SharedTransfer:
             at, count = self._passed[-1]
             self._passed[-1] = at, count + max(0, event.count)
         elif event.kind == "skip":
-            blob.completed, blob.is_here = blob.total, True
+            blob.completed = blob.total
             self.sources["cache"] += blob.total
         elif event.kind == "done":
             blob.completed = blob.total
@@ -150,8 +147,7 @@ class SharedTransfer:
     async def watch(self) -> AsyncGenerator[TransferBlob, None]:
         """Yield each blob whose state has changed, until the transfer ends.
 
-        Raises:
-            StoppedError: it was stopped; and as ``pull`` or ``push``.
+        Raises StoppedError, and as ``pull`` or ``push``.
         """
         seen: dict[Digest, int] = {}
         while True:

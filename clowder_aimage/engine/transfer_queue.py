@@ -70,11 +70,10 @@ class TransferQueue:
         metrics: Metrics,
         news: EventLog,
         *,
-        near: Near | None = None,
         settle: float = 0.1,
     ) -> None:
         self.is_over = False
-        self.near = near
+        self.near: Near | None = None
         self._store, self._connection = store, connection
         self._metrics, self._news = metrics, news
         self._known: dict[_Key, SharedTransfer] = {}
@@ -116,21 +115,15 @@ class TransferQueue:
     ) -> Iterator[SharedTransfer]:
         """Join the pull of ``reference``, or begin it; a user may raise its urgency.
 
-        Only users with the same credentials share a pull.
-
-        Raises:
-            StoppedError, BusyError: the worker ends; too many transfers run.
-            UsageError: the reference has no registry.
+        Only users with the same credentials share a pull. Raises StoppedError, BusyError;
+        UsageError: the reference has no registry.
         """
         if reference.registry is None:
-            raise UsageError(
-                f"{reference} has no registry to pull from",
-                hint=f"name one, such as registry.example.com/team/{reference}",
-            )
+            hint = f"name one, such as registry.example.com/team/{reference}"
+            raise UsageError(f"{reference} has no registry to pull from", hint=hint)
         connection = self._connection
         if credentials is not None:
-            entry = dict([credentials.entry])
-            connection = replace(connection, auths={reference.name: entry})
+            connection = replace(connection, auths={reference.name: dict([credentials.entry])})
 
         def work(transfer: SharedTransfer, on_event: OnEvent) -> Descriptor:
             gate, limit = TransferGate(transfer), connection.limit(reference.registry)
@@ -153,11 +146,11 @@ class TransferQueue:
     @contextlib.contextmanager
     def push(self, reference: Reference) -> Iterator[SharedTransfer]:
         """Join the push of ``reference``, or begin it. Raises as ``pull``."""
-
-        def work(_: SharedTransfer, on_event: OnEvent) -> Descriptor:
-            return push(self._store, reference, self._connection, on_event=on_event)
-
-        with self._joined((PUSH, str(reference), None), reference, work) as found:
+        with self._joined(
+            (PUSH, str(reference), None),
+            reference,
+            lambda _, on_event: push(self._store, reference, self._connection, on_event=on_event),
+        ) as found:
             yield found
 
     @contextlib.contextmanager

@@ -14,18 +14,9 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from clowder_aimage import errors
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
-from clowder_aimage.errors import (
-    AccessError,
-    AImageError,
-    FormatError,
-    NetworkError,
-    NoSpaceError,
-    NotFoundError,
-    UnauthorizedError,
-    UsageError,
-    VerificationError,
-)
+from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 
 _CONNECT = 10.0  # seconds
 _REPLY = 300.0  # seconds for a reply in one piece; the removal of a large model takes long
@@ -39,17 +30,17 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TC
 
 # Codes of the worker are more exact than the status
 _CODES: Mapping[str, type[AImageError]] = {
-    "model_not_found": NotFoundError,
-    "registry_unauthorized": UnauthorizedError,
-    "insufficient_storage": NoSpaceError,
-    "verification_failed": VerificationError,
+    "model_not_found": errors.NotFoundError,
+    "registry_unauthorized": errors.UnauthorizedError,
+    "insufficient_storage": errors.NoSpaceError,
+    "verification_failed": errors.VerificationError,
     "invalid_content": FormatError,
 }
 _KINDS: Mapping[int, type[AImageError]] = {
     **dict.fromkeys((400, 409, 413, 415, 422), UsageError),
-    **dict.fromkeys((401, 403), UnauthorizedError),
-    404: NotFoundError,
-    507: NoSpaceError,
+    **dict.fromkeys((401, 403), errors.UnauthorizedError),
+    404: errors.NotFoundError,
+    507: errors.NoSpaceError,
 }
 # OpenAI's types of errors, in a stream whose own status was 200
 _TYPES = {"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403}
@@ -58,11 +49,8 @@ _TYPES = {"invalid_request_error": 400, "authentication_error": 401, "permission
 class WorkerClient:
     """A worker on this machine or another one; ``host`` is an address for ``Endpoint.parse``.
 
-    Every method raises:
-
-    NetworkError: no worker answers, or the connection ended. UsageError, NotFoundError,
-    UnauthorizedError, NoSpaceError, AccessError: the worker's error. FormatError: a reply is not
-    one of a worker.
+    Every method raises NetworkError (no worker answers, or the connection ended), FormatError (a
+    reply is not one of a worker), and the errors of _CODES and _KINDS, which the worker reported.
     """
 
     def __init__(self, host: str = DEFAULT_HOST, token: str | None = None) -> None:
@@ -86,9 +74,8 @@ class WorkerClient:
         cancels the request.
         """
         with self._request("POST", path, body, None) as response:
-            for line in self._read(response):
-                if line:
-                    yield self._value(line)
+            for line in filter(None, self._read(response)):
+                yield self._value(line)
 
     def events(
         self, path: str, body: Mapping[str, Any]
@@ -163,43 +150,34 @@ class WorkerClient:
         except TimeoutError:
             raise NetworkError(f"the worker at {self.endpoint} does not answer") from None
         except (OSError, http.client.HTTPException):
-            raise NetworkError(
-                f"the connection to the worker at {self.endpoint} broke off",
-                hint="see whether it is still running, and what it logged",
-            ) from None
+            message = f"the connection to the worker at {self.endpoint} broke off"
+            hint = "see whether it is still running, and what it logged"
+            raise NetworkError(message, hint=hint) from None
 
     def _parse(self, text: bytes) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise FormatError(
-                f"the reply from {self.endpoint} is not one of a worker",
-                hint="check that AIMAGE_HOST names a worker",
-            ) from None
+            message = f"the reply from {self.endpoint} is not one of a worker"
+            raise FormatError(message, hint="check that AIMAGE_HOST names a worker") from None
 
     def _value(self, text: bytes) -> dict[str, Any]:
         """Return an object of a stream. Raises the error in it."""
         value = self._parse(text)
         if not isinstance(value, dict):
-            raise FormatError(
-                f"the worker at {self.endpoint} sent {type(value).__name__}, not an object"
-            )
+            kind = type(value).__name__
+            raise FormatError(f"the worker at {self.endpoint} sent {kind}, not an object")
         if value.get("error"):
             raise _error(value, value.get("status"))
         return value
 
     def _refusal(self, response: http.client.HTTPResponse) -> AImageError:
-        with self._network():
-            text = response.read(_MAX_ERROR)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
+        value = None
+        with self._network(), suppress(FormatError):
+            value = self._parse(response.read(_MAX_ERROR))
         if not isinstance(value, dict) or not value.get("error"):
-            return AccessError(
-                f"{self.endpoint} answered {response.status} {response.reason}",
-                hint="check that AIMAGE_HOST names a worker",
-            )
+            message = f"{self.endpoint} answered {response.status} {response.reason}"
+            return errors.AccessError(message, hint="check that AIMAGE_HOST names a worker")
         return _error(value, response.status, response.getheader("Retry-After"))
 
 
@@ -215,33 +193,24 @@ def _error(value: Mapping[str, Any], status: object, retry_after: str | None = N
     if not hint and retry_after and retry_after.isdecimal():
         hint = f"try again in {retry_after} seconds"
     code = str(fields.get("code"))
-    kind = _CODES.get(code) or _KINDS.get(status, AccessError)
+    kind = _CODES.get(code) or _KINDS.get(status, errors.AccessError)
     is_login = code == "registry_unauthorized"
-    hint = None if hint is None else str(hint)
-    return kind(message, hint=hint, remedy="login_of_worker" if is_login else "")
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_CONNECT)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+    return kind(message, hint=hint and str(hint), remedy="login_of_worker" if is_login else "")
 
 
 def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if endpoint.scheme == "https" else http.client.HTTPConnection
-    connection = kind(endpoint.host, endpoint.port, timeout=_CONNECT)
-    if endpoint.scheme == "unix":
-        connection = _UnixConnection(endpoint.path)
+    connection = kind(endpoint.host or "localhost", endpoint.port or None, timeout=_CONNECT)
     try:
+        if endpoint.scheme == "unix":
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(_CONNECT)
+            connection.sock.connect(endpoint.path)
+            return connection
         connection.connect()
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
-            if endpoint.scheme != "unix" and hasattr(socket, name):
+            if hasattr(socket, name):
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     except (OSError, UnicodeError) as error:
         connection.close()

@@ -23,18 +23,13 @@ _ALLOWED = {
     NODE: "this token is one of a node, which may read what another one has, and no more",
 }
 # Tools of registries send credentials only after this challenge (RFC 7617)
-_CHALLENGES = {OCI: f'Basic realm="{PRODUCT} registry", charset="UTF-8"'}
+_REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
 
 
 def read_token(path: Path) -> str:
-    """Return the token in the first line of a file.
-
-    Raises:
-        UsageError: The file cannot be read, or the line is not a token.
-    """
-    lines = _lines(path)
-    token = lines[0].strip() if lines else ""
+    """Return the token in the first line of a file. Raises UsageError."""
+    token = next(iter(_lines(path)), "").strip()
     if not _is_token(token):
         raise UsageError(
             f"the first line of {path} is not a token",
@@ -48,10 +43,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     """Return the tokens in a file, and the scope of each.
 
     A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; a token alone is an admin's. Empty
-    lines and lines that begin with ``#`` are skipped.
-
-    Raises:
-        UsageError: The file cannot be read, or a line is not a token.
+    lines and lines that begin with ``#`` are skipped. Raises UsageError.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(_lines(path), 1):
@@ -122,9 +114,8 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
         if scope is not None:
             request["scope"] = scope
         elif required != OPEN:
-            interface = interface_of(request)
-            headers = {"WWW-Authenticate": _CHALLENGES.get(interface, _CHALLENGE)}
-            is_registry = interface == OCI
+            is_registry = interface_of(request) == OCI
+            headers = {"WWW-Authenticate": _REGISTRY_CHALLENGE if is_registry else _CHALLENGE}
             message = "authentication required" if is_registry else "this worker wants a token"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if required != OPEN and scope not in (required, ADMIN):

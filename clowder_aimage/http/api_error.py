@@ -12,15 +12,7 @@ from aiohttp import web
 
 from clowder_aimage import errors
 from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
-from clowder_aimage.errors import (
-    AccessError,
-    AImageError,
-    ContentError,
-    NoSpaceError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
 
 RETRY_AFTER = 5  # seconds, where nothing better is known
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
@@ -42,13 +34,10 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
 _OTHER = (500, "internal_error")
 # Codes of the distribution specification for errors that did not arise from one of its routes
 _OCI_CODES = {
-    400: "SIZE_INVALID",
+    **dict.fromkeys((400, 408, 413), "SIZE_INVALID"),
+    **dict.fromkeys((404, 405), "UNSUPPORTED"),
     401: "UNAUTHORIZED",
     403: "DENIED",
-    404: "UNSUPPORTED",
-    405: "UNSUPPORTED",
-    408: "SIZE_INVALID",
-    413: "SIZE_INVALID",
     429: "TOOMANYREQUESTS",
 }
 
@@ -114,7 +103,7 @@ def registry_error(error: AImageError) -> AImageError:
     own = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
     if isinstance(error, (*own, StoreError, NoSpaceError)):
         return error
-    if isinstance(error, AccessError | ContentError):
+    if isinstance(error, errors.AccessError | errors.ContentError):
         message = f"{error.message}; {error.hint}" if error.hint else error.message
         status, code = _known(error)
         return ApiError(502, message, code="registry_failed" if (status, code) == _OTHER else code)
@@ -146,7 +135,7 @@ def _openai(error: ApiError) -> dict[str, object]:
 def _distribution_error(error: AImageError) -> ApiError:
     if isinstance(error, NoSpaceError):
         return ApiError(507, "no space left", code="UNKNOWN")
-    is_damaged = isinstance(error, ContentError)
+    is_damaged = isinstance(error, errors.ContentError)
     message = "what is stored here is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")
 
@@ -157,8 +146,5 @@ def _known(error: AImageError) -> tuple[int, str]:
 
 
 def _kind(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 403:
-        return "permission_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {401: "authentication_error", 403: "permission_error"}.get(status, kind)

@@ -17,11 +17,7 @@ SEND_TIMEOUT = 300.0  # seconds: a slower client would hold a file and a connect
 
 
 async def pieces(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives.
-
-    Raises:
-        ApiError: 408, the client sends nothing, or too slowly.
-    """
+    """Yield the body as it arrives. Raises ApiError: 408, nothing comes, or too slowly."""
     clock = asyncio.get_running_loop().time
     waited, count = 0.0, 0
     while True:
@@ -57,10 +53,8 @@ async def send_file(
 ) -> None:
     """Send ``count`` bytes of ``file`` by sendfile(2), each ``piece`` within ``timeout`` seconds.
 
-    The head of the answer is sent already: a failure closes the connection.
-
-    Raises:
-        ConnectionError: The client has left, or takes nothing, or the file is too short.
+    The head of the answer is sent already: a failure closes the connection. Raises
+    ConnectionError: the client has left or takes nothing, or the file is too short.
     """
     transport = request.transport
     if transport is None:
@@ -87,10 +81,8 @@ async def send_growing_file(
 ) -> None:
     """Send bytes [start, end) of a file that still grows.
 
-    ``wait(offset)`` returns how far it may be sent once that is past ``offset``.
-
-    Raises:
-        ConnectionError: As for ``send_file``, or the file does not grow any more.
+    ``wait(offset)`` returns how far it may be sent once that is past ``offset``. Raises
+    ConnectionError, also if the file does not grow any more.
     """
     while start < end:
         try:

@@ -59,11 +59,8 @@ def listen(
 ) -> Listeners:
     """Listen on systemd's sockets, else the unix socket ``path``; and on the TCP ``address``.
 
-    A default address is not used beside another socket.
-
-    Raises:
-        UsageError: An address is malformed, or other machines reach it and there are no tokens.
-        AccessError: It is not possible to listen there.
+    A default address is not used beside another socket. Raises AccessError; UsageError: an address
+    is malformed, or other machines reach it and there are no tokens.
     """
     found = Listeners()
     try:
@@ -117,11 +114,8 @@ def listen_tcp(endpoint: Endpoint) -> socket.socket:
 def listen_unix(path: Path) -> socket.socket:
     """Return a listening unix socket that its owner and its group may use.
 
-    Its directory is created for the same two; a world-writable one is refused.
-
-    Raises:
-        UsageError: The path cannot hold a socket.
-        AccessError: It is not possible to listen there, or another process does.
+    Its directory is created for the same two; a world-writable one is refused. Raises UsageError:
+    the path cannot hold a socket; AccessError, also if another process listens there.
     """
     try:
         path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)

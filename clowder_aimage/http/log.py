@@ -15,14 +15,13 @@ import structlog
 from aiohttp.http_exceptions import HttpProcessingError
 
 CONSOLE, JSON = "console", "json"
-FORMATS = (CONSOLE, JSON)
 _SECRET = frozenset(
     "prompt negative_prompt user token tokens authorization password credentials api_key".split()
 )
 
 
 def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Mask the fields that hold what a client says in confidence."""
+    """Mask confidential fields."""
     for key in event:
         if key.lower() in _SECRET:
             event[key] = "***"

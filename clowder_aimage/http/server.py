@@ -122,7 +122,7 @@ def serve(
 
     Args:
         listeners: The sockets.
-        roles: What the server is.
+        roles: The roles of the server.
         tokens: The tokens of callers, each with its scope.
         grace: Seconds that requests get to end in.
         interface: The form of errors of paths that belong to no interface.

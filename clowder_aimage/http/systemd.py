@@ -25,7 +25,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds between two WATCHDOG=1; None if systemd wants none."""
+    """Return the seconds between two WATCHDOG=1; None if there is no watchdog."""
     try:
         period = int(environment["WATCHDOG_USEC"]) / 1_000_000
         is_ours = int(environment.get("WATCHDOG_PID", os.getpid())) == os.getpid()
@@ -35,11 +35,7 @@ def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
 
 
 def passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
-    """Return the listening sockets that systemd passed to the process.
-
-    Raises:
-        UsageError: A descriptor is not a listening socket.
-    """
+    """Return the listening sockets that systemd passed to the process. Raises UsageError."""
     try:
         if int(environment["LISTEN_PID"]) != os.getpid():
             return []

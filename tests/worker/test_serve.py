@@ -27,7 +27,7 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.log import FORMATS, configure, redact
+from clowder_aimage.http.log import CONSOLE, JSON, configure, redact
 from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
 from tests.process import PROGRAM, spawn
@@ -280,7 +280,7 @@ def test_what_is_told_in_confidence_is_masked():
     assert event == {"event": "x", "Prompt": "***", "user": "***", "model": "tiny"}
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", (CONSOLE, JSON))
 def test_a_traceback_holds_no_variables(kind, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
