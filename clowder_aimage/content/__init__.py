@@ -1,4 +1,4 @@
-"""The protocols of stores of content, and the copy between two of them."""
+"""Protocols of content stores, and the copy between two of them."""
 
 from clowder_aimage.content.copy import CopyPlan, copy, plan_copy
 from clowder_aimage.content.copy_option import OnEvent, Rate

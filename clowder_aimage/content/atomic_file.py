@@ -1,7 +1,7 @@
-"""Files that appear whole, or not at all.
+"""Atomic file writes.
 
-The bytes go to a temporary file beside the final one, which is synced and renamed. The temporary
-file is locked (flock) while it is open, so that files of killed processes can be told from others.
+Data is written to a temporary file beside the final one, which is synced and renamed. It is locked
+(flock) while it is open, which distinguishes it from leftovers of killed processes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def atomic_file(
     prepare: Callable[[int], None] | None = None,
     removes_leftovers: bool = False,
 ) -> Iterator[BinaryIO]:
-    """Open an unbuffered file that is called ``path`` once the block has ended without an error.
+    """Open an unbuffered file that is renamed to ``path`` when the block ends without an error.
 
-    Otherwise it raises OSError, nothing of it stays, and a file that was there is unchanged.
+    On an error the temporary file is removed and an old file is unchanged. Raises OSError.
 
     Args:
         path: The final path. The caller resolves links.
@@ -65,7 +65,7 @@ def atomic_file(
 
 
 def _create(path: Path, directory: Path | None, mode: int) -> tuple[Path, int]:
-    """Return a new temporary file, locked as long as it is open."""
+    """Return a new temporary file, locked while it is open."""
     while True:
         temporary = temporary_path(path, directory)
         fd = os.open(temporary, _NEW, mode)
@@ -76,13 +76,13 @@ def _create(path: Path, directory: Path | None, mode: int) -> tuple[Path, int]:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Write ``data`` as ``atomic_file`` does. Raises OSError."""
+    """Write ``data`` to ``path`` atomically. Raises OSError."""
     with atomic_file(path, mode=mode, durable=durable) as file:
         write_all(file.fileno(), data)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> None:
-    """Write all of ``data``, at ``offset`` or at the position of the file. Raises OSError."""
+    """Write all of ``data`` at ``offset``, or at the current position. Raises OSError."""
     view = memoryview(data)
     while view:
         if offset is None:
@@ -94,27 +94,27 @@ def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> N
 
 
 def temporary_path(path: Path, directory: Path | None = None, infix: str = "") -> Path:
-    """Return a new path, in ``directory`` or beside ``path``, for what becomes ``path``."""
+    """Return a new path for a temporary file of ``path``, in ``directory`` or beside ``path``."""
     name = f"{temporary_prefix(path, infix)}{secrets.token_hex(8)}"
     return directory / name if directory else path.with_name(name)
 
 
 def temporary_prefix(path: Path, infix: str = "") -> str:
-    """Return what the names of temporary files of ``path`` begin with."""
+    """Return the prefix of the names of temporary files of ``path``."""
     return f".{path.name[:100]}.{infix}"
 
 
 def is_temporary(name: str, prefix: str) -> bool:
-    """Return whether ``name`` is that of a temporary file with ``prefix``."""
+    """Return whether ``name`` is the name of a temporary file with ``prefix``."""
     return re.fullmatch(re.escape(prefix) + "[0-9a-f]{16}", name) is not None
 
 
 def remove_leftovers(
     temporary: Path, prefix: str, remove: Callable[[Path], None] = Path.unlink
 ) -> None:
-    """Remove what killed processes left beside our own ``temporary``: what is not locked.
+    """Remove unlocked temporary files of killed processes beside our own locked ``temporary``.
 
-    Nothing is removed where locks do not work, and errors are ignored.
+    Do nothing on file systems without locks, and ignore errors.
     """
     with contextlib.suppress(OSError):
         if not is_locked(temporary):
@@ -135,7 +135,7 @@ def _remove_unlocked(path: Path, remove: Callable[[Path], None]) -> None:
 
 
 def flock(fd: int, operation: int) -> None:
-    """Lock an open file, where the file system has locks. Raises BlockingIOError, with LOCK_NB."""
+    """Lock an open file if the file system has locks. Raises BlockingIOError with LOCK_NB."""
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
@@ -144,7 +144,7 @@ def flock(fd: int, operation: int) -> None:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a file is locked; for our own, whether locks work. Raises OSError."""
+    """Return whether a file is locked; for our own file, whether locks work. Raises OSError."""
     fd = os.open(path, _OPEN)
     try:
         flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,5 +9,5 @@ PAGE = 4096
 
 
 def new_buffer(size: int = CHUNK_SIZE) -> memoryview:
-    """Return a buffer that begins at a page, as direct I/O requires."""
+    """Return a page-aligned buffer, as direct I/O requires."""
     return memoryview(mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -1,4 +1,4 @@
-"""A blob that is fetched, and the chunks of it that connections fetch."""
+"""The transfer of a blob, and its chunks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.oci import Descriptor
 
-SMALL = 16 * 1024 * 1024  # a blob up to this size travels over one connection
+SMALL = 16 * 1024 * 1024  # bytes; a blob up to this size uses one connection
 SMALLEST_PART = 4 * 1024 * 1024
-LARGEST_PART = 256 * 1024 * 1024  # few requests: each costs the registry and a round trip
-WORTH_SHARING = 0.5  # seconds that a part must still take for half of it to be taken over
+LARGEST_PART = 256 * 1024 * 1024  # each request costs the registry and a round trip
+WORTH_SHARING = 0.5  # seconds that a part must still need to be split
 
-LOOK = 0.1  # seconds in which a blob's first connection shows its speed
+LOOK = 0.1  # seconds to measure the speed of a blob's first connection
 
 START = 3
-_SHARE = 0.5  # of the speed of the connections before, which further ones must reach
+_SHARE = 0.5  # fraction of the speed of earlier connections that new ones must reach
 _WARM = 0.2  # seconds before the speed of new connections counts
-_WINDOW = 0.4  # seconds that a rate is measured over, at least
-PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that is not limited
-_LEAST = 4 * 1024 * 1024  # bytes a connection that a rate is measured over, at least
+_WINDOW = 0.4  # minimum seconds over which a rate is measured
+PLENTY = 256 * 1024 * 1024  # bytes per second over one connection that counts as unlimited
+_LEAST = 4 * 1024 * 1024  # minimum bytes per connection over which a rate is measured
 
 _Span = tuple[int, int]
 
@@ -31,10 +31,10 @@ def is_large(content: Descriptor) -> bool:
 
 
 class Chunk:
-    """The part of a blob that one connection fetches: it has reached ``at``, and stops at ``end``.
+    """The part of a blob that one connection fetches, from its current offset ``at`` to ``end``.
 
-    Another connection may move ``end`` closer, never nearer than SMALLEST_PART, which is more
-    than is read at a time.
+    Another connection may reduce ``end``, leaving at least SMALLEST_PART, which is more than the
+    size of one read.
     """
 
     def __init__(self, start: int, end: int, alignment: int = 1) -> None:
@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def is_worth_sharing(self) -> bool:
-        """Return whether the rest takes long enough for a second connection to pay."""
+        """Return whether the rest takes long enough to justify a second connection."""
         elapsed = time.monotonic() - self._began
         if self.left < 2 * SMALLEST_PART or elapsed < WORTH_SHARING:
             return False
@@ -71,18 +71,18 @@ class Chunk:
 
 
 class BlobTransfer:
-    """A blob that is fetched. All fields are guarded by the engine's lock."""
+    """The transfer of one blob. All fields are guarded by the engine's lock."""
 
     def __init__(self, content: Descriptor, ingest: Ingest, alignment: int = 1) -> None:
         self.content, self.ingest = content, ingest
-        self._alignment = alignment  # parts end where a multiple of it does
+        self._alignment = alignment  # parts end at its multiples
         self.unclaimed: list[_Span] = ingest.missing()
         self._missing = self.left_unclaimed
         self._began = math.inf  # when its first byte arrived
-        self.resumed = self._missing != content.size  # a part of it was here before
-        self.parts: list[Chunk] = []  # that connections fetch
-        self.readers = 0  # their connections, and those that are about to claim one
-        self.ranges = False  # a first chunk arrived as a range: others may join
+        self.resumed = self._missing != content.size  # part of it was stored earlier
+        self.parts: list[Chunk] = []  # being fetched
+        self.readers = 0  # connections that fetch parts, or are about to claim one
+        self.ranges = False  # the first chunk arrived as a range: other connections may join
         self.serial = False  # the server ignores ranges: one connection, from the front
 
     @property
@@ -91,11 +91,11 @@ class BlobTransfer:
 
     @property
     def left(self) -> int:
-        """Return the bytes that have not arrived yet."""
+        """Return the number of bytes that have not arrived yet."""
         return self.left_unclaimed + sum(part.left for part in self.parts)
 
     def began(self, *, ranges: bool) -> None:
-        """Note that a chunk begins to arrive, as a range or from the front of the blob."""
+        """Record that a chunk begins to arrive, as a range or from the front of the blob."""
         self._began = min(self._began, time.monotonic())
         self.ranges |= ranges
         self.serial |= not ranges
@@ -106,9 +106,9 @@ class BlobTransfer:
 
     @property
     def is_fast(self) -> bool:
-        """Return whether the hash is slower than the connections.
+        """Return whether the connections are faster than the hash.
 
-        Further connections would then only bring chunks that must be read again for the hash.
+        More connections would only fetch chunks that must be read again for the hash.
         """
         come = self._missing - self.left
         return self._age >= LOOK and come >= PLENTY * self._age * max(1, len(self.parts))
@@ -118,9 +118,9 @@ class BlobTransfer:
         return is_large(self.content)
 
     def claim(self, sharing: int) -> Chunk | None:
-        """Return a chunk to fetch; None when other connections have all of them.
+        """Return a chunk to fetch, or None if all chunks are claimed.
 
-        Each of ``sharing`` connections would fetch two of its size, so that all finish together.
+        Its size lets each of ``sharing`` connections fetch two chunks, so that all end together.
         """
         if not self.unclaimed:
             slow = [part for part in self.parts if part.is_worth_sharing]
@@ -141,7 +141,7 @@ class BlobTransfer:
         return part
 
     def release(self, part: Chunk) -> None:
-        """Return the bytes of a chunk that were not fetched to the blob."""
+        """Give the bytes of a chunk that were not fetched back to the blob."""
         self.parts.remove(part)
         if part.left:
             self.unclaimed = sorted([*self.unclaimed, (part.at, part.end)])
@@ -156,11 +156,11 @@ class BlobTransfer:
 
 
 class ConcurrencyProbe:
-    """A number of connections, doubled while the speed grows with it.
+    """The number of connections, doubled while the speed grows with it.
 
-    Where each connection is limited (an object store, a long round trip), every further one adds
-    its share. Where the machine or the link is the limit, further ones only make chunks arrive out
-    of order, and these must be read again for the hash.
+    If each connection is limited (by an object store, or a long round trip), more connections
+    increase the speed. If the machine or the link is the limit, they only make chunks arrive out of
+    order, which must be read again for the hash.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""The copy of an artifact from a store to another."""
+"""Copy an artifact from one store to another."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 class CopyPlan:
     """The documents to copy, children before parents, and the blobs, each listed once.
 
-    ``left_out`` are blobs that the documents need, and that are not copied; ``absent`` are
-    manifests of an index that the source does not have.
+    ``left_out`` are blobs that the documents need but that are not copied; ``absent`` are manifests
+    of an index that the source does not have.
     """
 
     documents: tuple[tuple[Descriptor, Manifest | Index], ...]
@@ -43,12 +43,12 @@ class CopyPlan:
 
     @property
     def size(self) -> int:
-        """The bytes of all blobs."""
+        """The size of all blobs in bytes."""
         return sum(blob.size for blob in self.blobs)
 
     @property
     def digests(self) -> set[Digest]:
-        """The digests of all documents and blobs, those that are left out included."""
+        """The digests of all documents and blobs, including left-out blobs."""
         contents = [content for content, _ in self.documents]
         return {each.digest for each in (*contents, *self.blobs, *self.left_out)}
 
@@ -57,7 +57,7 @@ class CopyPlan:
         return [blob for blob in self.blobs if not target.exists(blob)]
 
     def missing_left_out(self, target: Source) -> list[Descriptor]:
-        """Return the blobs that are left out and that ``target`` does not have either."""
+        """Return the left-out blobs that ``target`` does not have."""
         return [blob for blob in self.left_out if not target.exists(blob)]
 
     def part(self, digests: Collection[Digest]) -> CopyPlan:
@@ -79,7 +79,7 @@ def plan_copy(
     *,
     is_sparse: bool = False,
 ) -> CopyPlan:
-    """Read ``root`` and all documents below it; ``document`` is the root where it is known.
+    """Read ``root`` and all documents below it; ``document`` is the parsed root, if known.
 
     With ``is_sparse``, the source may lack manifests of an index.
 
@@ -102,7 +102,7 @@ def plan_copy(
             documents.append((node.content, node.document))
         elif not node.is_document:
             blobs[node.content.digest, node.content.size] = node.content
-    # The largest first, so that the last blob to arrive is not one that all others wait for.
+    # Largest first, so that the copy does not end with one large blob on its own.
     order = sorted(blobs.values(), key=lambda blob: (-blob.size, blob.digest))
     return CopyPlan(tuple(documents), tuple(order), absent=tuple(absent.values()))
 
@@ -119,17 +119,17 @@ def copy(
     is_named: bool = True,
     plan: CopyPlan | None = None,
 ) -> Descriptor:
-    """Copy what ``reference`` names, children before parents, and name it in ``target``.
+    """Copy what ``reference`` names, children before parents, and tag it in ``target``.
 
-    Blobs that the target has are skipped, the others move ``concurrency`` at a time. The first
-    failure stops the rest. The root is pushed and named last, so a target never names content
-    that is not there in full. A ``plan`` that was made before is followed as it is; when it leaves
-    blobs out, the caller gives the name. The descriptor of the root is returned.
+    Blobs that the target has are skipped, the others are copied ``concurrency`` at a time. The
+    first failure stops the copy. The root is pushed and tagged last, so that no tag in the target
+    refers to incomplete content. A given ``plan`` is followed unchanged; if it leaves blobs out,
+    the caller sets the tag. Returns the descriptor of the root.
 
     Raises:
         ContentError: the bytes of the source differ from their descriptors.
-        NoSpaceError: it would not fit; nothing was fetched.
-        AccessError: it could not be read, or could not be kept.
+        NoSpaceError: the content does not fit; nothing was fetched.
+        AccessError: the content could not be read or stored.
     """
     plan = plan or plan_copy(source, source.resolve(reference))
     on_event(CopyEvent("plan", plan.root, plan.size, len(plan.blobs)))
@@ -147,7 +147,7 @@ def copy(
 def push_blobs(
     source: Source, target: Target, blobs: Sequence[Descriptor], options: CopyOptions
 ) -> None:
-    """Push the missing ``blobs`` to a target that takes each as one stream, several at a time."""
+    """Push the missing ``blobs``, several at a time, to a target that accepts streams only."""
     stopped, on_event = threading.Event(), options.on_event
 
     def push(blob: Descriptor) -> None:
@@ -164,7 +164,7 @@ def push_blobs(
 
 
 class _WatchedBody:
-    """The body of a blob, counted as it is read, and cut short when the copy stops."""
+    """The body of a blob, which reports its progress and ends when the copy stops."""
 
     def __init__(
         self, source: Source, blob: Descriptor, stopped: threading.Event, on_event: OnEvent
@@ -202,7 +202,7 @@ class _WatchedReader(SourceReader):
 
 
 class _WatchedFile(_WatchedReader):
-    """A file, which the kernel may send by itself; ``sent`` then counts its bytes."""
+    """A file that the kernel may send directly; ``sent`` then counts its bytes."""
 
     def fileno(self) -> int:
         return self._source.fileno()

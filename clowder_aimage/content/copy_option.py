@@ -1,4 +1,4 @@
-"""The options of a copy: concurrency, the listener of its events, and a limit on its speed."""
+"""The options of a copy: concurrency, event listener and rate limit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEFAULT_CONCURRENCY = 8
 class CopyEvent:
     """A step of a copy.
 
-    ``kind`` is ``plan`` (blobs and bytes of the whole), ``skip`` (already there), ``start``,
-    ``progress`` (``count`` more bytes; negative when a retry begins again) or ``done``. A blob that
-    is mounted starts, is skipped, and is then done. A ``progress`` of more than a chunk is what an
-    earlier run left.
+    ``kind`` is ``plan`` (the total of blobs and bytes), ``skip`` (already in the target),
+    ``start``, ``progress`` (``count`` more bytes; negative when a retry starts over) or ``done``. A
+    mounted blob has the events ``start``, ``skip`` and ``done``. A ``progress`` of more than a
+    chunk counts bytes from an earlier run.
     """
 
     kind: str
@@ -32,11 +32,11 @@ OnEvent = Callable[[CopyEvent], None]
 
 
 def ignore(_: CopyEvent) -> None:
-    """Do nothing with an event."""
+    """Ignore an event."""
 
 
 class Rate:
-    """A limit of bytes per second on average, kept by small waits of each connection."""
+    """A limit on the average bytes per second, enforced by short waits of each connection."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Rate:
         return max(4096, int(self._limit / 8))
 
     def passed(self, count: int) -> None:
-        """Account for ``count`` bytes, and wait until they were due."""
+        """Account for ``count`` bytes, and wait as the limit requires."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now) + count / self._limit
@@ -68,7 +68,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class CopyOptions:
-    """Options of a copy: how many blobs at a time, the listener, and a limit on the speed."""
+    """Options of a copy: concurrency, event listener and rate limit."""
 
     concurrency: int = DEFAULT_CONCURRENCY
     on_event: OnEvent = ignore

@@ -1,9 +1,9 @@
-"""The content of a layer, compressed or not: read once, from the front, within bounds.
+"""Read the content of a layer, compressed or not, once and within bounds.
 
 The media type names the compression: ``+gzip`` (RFC 1952) or ``+zstd`` (RFC 8878). The digest of
-the blob is verified while it is read, and the digest of the content where the manifest has one.
-Without one, two bounds hold: MAX_PLAIN, and MAX_RATIO times the size of the blob. Deflate packs
-zeros 1,032 times smaller; weights do not shrink to a hundredth.
+the blob is verified while it is read, and the digest of the content if the manifest has one.
+Otherwise two bounds apply: MAX_PLAIN, and MAX_RATIO times the size of the blob. Deflate compresses
+zeros by a factor of 1,032, weights by less than a hundred.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from clowder_aimage.oci import Descriptor, mediatype
 MAX_PLAIN = 1 << 40  # bytes that a layer of unknown content may unpack to
 MAX_RATIO = 200
 _ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is checked
-_GZIP_READ = 16 * 1024  # bytes in one read: they can become 1,032 times as many
-_ZSTD_READ = 4096  # bytes in one read: they can become 32,768 times as many
-_WINDOW = 1 << 27  # bytes of a zstd window: the limit of its own tool
+_GZIP_READ = 16 * 1024  # bytes in one read, which may decompress to 1,032 times as many
+_ZSTD_READ = 4096  # bytes in one read, which may decompress to 32,768 times as many
+_WINDOW = 1 << 27  # maximum bytes of a zstd window, as in the zstd tool
 _DOCKER = "application/vnd.docker.image.rootfs."
 _DOTTED = (".tar.gzip", ".tar.zstd")
 
@@ -34,15 +34,15 @@ def open_plain(
 ) -> BinaryIO:
     """Open the content of ``layer``: its blob, decompressed by its media type.
 
-    ``content`` describes the decompressed bytes, where the manifest does. They are verified once
-    all of them have been read.
+    ``content`` describes the decompressed bytes, if the manifest does. They are verified once all
+    of them have been read.
 
     Raises:
         NotFoundError: the blob is not in the store.
-        UsageError: it is compressed with zstd, and the package for that is not installed.
-        FormatError: ``content`` has more than ``limit`` bytes; or, from reads, the blob is not
-            compressed in that way, breaks off, or unpacks to too many bytes.
-        VerificationError: from reads, the blob is damaged, or differs from ``content``.
+        UsageError: the layer is compressed with zstd, and the package for it is not installed.
+        FormatError: ``content`` is larger than ``limit`` bytes; or, on reading, the blob is not in
+            that compression, is truncated, or unpacks to too many bytes.
+        VerificationError: on reading, the blob is damaged, or differs from ``content``.
     """
     compression = compression_of(layer.media_type)
     if content is not None and content.size > limit:
@@ -56,9 +56,9 @@ def open_plain(
 
 
 def compression_of(media_type: str) -> str:
-    """Return the compression of a layer, a word of mediatype.COMPRESSIONS, or an empty string.
+    """Return the compression of a layer, one of mediatype.COMPRESSIONS, or an empty string.
 
-    Docker's layers have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2").
+    Docker's types have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2").
     """
     if media_type.startswith(_DOCKER) and media_type.endswith(_DOTTED):
         return media_type.rpartition(".")[2]
@@ -75,7 +75,7 @@ def too_large(layer: Descriptor, limit: int) -> FormatError:
 
 
 class _Decoder:
-    """Decompressed frames (of gzip: members), one after the other; ``padding`` may follow them."""
+    """A decoder of consecutive frames (of gzip: members), optionally followed by ``padding``."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class _Decoder:
     ) -> None:
         self._name, self._begin, self._failure = name, begin, failure
         self._size, self._padding = size, padding
-        self._frame = begin()  # which then must end; there is at least one
+        self._frame = begin()  # at least one frame, which must be complete
         self._rest = b""
 
     def decode(self, read: Callable[[int], bytes]) -> bytes:
-        """Return more bytes, none at the end. Raises FormatError."""
+        """Return more bytes, or none at the end. Raises FormatError."""
         while packed := self._rest or read(self._size):
             plain = self._step(packed if self._frame else packed.lstrip(self._padding))
             if plain:
@@ -179,7 +179,7 @@ class _PlainReader(SourceReader):
         return data
 
     def _drain(self) -> None:
-        """Raise VerificationError where the blob itself is damaged, which is the cause then."""
+        """Raise VerificationError if the blob is damaged, which then caused the decoding error."""
         try:
             while self._source.read(CHUNK_SIZE):
                 pass
@@ -190,7 +190,7 @@ class _PlainReader(SourceReader):
 
     def _check(self) -> None:
         most = self._limit
-        if self._content is None:  # else the size is known
+        if self._content is None:  # otherwise the size is known
             most = min(most, max(_ROOM, MAX_RATIO * self._taken))
         if self._given <= most:
             return

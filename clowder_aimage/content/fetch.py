@@ -1,10 +1,10 @@
 """The download engine: many blobs over a few connections.
 
-One budget of connections serves all blobs. A connection begins a new blob; when there is none, it
-joins the blob with most bytes left, and takes a chunk that no connection has, or half of the rest
-of a slow one. Chunks may arrive in any order: the ingest hashes them in order, from the buffer
-where it can and from its file where it must. No byte is trusted before the digest of the whole
-blob is verified.
+All blobs share a limited number of connections. A connection begins a new blob; if there is none,
+it joins the blob with the most bytes left, and takes an unclaimed chunk, or half of the rest of a
+slow one. Chunks may arrive in any order: the ingest hashes them in order, from the buffer if
+possible and otherwise from its file. No byte is trusted before the digest of the whole blob is
+verified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL = 0.1  # seconds between checks of a blob that another process fetches
 def fetch_blobs(
     source: Source, target: ContentStore, blobs: Sequence[Descriptor], options: CopyOptions
 ) -> None:
-    """Fetch those of ``blobs`` that ``target`` does not have. Raises what ``copy`` does."""
+    """Fetch the ``blobs`` that ``target`` does not have. Raises the errors of ``copy``."""
     missing = [blob for blob in blobs if not target.exists(blob)]
     check_space(missing, target)
     for blob in set(blobs).difference(missing):
@@ -41,7 +41,7 @@ def fetch_blobs(
 
 
 def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
-    """Raise NoSpaceError before the first byte when ``missing`` blobs do not fit."""
+    """Raise NoSpaceError if the ``missing`` blobs do not fit, before the first byte is fetched."""
     needed = sum(target.missing_size(blob) for blob in missing)
     free = target.free()
     if needed and needed + RESERVE > free:
@@ -79,7 +79,7 @@ class BlobDownload:
         self._large = 0  # connections that fetch large blobs
 
     def run(self) -> None:
-        """Fetch everything. Raises what the first failing connection raised."""
+        """Fetch all blobs. Raises the error of the first connection that fails."""
         if not self._pending:
             return
         try:
@@ -95,7 +95,7 @@ class BlobDownload:
             self._changed.notify_all()
 
     def _connection(self) -> None:
-        """Work as one connection until there is nothing left."""
+        """Fetch chunks over one connection until none are left."""
         buffer = new_buffer()
         blob: BlobTransfer | None = None
         try:
@@ -106,10 +106,10 @@ class BlobDownload:
             return
 
     def _next(self, last: BlobTransfer | None) -> BlobTransfer | None:
-        """Return a blob to fetch a chunk of; None at the end.
+        """Return a blob to fetch a chunk of, or None at the end.
 
-        A blob that this connection alone fetches comes first, so that its bytes arrive in order;
-        then a new one; then the one with most bytes left.
+        A blob that only this connection fetches comes first, so that its bytes arrive in order;
+        then a new blob; then the blob with the most bytes left.
         """
         while True:
             with self._changed:
@@ -134,18 +134,18 @@ class BlobDownload:
             self._leave(content)
 
     def _leave(self, content: Descriptor) -> None:
-        """Note that a connection has finished its chunk of a blob."""
+        """Record that a connection has finished its chunk of a blob."""
         if is_large(content):
             with self._changed:
                 self._large -= 1
                 self._changed.notify_all()
 
     def _choose(self) -> Descriptor | BlobTransfer | None:
-        """Wait for work, and return it; None at the end. The lock is held."""
+        """Wait for the next blob; return None at the end. The caller holds the lock."""
         while True:
             if self._stopped:
                 raise ParallelStoppedError
-            # further connections would not pay for large blobs
+            # more connections would not speed up large blobs
             wide = self._large >= self._probe.value
             if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
@@ -167,7 +167,7 @@ class BlobDownload:
             self._changed.wait(LOOK)  # a chunk may turn out to be slow
 
     def _begin(self, content: Descriptor) -> BlobTransfer | None:
-        """Open the ingest of a blob; return None when there is nothing to fetch now."""
+        """Open the ingest of a blob; return None if there is nothing to fetch now."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError:
@@ -180,7 +180,7 @@ class BlobDownload:
             self._on_event(CopyEvent("skip", content, content.size))
             return None
         try:
-            if seen := self._seen.pop(content.digest, 0):  # that process has ended too early
+            if seen := self._seen.pop(content.digest, 0):  # that process ended early
                 self._on_event(CopyEvent("progress", content, -seen))
             blob = BlobTransfer(content, ingest, self._alignment)
             self._on_event(CopyEvent("start", content, content.size))
@@ -189,7 +189,7 @@ class BlobDownload:
         except BaseException:  # a listener raised: other processes must not wait for this one
             ingest.suspend()
             raise
-        if not blob.unclaimed:  # all of it was here: only its digest must be verified
+        if not blob.unclaimed:  # all bytes are stored: only the digest must be verified
             self._finish(blob)
             return None
         with self._changed:
@@ -199,7 +199,7 @@ class BlobDownload:
         return blob
 
     def _watch(self, content: Descriptor) -> None:
-        """Report the progress of another process. Only one thread at a time has the blob."""
+        """Report the progress of another process. Each blob is watched by one thread at a time."""
         if content.digest not in self._seen:
             self._seen[content.digest] = 0
             self._on_event(CopyEvent("start", content, content.size))
@@ -209,11 +209,11 @@ class BlobDownload:
             self._on_event(CopyEvent("progress", content, count))
 
     def _fetch_chunk(self, blob: BlobTransfer, buffer: memoryview) -> None:
-        """Fetch one chunk of a blob, and finish the blob after the last one."""
+        """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
             alone = self._pending or blob.is_fast
             part = blob.claim(1 if alone else self._probe.value)
-        if part is not None:  # else other connections have the rest
+        if part is not None:  # otherwise other connections have the rest
             self._read(blob, part, buffer)
         with self._changed:
             blob.readers -= 1
@@ -235,12 +235,12 @@ class BlobDownload:
             blob.ingest.checkpoint()
 
     def _read(self, blob: BlobTransfer, part: Chunk, buffer: memoryview) -> None:
-        """Stream a chunk into the ingest, up to its end, which may move meanwhile."""
+        """Stream a chunk into the ingest, up to its end, which another connection may reduce."""
         content, noted = blob.content, part.at
         with self._source.open(content, part.at, part.left) as reader:
             ranges = self._source.supports_ranges(content)
             with self._changed:
-                if ranges and not blob.ranges:  # others may join
+                if ranges and not blob.ranges:  # other connections may join
                     self._changed.notify_all()
                 blob.began(ranges=ranges)
             while part.left > 0:
@@ -258,7 +258,7 @@ class BlobDownload:
                     noted = part.at
 
     def _passed(self, blob: BlobTransfer, count: int) -> None:
-        """Account for bytes of a blob that arrived."""
+        """Account for received bytes of a blob."""
         self._on_event(CopyEvent("progress", blob.content, count))
         if blob.is_large and not self._probe.settled:
             with self._changed:
@@ -272,8 +272,8 @@ class BlobDownload:
     def _finish(self, blob: BlobTransfer) -> None:
         """Verify a blob.
 
-        A wrong one is fetched again where the source has another place for it, or where a part of
-        it was left by an earlier run.
+        A wrong blob is fetched again if the source has another origin for it, or if part of it is
+        from an earlier run.
         """
         content = blob.content
         try:

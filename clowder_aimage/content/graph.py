@@ -14,7 +14,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
 MAX_DEPTH = 4  # levels of indexes below the root
-UNKNOWN = "application/octet-stream"  # the media type of a blob that no descriptor names
+UNKNOWN = "application/octet-stream"  # the media type of a blob without a descriptor
 
 ReadDocument = Callable[[Descriptor], Manifest | Index | None]
 
@@ -79,12 +79,12 @@ def referrer_entry(content: Descriptor, document: Manifest | Index) -> Descripto
 def walk(
     read: ReadDocument, root: Descriptor, *, children_first: bool = False
 ) -> Iterator[GraphNode]:
-    """Yield ``root`` and all that it reaches, in the order of the documents.
+    """Yield ``root`` and all content below it, in the order of the documents.
 
-    ``read`` returns a document, or None to pass over what is below it; it is called once for each
-    digest and size. A blob is yielded as often as it is listed. Parents come before their
-    children, or after them with ``children_first``. Raises what ``read`` does, and FormatError
-    where indexes are nested more than ``MAX_DEPTH`` levels deep.
+    ``read`` returns a document, or None to skip its children; it is called once for each digest and
+    size. A blob is yielded each time it is listed. Parents come before their children, or after
+    them with ``children_first``. Raises the errors of ``read``, and FormatError if indexes are
+    nested more than ``MAX_DEPTH`` levels deep.
     """
     return _walk(read, root, None, children_first, set(), 0)
 

@@ -1,4 +1,4 @@
-"""Calls in several threads, of which the first failure ends all."""
+"""Run calls in several threads; the first failure stops all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from clowder_aimage.errors import AImageError
 
-_GRACE = 1.0  # seconds in which running calls may end after a failure
+_GRACE = 1.0  # seconds that running calls get to end after a failure
 
 
 class ParallelStoppedError(AImageError):
@@ -20,10 +20,10 @@ class ParallelStoppedError(AImageError):
 def in_parallel(
     calls: Sequence[Callable[[], None]], threads: int, stop: Callable[[], None]
 ) -> None:
-    """Make ``calls``, ``threads`` at a time.
+    """Run ``calls``, ``threads`` at a time.
 
-    When one raises, or on an interrupt, ``stop`` is called, the others have a moment to end, and
-    the first error is raised. A thread that still waits for the network is left running.
+    If a call raises, or on an interrupt, ``stop`` is called, the other calls get a moment to end,
+    and the first error is raised. A thread that still waits for the network is left running.
     """
     errors: list[BaseException] = []
 

@@ -12,11 +12,11 @@ from clowder_aimage.content.store import Source
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 
-_MAX_INDEXES = 64  # that are read to find one manifest
+_MAX_INDEXES = 64  # maximum number of indexes read to find one manifest
 _MAX_LISTED = 40
 _MAX_WIDTH = 60
 _SYSTEMS = {"macos": "darwin"}
-_ARCHITECTURES = {  # names of uname and others, and Go's
+_ARCHITECTURES = {  # names of uname and other tools, and Go's names
     "x86_64": "amd64",
     "x86-64": "amd64",
     "aarch64": "arm64",
@@ -25,8 +25,8 @@ _ARCHITECTURES = {  # names of uname and others, and Go's
     "armv6l": "arm/v6",
     "armv7l": "arm/v7",
 }
-_BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that mean no more than the architecture
-_ATTESTED = "vnd.docker.reference.type"  # BuildKit: this child is about another one
+_BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that are equivalent to none
+_ATTESTED = "vnd.docker.reference.type"  # BuildKit: marks an attestation about another child
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Platform:
 
     @classmethod
     def of(cls, os: str, architecture: str, variant: str = "") -> Platform:
-        """Return a platform by any name: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
+        """Return a platform, normalized: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
         os, architecture, variant = (part.strip().lower() for part in (os, architecture, variant))
         architecture, _, implied = _ARCHITECTURES.get(architecture, architecture).partition("/")
         variant = variant or implied
@@ -66,7 +66,7 @@ class Platform:
         return None
 
     def takes(self, other: Platform) -> bool:
-        """Return whether content for ``other`` runs here; without a variant, any variant does."""
+        """Return whether content for ``other`` runs on this platform; no variant accepts any."""
         same = (self.os, self.architecture) == (other.os, other.architecture)
         return same and self.variant in ("", other.variant)
 
@@ -87,7 +87,7 @@ ANY = ManifestSelector()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A manifest in an index, with the variant and platform of it or of an index above it."""
+    """A manifest in an index, with its variant and platform, or those of a parent index."""
 
     descriptor: Descriptor
     variant: str = ""
@@ -97,13 +97,13 @@ class Candidate:
 def select(
     source: Source, root: Descriptor, reference: Reference, selector: ManifestSelector | None
 ) -> tuple[Descriptor, Manifest | Index]:
-    """Return the manifest that is selected of ``root``, which ``reference`` names, and its content.
+    """Return the selected manifest below ``root``, which ``reference`` names, with its document.
 
-    Of several that fit, it is the one for this machine's platform. Without a selector that is the
-    root itself, an index as a whole.
+    If several match, the one for this machine's platform is selected. Without a selector ``root``
+    itself is returned, even if it is an index.
 
     Raises:
-        UsageError: several manifests of an index fit, or a single one is another variant.
+        UsageError: several manifests of an index match, or a single one has another variant.
         NotFoundError: the index has no such manifest.
         FormatError, VerificationError, AccessError: a document cannot be read.
     """
@@ -125,9 +125,9 @@ def select(
 
 
 def candidates_in(source: Source, index: Index) -> list[Candidate]:
-    """Return the manifests that may be chosen from ``index``, in its order; no attestations.
+    """Return the selectable manifests of ``index`` in order, without attestations.
 
-    Raises FormatError, VerificationError, AccessError: an index in it cannot be read.
+    Raises FormatError, VerificationError, AccessError: a nested index cannot be read.
     """
     count = itertools.count(1)
 
@@ -148,7 +148,7 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
 
 
 def _candidate(node: GraphNode) -> Candidate:
-    """Return the candidate at ``node``; an index above it may have what it leaves out."""
+    """Return the candidate at ``node``, with missing fields taken from its parent indexes."""
     content, variant, platform = node.content, "", None
     at: GraphNode | None = node
     while at is not None:
@@ -169,9 +169,9 @@ def choose(
     here: Platform,
     reference: Reference,
 ) -> Candidate:
-    """Return the candidate that is selected, the only one, or the only one that fits here.
+    """Return the selected candidate, the only one, or the only match for this machine.
 
-    Raises NotFoundError: none fits; UsageError: several do. Both list them.
+    Raises NotFoundError if none matches, UsageError if several do. Both list them.
     """
     left = [one for one in candidates if selector.variant in (None, one.variant)]
     if selector.platform is not None:
@@ -189,9 +189,9 @@ def choose(
 def _fitting(
     candidates: Sequence[Candidate], platform: Platform, *, unsaid: bool = False
 ) -> list[Candidate]:
-    """Return those for exactly that platform, or else those that it takes.
+    """Return the candidates for exactly that platform, or else all compatible ones.
 
-    Candidates without a platform are among them with ``unsaid``.
+    With ``unsaid``, candidates without a platform are included.
     """
     exact = any(one.platform == platform for one in candidates)
     fits = platform.__eq__ if exact else platform.takes
@@ -199,7 +199,7 @@ def _fitting(
 
 
 def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
-    """Return the digests: a manifest that an index lists twice is one manifest."""
+    """Return the distinct digests: an index may list a manifest twice."""
     return {one.descriptor.digest for one in candidates}
 
 
@@ -256,5 +256,5 @@ def _listed(candidates: Sequence[Candidate]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return foreign text, short and without line breaks; ``-`` for an empty one."""
+    """Return untrusted text as one short line; ``-`` if it is empty."""
     return " ".join(text.split())[:_MAX_WIDTH] or "-"

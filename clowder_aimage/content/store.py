@@ -1,8 +1,8 @@
-"""The protocols of stores of content.
+"""Protocols of content stores.
 
-A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content in files of this
-machine. The layout, a repository in a registry and the memory store of the tests pass one contract
-suite (tests/contract); a tar is a target that is written once.
+A *Source* is read, a *Target* is also written, a *ContentStore* keeps its content in local files.
+The layout, a repository in a registry and the memory store of the tests pass one contract suite
+(tests/contract); a tar is a write-once target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'  # oci-layout (OCI image-spec, i
 
 
 class Body(Protocol):
-    """The bytes of a blob, opened again from any offset for a retry or a resume."""
+    """The bytes of a blob, which can be reopened at any offset for a retry or a resume."""
 
     def __call__(self, offset: int = 0, /) -> BinaryIO: ...
 
@@ -32,27 +32,27 @@ class Source(Protocol):
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the descriptor of the manifest that ``reference`` names.
 
-        Raises NotFoundError: there is none; AccessError: it is not known (no answer, no
-        permission, an error of the server).
+        Raises NotFoundError if there is none, AccessError if that is unknown (no response, no
+        permission, a server error).
         """
 
     def exists(self, content: Descriptor, /) -> bool:
-        """Return whether the content is here in full. Raises AccessError when it is not known."""
+        """Return whether the content is stored in full. Raises AccessError if that is unknown."""
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         """Open ``length`` bytes at ``offset``, not yet verified. Raises NotFoundError."""
 
     @property
     def alignment(self) -> int:
-        """Return the bytes that the source reads at once; ranges are best cut at multiples."""
+        """Return the block size of the source; ranges are best split at its multiples."""
         return 1
 
     def supports_ranges(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
-        """Return False once the source has sent all of the content for a range of it."""
+        """Return False once the source has answered a range request with the whole content."""
         return True
 
     def distrust(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
-        """Note wrong bytes of ``content``; return whether another place may have the right ones."""
+        """Record wrong bytes of ``content``; return whether another origin may be right."""
         return False
 
 
@@ -83,7 +83,7 @@ class WrappedSource(Source):
 
 
 class Overlay(WrappedSource):
-    """A source with a few documents laid over another source; every name means ``root``."""
+    """A source that adds a few documents to another source; every name resolves to ``root``."""
 
     def __init__(self, source: Source, root: Descriptor, documents: dict[Digest, bytes]) -> None:
         super().__init__(source)
@@ -104,14 +104,14 @@ class Overlay(WrappedSource):
 
 
 class Lease(AbstractContextManager["Lease"], Protocol):
-    """Content that no collection removes while the lease is held."""
+    """A lease, which protects content from garbage collection while it is held."""
 
     def add(self, *digests: Digest) -> None:
-        """Keep these too. Whether they are here is known only afterwards. Raises AccessError."""
+        """Add digests; check only afterwards whether they exist. Raises AccessError."""
 
 
 class NullLease(Lease):
-    """The lease of a store that has no collection."""
+    """The lease of a store without garbage collection."""
 
     def add(self, *digests: Digest) -> None:
         pass
@@ -124,29 +124,29 @@ class Target(Source, Protocol):
     """Content that can also be written."""
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
-        """Store a blob or a manifest, and name a manifest in the same step.
+        """Store a blob or a manifest, and tag a manifest in the same step.
 
-        It is here in full and verified, or not at all. Raises VerificationError: ``body`` differs
-        from ``content``; AccessError: it cannot be kept here.
+        The content is stored in full and verified, or not at all. Raises VerificationError if
+        ``body`` differs from ``content``, AccessError if it cannot be stored.
         """
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
-        """Let ``reference`` name a manifest that is here."""
+        """Tag a stored manifest as ``reference``."""
 
     def lease(self, *digests: Digest) -> Lease:  # noqa: ARG002 - a default
-        """Keep these, here or not, until the lease ends. Raises AccessError."""
+        """Lease content, whether it exists or not. Raises AccessError."""
         return NullLease()
 
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
-        """Copy those of ``blobs`` that are not here. Raises ContentError, AccessError."""
+        """Copy the ``blobs`` that are missing. Raises ContentError, AccessError."""
 
 
 class IngestBusyError(AccessError):
-    """Another process is writing that blob now."""
+    """Another process is writing the blob."""
 
 
 class Ingest(Protocol):
-    """A blob on its way in. Ranges may arrive in any order; nothing is visible until commit."""
+    """A blob being written. Ranges may arrive in any order; nothing is visible until commit."""
 
     def missing(self) -> list[tuple[int, int]]:
         """Return the spans [start, end) of the expected size that have not been written yet."""
@@ -155,23 +155,23 @@ class Ingest(Protocol):
         """Write ``data`` at ``offset``."""
 
     def checkpoint(self) -> None:
-        """Make what was written so far survive a crash."""
+        """Make the bytes written so far durable."""
 
     def digest(self, algorithm: str = "sha256") -> Digest:
-        """Return the digest of the bytes so far, when they were written in order."""
+        """Return the digest of the bytes so far, if they were written in order."""
 
     def commit(self, expected: Descriptor, /) -> None:
-        """Verify, make durable and name the blob. Raises VerificationError; the ingest is gone."""
+        """Verify and store the blob durably. Raises VerificationError and removes the ingest."""
 
     def suspend(self) -> None:
-        """Leave what was written to a later ingest of the same key."""
+        """Keep the written bytes for a later ingest of the same key."""
 
     def abort(self) -> None:
         """Remove everything written so far."""
 
 
 class BlobFiles(Protocol):
-    """Blobs that are files of this machine. The methods raise NotFoundError."""
+    """Blobs in local files. The methods raise NotFoundError."""
 
     def open(self, content: Descriptor, /) -> BinaryIO: ...
 
@@ -179,15 +179,15 @@ class BlobFiles(Protocol):
 
 
 class ContentStore(Target, BlobFiles, Protocol):
-    """Content kept on this machine, in files that other programs can map."""
+    """Content in local files that other programs can map."""
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
-        """Yield the names, and the manifests that they name."""
+        """Yield all names and the manifests that they refer to."""
 
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
     ) -> None:
-        """Let ``reference`` name a manifest that is here, marked when blobs of it are missing."""
+        """Tag a stored manifest as ``reference``, marked as partial if its blobs are missing."""
 
     def untag(self, reference: Reference, /) -> None:
         """Remove a name. Raises NotFoundError."""
@@ -196,20 +196,20 @@ class ContentStore(Target, BlobFiles, Protocol):
         """Make small content durable together at the end of the block, or raise AccessError."""
 
     def use(self, content: Descriptor) -> None:
-        """Note that a manifest is used now."""
+        """Record the use of a manifest."""
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> Ingest:
-        """Begin to write a blob, or go on with what an earlier ingest of ``key`` left.
+        """Begin to write a blob, or continue an earlier ingest of ``key``.
 
-        Without ``expected``, it is not known yet which blob it will be, and the ingest is new.
-        Raises IngestBusyError: another process is writing it.
+        Without ``expected`` the digest is not known yet, and the ingest is new. Raises
+        IngestBusyError if another process is writing the blob.
         """
 
     def missing_size(self, content: Descriptor, /) -> int:
-        """Return the bytes that must still be written for the content to be here in full."""
+        """Return the number of bytes that must still be written to complete the content."""
 
     def free(self) -> int:
-        """Return the bytes that more content may take."""
+        """Return the number of bytes available for more content."""
 
 
 def bytes_body(data: bytes) -> Body:

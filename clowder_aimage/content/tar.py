@@ -1,4 +1,4 @@
-"""A tar that is read once, from its beginning to its end, and not trusted.
+"""A reader of untrusted tar archives, in one pass.
 
 Headers are parsed by tarfile; their size is bounded here. Nothing is extracted by its path: a
 member is its header, and the bytes that follow it.
@@ -22,7 +22,7 @@ _ERRORS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, Recursion
 def tar_header(name: str, **fields: object) -> bytes:
     """Return a ustar header without owner and time.
 
-    A pax header comes before it where a name or a size is too long for one.
+    A pax header precedes it if the name or the size does not fit.
     """
     info = tarfile.TarInfo(name)
     for key, value in fields.items():
@@ -31,10 +31,10 @@ def tar_header(name: str, **fields: object) -> bytes:
 
 
 class TarReader:
-    """The members of a tar, which errors call ``name``; ``hint`` is given where it breaks off.
+    """The members of a tar; errors contain ``name``, and ``hint`` if the tar is truncated.
 
-    ``read`` fills a view with some bytes and returns 0 at the end. ``skip`` passes over bytes
-    without reading them, or returns False.
+    ``read`` fills a view with some bytes and returns 0 at the end. ``skip`` skips bytes without
+    reading them, or returns False.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class TarReader:
     ) -> None:
         self._source, self._skip = read, skip
         self._name, self._hint = name, hint
-        self.position = 0  # the byte that is read next
+        self.position = 0  # the offset of the next byte
         self._budget = _MAX_HEADER
         self._last = b""  # what tarfile read last: the end, or a block that is not a header
 
     def members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield all entries, to the last header; what follows the end of the archive is not read.
+        """Yield all entries; data after the end of the archive is not read.
 
-        Raises FormatError: it is not a tar, is damaged, or breaks off.
+        Raises FormatError if the file is not a tar, is damaged, or is truncated.
         """
         with self._errors("is not a tar archive"):
             tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
@@ -74,7 +74,7 @@ class TarReader:
             raise FormatError(f"{self._name} is damaged at byte {self.position}: no header there")
 
     def read_exactly(self, view: memoryview) -> None:
-        """Fill ``view`` from a member. Raises FormatError where the archive breaks off."""
+        """Fill ``view`` from a member. Raises FormatError if the archive is truncated."""
         if self._fill(view) < len(view):
             raise self._broken()
 
@@ -95,13 +95,13 @@ class TarReader:
     def _broken(self) -> FormatError:
         return FormatError(f"{self._name} breaks off at byte {self.position}", hint=self._hint)
 
-    # tell, read and seek are the file of tarfile, for headers alone
+    # tell, read and seek form the file object of tarfile, for headers only
 
     def tell(self) -> int:
         return self.position
 
     def read(self, size: int) -> bytes:
-        """Read bytes of a header. Raises FormatError where it is too long."""
+        """Read bytes of a header. Raises FormatError if it is too long."""
         self._budget -= max(size, 1)
         if size < 0 or self._budget < 0:
             raise FormatError(
@@ -113,7 +113,7 @@ class TarReader:
         return self._last
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> None:
-        """Pass over bytes that were not read. Raises FormatError for a way back."""
+        """Skip bytes that were not read. Raises FormatError for a backward seek."""
         count = position - self.position
         if count < 0 or whence != io.SEEK_SET:
             raise FormatError(f"{self._name} is damaged: its headers contradict each other")

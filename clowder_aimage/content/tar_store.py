@@ -30,7 +30,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)  # POSIX pax, "ustar Interchange Format": two blocks of zeros
 _MIN_UNPACKED = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is checked
-_MAX_RATIO = 200  # weights do not shrink to a hundredth; the limit of deflate is 1032
+_MAX_RATIO = 200  # weights compress by less than a hundred; the limit of deflate is 1032
 _TRAILER = 1024 * 1024  # bytes that are read after the end, as tar pads its last record
 _GZIP = b"\x1f\x8b"
 _GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -57,7 +57,7 @@ def write_error(error: OSError, name: object) -> AImageError:
 
 
 class TarTarget(Target):
-    """A tar that is written in one pass, and is the same for the same content.
+    """A tar that is written in one pass, with the same bytes for the same content.
 
     The index and the documents of ``plan`` come first, parents before children, then the blobs in
     the order of their digests.
@@ -90,17 +90,17 @@ class TarTarget(Target):
 
     @property
     def size(self) -> int:
-        """The bytes of the archive."""
+        """The size of the archive in bytes."""
         sizes = (len(_header(each)) + each.size + -each.size % _BLOCK for each in self._blobs)
         return len(self._head) + sum(sizes) + len(_END)
 
     @property
     def digest(self) -> Digest | None:
-        """The digest of all bytes that were written, where they were hashed."""
+        """The digest of all written bytes, if they were hashed."""
         return Digest("sha256", self._hasher.hexdigest()) if self._hasher else None
 
     def open_file(self, file: BinaryIO, name: object, *, is_hashed: bool) -> None:
-        """Write to ``file``, an unbuffered stream that errors call ``name``."""
+        """Write to ``file``, an unbuffered stream; errors contain ``name``."""
         self._file, self._file_name = file, name
         self._hasher = hashlib.sha256() if is_hashed else None
 
@@ -174,7 +174,7 @@ class TarMember:
 
 
 class _Input(io.RawIOBase):
-    """The bytes of ``file``, an unbuffered stream, counted; the first can be read before."""
+    """A counting reader of ``file``, an unbuffered stream, that can peek at its first bytes."""
 
     def __init__(self, file: BinaryIO, name: str, on_read: Callable[[int], None]) -> None:
         self.name, self._file, self._on_read = name, file, on_read
@@ -210,7 +210,7 @@ class _Input(io.RawIOBase):
         return count
 
     def skip(self, count: int) -> bool:
-        """Pass over bytes without reading them; return False where that is not possible."""
+        """Skip bytes without reading them; return False if that is not possible."""
         if not self.size:
             return False
         front = min(count, len(self._front))
@@ -225,10 +225,10 @@ class _Input(io.RawIOBase):
 
 
 class TarStream:
-    """The members of an archive, plain or compressed with gzip, that is read once and not trusted.
+    """The members of an untrusted archive, plain or compressed with gzip, read in one pass.
 
     ``file`` is unbuffered; ``on_read`` is called with the number of bytes read. Raises FormatError
-    for another compression, StoreError where it cannot be read.
+    for another compression, StoreError if the archive cannot be read.
     """
 
     def __init__(
@@ -253,15 +253,15 @@ class TarStream:
 
     @property
     def size(self) -> int:
-        """The bytes of the file; 0 where they are not known before."""
+        """The size of the file in bytes; 0 if it is not known in advance."""
         return self._input.size
 
     def members(self) -> Iterator[TarMember]:
         """Yield the regular files in the archive, in its order.
 
         Raises:
-            FormatError: it is not a tar, breaks off, or has members that no layout has: links,
-                devices, names that lead out of it.
+            FormatError: it is not a tar, is truncated, or has members that a layout cannot have:
+                links, devices, names outside the archive.
             StoreError: it cannot be read.
         """
         for found in self._tar.members():

@@ -11,7 +11,7 @@ _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_size(text: str) -> int:
-    """Parse bytes: 500k, 20M, 1.5GB in powers of 1000, KiB, MiB, GiB in powers of 1024.
+    """Parse a size: 500k, 20M, 1.5GB in powers of 1000, KiB, MiB, GiB in powers of 1024.
 
     Raises ValueError: it is not a size.
     """
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Parse seconds: 90s, 30m, 12h, 7d, 2w; a bare 0. Raises ValueError."""
+    """Parse a duration in seconds: 90s, 30m, 12h, 7d, 2w; a bare 0. Raises ValueError."""
     plain = text.strip().lower()
     try:
         seconds = 0.0 if plain == "0" else float(plain[:-1]) * _TIMES[plain[-1:]]

@@ -1,4 +1,4 @@
-"""Verification while bytes stream past."""
+"""Verification of streamed bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
 
 
 class SourceReader(io.RawIOBase):
-    """A stream over ``source``, which is closed with it. Subclasses have ``readinto``."""
+    """A stream over ``source``, which is closed with it. Subclasses implement ``readinto``."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
@@ -27,8 +27,8 @@ class SourceReader(io.RawIOBase):
 class VerifyingReader(SourceReader):
     """A stream over ``source`` that verifies its bytes against ``expected``.
 
-    The error comes from the read that would return the end of the stream, or the first byte too
-    many: all bytes are verified once the end was read without an error.
+    The error is raised by the read at the end of the stream, or at the first excess byte: all bytes
+    are verified once the end has been read without an error.
     """
 
     def __init__(self, source: BinaryIO, expected: Descriptor) -> None:
@@ -65,7 +65,7 @@ def readinto(source: BinaryIO, buffer: memoryview) -> int:
 
 
 def check(expected: Descriptor, size: int, encoded: str) -> None:
-    """Raise VerificationError unless ``size`` bytes with hash ``encoded`` are ``expected``."""
+    """Raise VerificationError unless ``size`` bytes with hash ``encoded`` match ``expected``."""
     check_size(expected, size)
     if encoded != expected.digest.encoded:
         raise VerificationError(
@@ -85,7 +85,7 @@ def check_size(expected: Descriptor, size: int) -> None:
 
 
 def verify(source: BinaryIO, expected: Descriptor) -> None:
-    """Read ``source`` to its end. Raises VerificationError where it is not ``expected``."""
+    """Read ``source`` to its end. Raises VerificationError if it does not match ``expected``."""
     with VerifyingReader(source, expected) as reader:
         buffer = new_buffer()
         while reader.readinto(buffer):

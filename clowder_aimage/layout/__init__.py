@@ -1,4 +1,4 @@
-"""The OCI image layout (OCI image-spec, image-layout.md) that the processes of a node share."""
+"""The OCI image layout (OCI image-spec, image-layout.md), shared by the processes of a node."""
 
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.layout.layered_store import LayeredStore

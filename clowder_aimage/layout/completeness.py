@@ -1,4 +1,4 @@
-"""Completeness of an AImage in a store: its size, and the blobs of it that are missing."""
+"""Completeness of an AImage in a store: its size and its missing blobs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
 
-MAX_AGE = 300.0  # seconds that an answer is remembered: no fingerprint shows a damaged blob
+MAX_AGE = 300.0  # seconds that a result is cached: the fingerprint does not reveal a damaged blob
 
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """The content below ``root``: ``total`` bytes, and what is ``missing``, each blob once.
+    """The content below ``root``: ``total`` bytes, and the ``missing`` blobs, each once.
 
     ``root`` is None where no manifest has the name.
     """
@@ -45,8 +45,8 @@ class Completeness:
 
 
 def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
-    """Return what is missing below ``root``. Raises ContentError (a damaged one), StoreError."""
-    first, *below = walk(  # below what is missing nothing is known
+    """Return the missing content below ``root``. Raises ContentError if damaged, StoreError."""
+    first, *below = walk(  # nothing is known below a missing document
         lambda one: (
             parse_document(layout.read(one), one.media_type) if layout.exists(one) else None
         ),
@@ -58,7 +58,7 @@ def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
 
 
 def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
-    """Return which blobs of a manifest that was read are missing. Raises StoreError."""
+    """Return the missing blobs of a manifest that was read. Raises StoreError."""
     return check_blobs(store, stored.descriptor, stored.manifest.children)
 
 
@@ -70,7 +70,7 @@ def check_blobs(store: ContentStore, root: Descriptor, blobs: Iterable[Descripto
 
 
 def require_complete(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
-    """Raise IncompleteError, with the missing parts, where a blob of an AImage is missing."""
+    """Raise IncompleteError, with the missing parts, if a blob of an AImage is missing."""
     found = check_stored(store, stored)
     if found.missing:
         words = describe_missing(stored, found)
@@ -82,7 +82,7 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
 
 
 class IncompleteError(NotFoundError):
-    """Blobs of the AImage with the manifest ``digest`` are missing in the store."""
+    """Blobs of the AImage with the manifest ``digest`` are missing from the store."""
 
     def __init__(self, message: str, digest: Digest, **advice: Any) -> None:
         super().__init__(message, **advice)
@@ -92,9 +92,9 @@ class IncompleteError(NotFoundError):
 def completion(
     store: ContentStore, reference: Reference, root: Descriptor, *, prefer_other: bool = False
 ) -> dict[str, Any]:
-    """Return advice: ``reference`` or, rather with ``prefer_other``, another name of ``root``.
+    """Return advice with ``reference`` or, preferably with ``prefer_other``, another name.
 
-    It is a name with a registry to complete it from.
+    The name has a registry from which ``root`` can be completed.
     """
     names = []
     for name, descriptor in store.tags():
@@ -128,7 +128,7 @@ def describe_missing(stored: StoredAImage, found: Completeness) -> str:
 
 
 def is_partial(layout: ImageLayout, descriptor: Descriptor) -> bool:
-    """Return whether an entry is marked as partial, and a later pull has not brought the rest."""
+    """Return whether an entry is marked as partial, and no later pull has completed it."""
     if descriptor.annotations.get(mediatype.PARTIAL) != "true":
         return False
     with contextlib.suppress(AImageError):
@@ -137,11 +137,11 @@ def is_partial(layout: ImageLayout, descriptor: Descriptor) -> bool:
 
 
 class CompletenessCache:
-    """Complete AImages of one store, remembered while its fingerprint stays the same.
+    """A cache of complete AImages in a store, valid while its fingerprint is unchanged.
 
-    What is missing or cannot be read is checked again each time. Threads may share it. ``clock``
-    returns monotonic seconds; ``chance`` a number in [0, 1) that shortens the age of an answer by
-    up to a half, so that many answers do not end at once.
+    Missing and unreadable content is checked again each time. Thread-safe. ``clock`` returns
+    monotonic seconds; ``chance`` a number in [0, 1) that shortens the lifetime of a result by up to
+    half, so that many results do not expire at once.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CompletenessCache:
     def find(
         self, key: Hashable, check: Callable[[], Completeness], version: Hashable = None
     ) -> Completeness:
-        """Return the remembered answer for ``key`` and ``version``, else that of ``check``."""
+        """Return the cached result for ``key`` and ``version``, or that of ``check``."""
         now, before = self._clock(), self._store.fingerprint()
         with self._lock:
             if before is None or before != self._fingerprint:

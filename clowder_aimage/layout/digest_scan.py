@@ -1,7 +1,7 @@
 """Scan documents for the digests that they mention.
 
-A pattern finds rather too much than too little, holds for documents of any kind and depth, and is
-twice as fast as a parser: so a collection keeps what other tools need (docs/adr/0010).
+A pattern may match too much but misses nothing, works for documents of any kind and depth, and is
+twice as fast as a parser. Collections thus keep what other tools need (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.oci import Digest
 
-LARGEST = 64 * 1024 * 1024  # bytes of a document that is scanned
+LARGEST = 64 * 1024 * 1024  # maximum bytes of a scanned document
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 
@@ -35,14 +35,14 @@ class ScannedDocument:
 
 
 class DigestScanner:
-    """Documents that were scanned, each once. Equal digests are one string, for the memory."""
+    """A cache of scanned documents. Equal digests share one string, to save memory."""
 
     def __init__(self) -> None:
         self._known: dict[str, ScannedDocument] = {}
         self._interned: dict[bytes, str] = {}
 
     def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
-        """Yield a document and all below it, each once; None for what ``read`` does not have."""
+        """Yield a document and all below it, each once; None if ``read`` does not find it."""
         pending, visited = [root], set()
         while pending:
             digest = pending.pop()
@@ -53,7 +53,7 @@ class DigestScanner:
                 pending += document.documents if document else ()
 
     def scan(self, digest: str, read: Read) -> ScannedDocument | None:
-        """Return what is in one document; None where ``read`` does not have it."""
+        """Return the digests in one document, or None if ``read`` does not find it."""
         if digest not in self._known:
             if (raw := read(digest)) is None:
                 return None
@@ -66,9 +66,9 @@ class DigestScanner:
         return self._known[digest]
 
     def needs(self, root: str, read: Read, read_config: Read) -> set[str]:
-        """Return the root and the digests that it, the documents below and their configs mention.
+        """Return the root and all digests in it, in the documents below it and in their configs.
 
-        The configs have the digests of unpacked layers.
+        The configs contain the digests of unpacked layers.
         """
         found = {root}
         for digest, document in self.walk(root, read):
@@ -93,7 +93,7 @@ def mentioned(raw: bytes) -> set[str]:
 
 
 def plain(raw: bytes) -> bytes:
-    """Return a document with plain letters in place of JSON's escapes of code points."""
+    """Return a document with JSON's escapes of code points replaced by plain letters."""
     if b"\\u" in raw:
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(raw)).encode()
@@ -101,7 +101,7 @@ def plain(raw: bytes) -> bytes:
 
 
 def documents(raw: bytes) -> Iterator[Digest]:
-    """Yield the manifests in an index, whatever media types it claims."""
+    """Yield the manifests in an index, regardless of media types."""
     if b'"manifests"' not in raw:
         return
     try:
@@ -115,14 +115,14 @@ def documents(raw: bytes) -> Iterator[Digest]:
 
 def _configs(raw: bytes) -> list[bytes]:
     found = _CONFIG.findall(raw)
-    if not found and b'"config"' in raw:  # it has annotations, or the like
+    if not found and b'"config"' in raw:  # the descriptor has annotations or similar fields
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             found = [json.dumps(json.loads(raw)["config"]).encode()]
     return [digest for config in found for digest in _DIGEST.findall(config)]
 
 
 def blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the digests and the status of all files with the name of a blob. Raises StoreError."""
+    """Yield the digest and the status of all files named like blobs. Raises StoreError."""
     for algorithm in ("sha256", "sha512"):
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(root / "blobs" / algorithm):

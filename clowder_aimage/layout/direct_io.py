@@ -17,8 +17,8 @@ from clowder_aimage.content.buffer import PAGE
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-_MIN_SIZE = 64 * 1024  # bytes; the cache is faster below
-_THREADS = 64  # the most connections of a download
+_MIN_SIZE = 64 * 1024  # bytes; the page cache is faster for smaller writes
+_THREADS = 64  # maximum connections of a download
 
 
 class DirectFile:
@@ -32,9 +32,9 @@ class DirectFile:
         self._under_way: set[Future[int]] = set()
 
     def begin(self, offset: int, view: memoryview) -> Future[int] | None:
-        """Begin to write the aligned part of ``view``, which must not change until that is done.
+        """Begin to write the aligned part of ``view``, which must not change before the write ends.
 
-        Return the future number of bytes; None where direct I/O is not possible or too slow.
+        Return a future of the byte count, or None if direct I/O is not possible or too slow.
         """
         size = len(view) & -PAGE
         if size < _MIN_SIZE or offset % PAGE or not self._is_usable or not _is_aligned(view):

@@ -1,4 +1,4 @@
-"""Check of a layout: every byte is read and hashed again."""
+"""Check a layout by reading and hashing every byte."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, p
 
 @dataclass(frozen=True, slots=True)
 class FsckProblem:
-    """Something that is wrong with ``what``, a digest or a path; ``names`` are those that need it.
+    """A problem with ``what``, a digest or a path; ``names`` are the names that need it.
 
-    ``kind`` is ``missing``, ``damaged``, ``unreadable`` (no permission, or the like), ``document``
-    (a malformed manifest), ``foreign`` (a file without the name of a blob) or ``writable`` (blobs
-    with write permission).
+    ``kind`` is ``missing``, ``damaged``, ``unreadable`` (for example no permission), ``document``
+    (a malformed manifest), ``foreign`` (a file not named like a blob) or ``writable`` (blobs with
+    write permission).
     """
 
     kind: str
@@ -45,7 +45,7 @@ class FsckProblem:
 
 @dataclass(slots=True)
 class FsckReport:
-    """The blobs that are intact, their bytes, and the problems."""
+    """The number and size of intact blobs, and the problems."""
 
     blobs: int = 0
     size: int = 0
@@ -59,14 +59,14 @@ class _Wanted:
 
     content: Descriptor
     names: set[str] = field(default_factory=set)
-    is_optional: bool = True  # a layer of partial AImages only; or loose, and perhaps collected
+    is_optional: bool = True  # only layers of partial AImages, or unnamed blobs
 
 
 @dataclass(slots=True)
 class Fsck:
-    """One check of ``layout``: what ``roots`` need, kept by ``lease``, or everything in it.
+    """One check of ``layout``: the content of ``roots``, held by ``lease``, or everything in it.
 
-    ``on_plan`` is called with the bytes to read, ``on_read`` with those that were read.
+    ``on_plan`` is called with the number of bytes to read, ``on_read`` with the bytes read.
     """
 
     layout: ImageLayout
@@ -80,7 +80,7 @@ class Fsck:
     _stopped: threading.Event = field(init=False, default_factory=threading.Event)
 
     def run(self, *, loose: bool = False) -> FsckReport:
-        """Run the check; with ``loose`` also of blobs that no name needs and of foreign files."""
+        """Run the check; ``loose`` includes unneeded blobs and foreign files."""
         for name, descriptor in self.roots:
             self._add_root(name, descriptor)
         if loose:
@@ -108,7 +108,7 @@ class Fsck:
             try:
                 return parse_document(self.layout.read(content), content.media_type)
             except (AccessError, VerificationError):
-                return None  # found when it is hashed
+                return None  # reported when it is hashed
             except FormatError as error:
                 self._problem("document", content.digest, error.message, [name])
                 return None
@@ -121,7 +121,7 @@ class Fsck:
                 if isinstance(listed_in, Manifest):
                     is_layer = content.digest != listed_in.config.digest
                     self._want(name, content, is_optional=is_layer and is_partial)
-                # of an index, only the variants that were fetched
+                # for an index, only the stored variants
                 elif listed_in is None or not node.is_document or os.path.lexists(place(content)):
                     self._want(name, content, is_optional=False)
         except FormatError as error:
@@ -137,7 +137,7 @@ class Fsck:
             self._problem("document", content.digest, message, [name])
 
     def _loose(self) -> Iterator[Descriptor]:
-        """Yield the blobs in the directories; foreign files there are problems."""
+        """Yield the blobs in the directories; report foreign files as problems."""
         for directory in sorted((self.layout.root / "blobs").glob("*")):
             for path in sorted(directory.iterdir()) if directory.is_dir() else [directory]:
                 digest = None
@@ -177,7 +177,7 @@ class Fsck:
         buffer = new_buffer()
         with open(open_regular(path), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            # with other links it is another program's file, too, which chooses the mode
+            # a file with other hard links may be shared with a program that sets its mode
             if status.st_mode & 0o222 and status.st_nlink == 1:
                 self._report.writable.append(path)
             while count := file.readinto(buffer):

@@ -1,8 +1,8 @@
-"""Garbage collection: remove what no name needs, in two phases, and what killed processes left.
+"""Garbage collection: remove unneeded content, in two phases, and leftovers of killed processes.
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
-collection's lock, under which no lease can begin, reads names and leases once more, and removes
-what was unneeded both times and is older than the grace period, for tools that take no lease.
+collection lock, which blocks new leases, reads names and leases again, and removes what was
+unneeded both times and is older than the grace period, for tools without leases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from clowder_aimage.layout.lease import COLLECTION, leased
 from clowder_aimage.layout.lock import PRIVATE, check_own, held, locks_work, store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to name it
+GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to tag it
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 STALE = 7 * 86400.0  # seconds after which an interrupted download is removed
 
@@ -46,7 +46,7 @@ class ForgottenName:
 
 @dataclass(slots=True)
 class Collection:
-    """The result of a collection, or of a dry run, in bytes; the grace period keeps the young."""
+    """The result of a collection or dry run, in bytes; ``young`` is kept by the grace period."""
 
     forgotten: list[ForgottenName] = field(default_factory=list)
     blobs: int = 0
@@ -75,15 +75,15 @@ class Collector:
     def run(
         self, *, max_age: float | None = None, max_size: int | None = None, keep: Sequence[str] = ()
     ) -> Collection:
-        """Remove old names, then what nothing needs.
+        """Remove old names, then unneeded content.
 
         Args:
-            max_age: Remove names that were not used for so many seconds.
+            max_age: Remove names that were not used for this many seconds.
             max_size: Remove the least recently used names until the rest fits, in bytes.
-            keep: Patterns of names that stay, as do pinned and leased ones.
+            keep: Patterns of names to keep; pinned and leased names are always kept.
 
-        Raises VerificationError: a manifest is damaged or missing, so that its needs are not
-        known; StoreError: the store cannot be read or written.
+        Raises VerificationError if a manifest is damaged or missing, so that its needs are unknown;
+        StoreError if the store cannot be read or written.
         """
         root, roots, done = self.layout.root, self._roots(), self._done
         self._held = {str(digest) for digest in leased(root, remove=False)}
@@ -106,7 +106,7 @@ class Collector:
         return done
 
     def _roots(self) -> list[tuple[str, Digest]]:
-        """Return what index.json lists, with names, and what malformed entries mention."""
+        """Return the digests in index.json with their names, including malformed entries."""
         roots = [(name, descriptor.digest) for name, descriptor in self.layout.entries()]
         known = {str(digest) for _, digest in roots}
         others = mentioned(json.dumps(read_index(self.layout.root)).encode()) - known
@@ -116,12 +116,12 @@ class Collector:
         live: set[str] = set()
         for name, digest in roots:
             live |= self._needs(digest, name)
-        for held_alone in self._held - live:  # a tag has moved on from what a process is reading
+        for held_alone in self._held - live:  # a process still reads what a tag has moved from
             live |= self._needs_of_held(Digest.parse(held_alone))
         return live | self._held
 
     def _needs_of_held(self, digest: Digest) -> set[str]:
-        """Return what a leased document needs; nothing for a blob, or what cannot be read."""
+        """Return the digests that a leased document needs; none if it is a blob or unreadable."""
         with contextlib.suppress(AImageError, OSError):
             with self.layout.open(_content(str(digest))) as file:
                 is_document = file.read(1) == b"{"
@@ -129,9 +129,9 @@ class Collector:
         return set()
 
     def _needs(self, digest: Digest, name: str) -> set[str]:
-        """Return the digests of a document, and of all that it needs.
+        """Return the digest of a document and of everything that it needs.
 
-        Raises VerificationError: it is damaged or, with a name, missing: nothing is collected.
+        Raises VerificationError if it is damaged or, with a name, missing: nothing is collected.
         """
         read = partial(self._read, name)
         if name and self._scanner.scan(str(digest), read) is None:
@@ -144,7 +144,7 @@ class Collector:
         return self._scanner.needs(str(digest), read, self._read_config)
 
     def _read(self, name: str, key: str) -> bytes | None:
-        """Return a document, verified; nothing of a blob, None where it is missing."""
+        """Return a verified document; no bytes for a blob, None if it is missing."""
         digest = Digest.parse(key)
         try:
             with self.layout.open(_content(key)) as file, store_errors(self.layout.root):
@@ -152,7 +152,7 @@ class Collector:
         except NotFoundError:
             return None
         if len(raw) > LARGEST:
-            return b""  # no manifest is as large: an entry that names a blob
+            return b""  # larger than any manifest: the entry names a blob
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(
                 f"{digest}, which {name or 'index.json'} names, is damaged: nothing was collected",
@@ -161,14 +161,14 @@ class Collector:
         return raw
 
     def _read_config(self, key: str) -> bytes | None:
-        """Return a config, verified or not; None where it is missing."""
+        """Return a config, verified or not; None if it is missing."""
         with contextlib.suppress(NotFoundError, OSError), self.layout.open(_content(key)) as file:
             raw = file.read(LARGEST + 1) or b""
             return raw if len(raw) <= LARGEST else b""
         return None
 
     def _forget(self, max_age: float | None, max_size: int | None, keep: Sequence[str]) -> set[str]:
-        """Remove names of the first store, and return those that were removed."""
+        """Remove names from the first store, and return the removed names."""
         entries = [(name, root) for name, root in ImageLayout.entries(self.layout) if name]
         pinned = {name for name, _ in self.layout.pins.items()}
         free = [
@@ -196,7 +196,7 @@ class Collector:
     def _surplus(
         self, free: Iterable[tuple[float, str, Descriptor]], gone: Container[str], max_size: int
     ) -> Iterator[str]:
-        """Yield the names of ``free``, in order, until what the others need fits."""
+        """Yield names of ``free``, in order, until the content of the others fits."""
         needs = Counter(self._held)
         for name, digest in self._roots():
             if not name or name not in gone:
@@ -211,7 +211,7 @@ class Collector:
                 total -= 0 if needs[needed] else self._sizes.get(needed, 0)
 
     def _sweep(self, unneeded: set[str]) -> None:
-        """Remove blobs, but for the young. The lock is held, except in a dry run."""
+        """Remove blobs older than the grace period. The lock is held, except in a dry run."""
         latest = self.now() - self.grace
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
@@ -232,7 +232,7 @@ def _content(digest: str) -> Descriptor:
 
 
 def _whole(name: str) -> str | None:
-    """Return a name with its tag, as we write it; None where it is not a reference."""
+    """Return a name with its tag in canonical form, or None if it is not a reference."""
     with contextlib.suppress(AImageError):
         return index_name(Reference.parse(name))
     return None
@@ -256,7 +256,7 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
         return removed
     can_lock = locks_work(root)
     for path in sorted(directory.glob("*")):
-        is_anonymous = path.suffix != "" and can_lock  # no ingest will continue it
+        is_anonymous = path.suffix != "" and can_lock  # no later ingest continues it
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if path.suffix == ".journal" or not stat.S_ISREG(status.st_mode):
@@ -271,18 +271,18 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
 
 
 def _remove_idle(path: Path, *, dry_run: bool) -> bool:
-    """Remove an ingest that no process has open, and return whether that is so."""
+    """Remove an ingest if no process has it open; return whether it was idle."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
-        return False  # another user's
+        return False  # another user's file
     try:
         flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     else:
         if os.fstat(fd).st_ino != os.stat(path).st_ino:
-            return False  # it was finished, and begun anew
+            return False  # it was finished and started again
         if not dry_run:
             os.unlink(path)
         return True
@@ -299,7 +299,7 @@ def tidy(root: Path, latest: float) -> None:
                 with contextlib.suppress(OSError):
                     path.unlink()
     private = root / PRIVATE
-    ours = [one for one in private.glob("[!i]*") if not one.is_symlink()]  # but ingests
+    ours = [one for one in private.glob("[!i]*") if not one.is_symlink()]  # except ingests
     for path in chain(private.glob("*.*"), *(one.glob("*.*") for one in ours)):
         if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
             with contextlib.suppress(OSError):

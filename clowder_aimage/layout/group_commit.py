@@ -1,7 +1,7 @@
 """Group commit: small blobs are made durable together.
 
-A disk takes as long to synchronise one small file as a hundred. So verified small blobs wait in
-their ingests, locked; then the file system is synchronised once, and all are renamed.
+A disk takes as long to synchronise one small file as a hundred. Verified small blobs are therefore
+kept locked in their ingests until the file system is synchronised once and all are renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PendingCommit(Protocol):
 class GroupCommit:
     """The pending commits of the store at ``root``.
 
-    Threads and several copies may share it: ``users`` counts them, ``failure`` is for all of them.
+    Thread-safe. ``users`` counts the copies that share it; ``failure`` applies to all of them.
     """
 
     def __init__(self, root: Path) -> None:
@@ -47,7 +47,7 @@ class GroupCommit:
         self._lock = threading.Lock()
         self._waiting: dict[Digest, PendingCommit] = {}
         self._settling: dict[Digest, PendingCommit] = {}
-        self._size, self._since = 0, 0.0  # of those that wait: bytes, and when the first was added
+        self._size, self._since = 0, 0.0  # of pending blobs: bytes, and the time of the oldest
         self._settle_lock = threading.Lock()
 
     def __contains__(self, digest: Digest) -> bool:
@@ -56,12 +56,12 @@ class GroupCommit:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether any blob waits."""
+        """Return whether any blob is pending."""
         with self._lock:
             return bool(self._waiting or self._settling)
 
     def add(self, digest: Digest, blob: PendingCommit, size: int) -> None:
-        """Add a blob; when there are enough, commit all. Raises StoreError or NoSpaceError."""
+        """Add a blob; commit all if a limit is reached. Raises StoreError or NoSpaceError."""
         with self._lock:
             if not self._waiting:
                 self._size, self._since = 0, time.monotonic()
@@ -72,12 +72,12 @@ class GroupCommit:
             self.settle()
 
     def settle_old(self) -> None:
-        """Commit the blobs if the first has waited for long. Raises as ``settle``."""
+        """Commit the blobs if the oldest is due. Raises the errors of ``settle``."""
         if self._waiting and time.monotonic() - self._since > _MAX_AGE:
             self.settle()
 
     def close(self) -> None:
-        """Commit all, and from now on each blob that is added. Raises as ``settle``."""
+        """Commit all, and from now on each added blob at once. Raises the errors of ``settle``."""
         with self._lock:
             self._is_closed = True
         self.settle()
@@ -105,7 +105,7 @@ class GroupCommit:
 
 
 def _synchronise(root: Path, blobs: list[PendingCommit]) -> None:
-    """Make the bytes of all files durable, of several by one call where possible."""
+    """Make all files durable, with one call for several files if possible."""
     syncfs = _syncfs() if len(blobs) > 1 else None
     if syncfs is None:
         for blob in blobs:

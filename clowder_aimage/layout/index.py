@@ -1,8 +1,8 @@
-"""index.json: read whole, merged and replaced under a lock between processes.
+"""index.json: read as a whole, merged and replaced under an interprocess lock.
 
-Other tools do not lock, and may undo our write. So every name that we give is first written beside
-the index (``.aimage/names``); one that the index lacks is read from there, and put back by the next
-write. The fingerprint of stores changes when a name or a blob comes or goes.
+Other tools do not lock, and may overwrite our changes. Every name that we set is first recorded
+beside the index (``.aimage/names``); one missing from the index is read from there and restored by
+the next write. The fingerprint changes when a name or a blob is added or removed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_share
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 MAX_INDEX_SIZE = 64 * 1024 * 1024
-_NAMES = (  # in order: what containerd exports has the tag alone as ref.name
+_NAMES = (  # in order: containerd's exports have only the tag as ref.name
     mediatype.CONTAINERD_NAME,
     mediatype.CONTAINERD_NAME_MISSPELT,
     mediatype.REF_NAME,
 )
 _HINT = "another program wrote it; move it away to begin with an empty one"
 _Stamp = tuple[int, int, int]
-# A file that changed within this time may change again and look the same: file systems count time
-# in steps of up to two seconds, and a server's clock may differ.
+# A file that changed within this time may change again with the same stamp: file systems have a
+# time resolution of up to two seconds, and a server's clock may differ.
 _SETTLED = 5 * 10**9  # nanoseconds
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Return the parsed index.json with our names in it; an empty one where there is no store.
+    """Return the parsed index.json with our recorded names; an empty one without a store.
 
     Raises FormatError: it is not an index, or too large; StoreError: it cannot be read.
     """
@@ -87,7 +87,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Add the names that we gave and another tool has dropped, and return ``value``."""
+    """Restore our names that another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
     ours = records.names()
     if ours:
@@ -96,20 +96,20 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
         record = records.read(name)
         if record is None or not isinstance(entry := record.get("entry"), dict):
             continue
-        if record.get("elsewhere") or _is_here(root, entry):  # in another store of ours, or here
+        if record.get("elsewhere") or _is_here(root, entry):  # in another of our stores, or here
             value["manifests"].append(entry)
     return value
 
 
 def _learn(root: Path, entries: list[Any]) -> None:
-    """Note what another tool has given our names to, so that their old meaning is not restored."""
+    """Record names that another tool has moved, so that their old targets are not restored."""
     records = MetadataFiles(root, "names")
     ours = records.names()
     for entry in entries if ours else ():
         name = name_of(entry)
         if file_name(name) not in ours:
             continue
-        ours.discard(file_name(name))  # of two, the first counts
+        ours.discard(file_name(name))  # the first of two entries counts
         known = (records.get(name) or {}).get("entry")
         if isinstance(known, dict) and known.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
@@ -125,14 +125,14 @@ def _is_here(root: Path, entry: Any) -> bool:
 
 
 def entry_name(annotations: Any) -> str:
-    """Return the name of an entry with these annotations; empty where it has none."""
+    """Return the name of an entry with these annotations; empty if it has none."""
     if not isinstance(annotations, dict):
         return ""
     return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
 
 
 def name_of(entry: Any) -> str:
-    """Return the name of an entry; empty where it has none, or is malformed."""
+    """Return the name of an entry; empty if it has none, or is malformed."""
     return entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
 
 
@@ -149,16 +149,16 @@ def _meaning(name: str) -> Reference | None:
 
 
 def is_named(entry: Any, name: str) -> bool:
-    """Return whether an entry has a name, as we or as another tool would write it."""
+    """Return whether an entry has a name, in our form or that of another tool."""
     found, meant = name_of(entry), _meaning(name)
     return found == name or (meant is not None and same_name(found, meant))
 
 
 @contextlib.contextmanager
 def edit_index(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield the index to change in place, and replace the old one when the block has ended.
+    """Yield the index for changes in place, and write it when the block ends.
 
-    Unknown fields and entries stay. What another tool writes meanwhile is merged in.
+    Unknown fields and entries are kept. Concurrent changes by other tools are merged.
     """
     with held(root, "lock"):
         if not (root / "oci-layout").exists():
@@ -174,7 +174,7 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
             now, seen = _read(root)
             if seen == stamp:
                 data = json.dumps(value, indent=1).encode() + b"\n"
-                if _stamp_of(root) == stamp:  # another tool's write would be lost now
+                if _stamp_of(root) == stamp:  # otherwise another tool's write would be lost
                     _replace(root, "index.json", data)
                     return
             else:
@@ -191,7 +191,7 @@ def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
         same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
         if not same:
             ours.append(entry)
-        elif ours[same[0]] in known:  # else we changed it, too
+        elif ours[same[0]] in known:  # otherwise we changed it, too
             ours[same[0]] = entry
 
 
@@ -208,10 +208,10 @@ def _replace(root: Path, name: str, data: bytes) -> None:
 
 
 def fingerprint(roots: Iterable[Path]) -> Hashable:
-    """Return a value that changes as soon as a name or a blob of these stores comes or goes.
+    """Return a value that changes when a name or a blob of these stores is added or removed.
 
-    None where that cannot be known: something changed a moment ago, or cannot be read. A blob that
-    is changed in place shows in no directory, and so not here.
+    None if that is uncertain: something changed a moment ago, or cannot be read. A blob that is
+    changed in place is not detected.
     """
     try:
         stamps = [(path, _change_of(path)) for root in roots for path in _watched(root)]

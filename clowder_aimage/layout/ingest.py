@@ -1,8 +1,8 @@
 """Ingests: blobs that are being written into the layout.
 
-An ingest of known content is a file of that name under ``.aimage/ingest``, locked by its writer and
-continued by the next one. A journal beside it lists the spans that are durable: data is
-synchronised before its entry.
+An ingest of known content is a file named after it under ``.aimage/ingest``, locked by its writer
+and resumed by the next one. A journal beside it lists the durable spans: data is synchronised
+before its entry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
-BLOB_MODE = 0o444  # content never changes under its name
+BLOB_MODE = 0o444  # blobs never change
 JOURNALED = 16 * 1024 * 1024  # bytes; smaller blobs have no journal and are fetched again
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
@@ -39,10 +39,10 @@ _MAX_ATTEMPTS = 8  # to open a file that others may be about to commit or abort
 
 
 class FileIngest:
-    """A file of its own that gets the blob's name only when its bytes are verified.
+    """A temporary file that is renamed to the blob once its bytes are verified.
 
     Ranges may be written by several threads in any order. They are hashed in order: from the
-    writer's buffer where it continues the hashed bytes, else later from the file, by any writer.
+    writer's buffer if it continues the hashed bytes, else later from the file, by any writer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FileIngest:
                 return self._open_alone()
 
     def _try_lock(self, fd: int) -> bool | None:
-        """Return whether the file is locked and may be written; None where there are no locks."""
+        """Return whether the file is locked and may be written; None without lock support."""
         try:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,7 +115,7 @@ class FileIngest:
             status = os.fstat(fd)
             if status.st_ino != os.stat(self._path).st_ino:
                 return False  # it was committed or aborted meanwhile: try again
-            is_linked = status.st_nlink > 1  # to another file: not ours to write
+            is_linked = status.st_nlink > 1  # has another hard link: must not be written
             has_locks = is_linked or is_locked(self._path)
             if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
                 return True
@@ -124,7 +124,7 @@ class FileIngest:
         return False
 
     def _open_alone(self) -> int:
-        """Open a file that no other process finds: without locks, two would write into one."""
+        """Open a file that no other process can find: without locks, two could write into one."""
         self._path += f".{secrets.token_hex(8)}"
         self._direct = DirectFile(self._path)
         self._is_journaled = False
@@ -186,7 +186,7 @@ class FileIngest:
         self._hash(offset, view)
 
     def _write_past_cache(self, offset: int, view: memoryview) -> int:
-        """Write by direct I/O, hash meanwhile, and return the number of bytes written."""
+        """Write with direct I/O while hashing, and return the number of bytes written."""
         writing = self._direct.begin(offset, view)
         if writing is None:
             return 0
@@ -207,7 +207,7 @@ class FileIngest:
             self._hashed += len(view)
 
     def _hash(self, offset: int, view: memoryview) -> None:
-        """Hash as far as bytes are written, unless another writer is hashing."""
+        """Hash the contiguous written bytes, unless another writer is hashing."""
         behind = True
         while behind and self._hashing.acquire(blocking=False):
             try:
@@ -234,7 +234,7 @@ class FileIngest:
             return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
 
     def checkpoint(self) -> None:
-        """Make what was written durable, and add it to the journal; one thread at a time."""
+        """Make the written data durable, and add it to the journal; one thread at a time."""
         if self._batch is not None:
             self._batch.settle_old()  # another process may be waiting for these
         if not self._is_journaled:
@@ -242,13 +242,13 @@ class FileIngest:
         while self._syncing.acquire(blocking=False):
             try:
                 if self._fd < 0:
-                    return  # it has ended
+                    return  # the ingest has ended
                 self._synchronise()
                 with self._lock:
                     left = _total(self._spans) - self._noted
             finally:
                 self._syncing.release()
-            if left < JOURNALED:  # else another writer skipped its checkpoint meanwhile
+            if left < JOURNALED:  # otherwise another writer skipped its checkpoint meanwhile
                 return
 
     def _synchronise(self) -> None:
@@ -270,8 +270,8 @@ class FileIngest:
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable and rename; in a batch, together with others.
 
-        The layout synchronises the directory. Raises VerificationError: the bytes are not
-        ``expected``, and the ingest is removed.
+        The layout synchronises the directory. Raises VerificationError, and removes the ingest, if
+        the bytes differ from ``expected``.
         """
         try:
             if self.missing():
@@ -329,13 +329,13 @@ class FileIngest:
             return Digest(algorithm, self._hasher.hexdigest())
 
     def suspend(self) -> None:
-        """End, and keep what was written for the next process if there is a journal."""
-        with contextlib.suppress(OSError, AImageError):  # the reason for it is raised
+        """Close the ingest; with a journal, keep the written bytes for the next process."""
+        with contextlib.suppress(OSError, AImageError):  # the original error is raised
             self.checkpoint()
         self.give_up()
 
     def give_up(self) -> None:
-        """End, and keep what the journal lists."""
+        """Close the ingest, and keep the spans in the journal."""
         with self._syncing:
             kept = self._is_journaled and self._journal.exists()
             if kept:
@@ -347,8 +347,8 @@ class FileIngest:
         """Discard everything written so far."""
         with self._syncing:
             if self._fd < 0:
-                return  # it has ended, and the file may be another process's
-            with contextlib.suppress(OSError):  # the reason for it is raised
+                return  # the ingest has ended, and the file may be another process's
+            with contextlib.suppress(OSError):  # the original error is raised
                 Path(self._path).unlink(missing_ok=True)
                 self._forget_journal()
             self._close()
@@ -386,14 +386,14 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
 
 
 def ingested(root: Path, content: Descriptor) -> int:
-    """Return the bytes on disk of a blob's ingest."""
+    """Return the size on disk of a blob's ingest."""
     with contextlib.suppress(OSError):
         return os.stat(os.path.join(root, _DIRECTORY, content.digest.encoded)).st_blocks * 512
     return 0
 
 
 def blob_path(root: Path, content: Descriptor) -> str:
-    """Return the path of a blob; the digest is strict, so that it stays in the store."""
+    """Return the path of a blob, which a valid digest keeps inside the store."""
     return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
 
 
@@ -406,12 +406,12 @@ def is_file(path: str) -> bool:
 
 
 def link_blob(root: Path, path: Path, content: Descriptor) -> bool:
-    """Link a file of another program to the path of a blob; return whether that was possible."""
+    """Hard-link another program's file to the path of a blob; return whether that was possible."""
     place = Path(blob_path(root, content))
     new = place.with_name(f".{secrets.token_hex(8)}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.link(path.resolve(), new)  # of a link, what it leads to
+        os.link(path.resolve(), new)  # follows a symbolic link
     except OSError as error:
         if error.errno in _NO_LINK:
             return False
@@ -420,7 +420,7 @@ def link_blob(root: Path, path: Path, content: Descriptor) -> bool:
         if not is_file(os.fspath(new)):
             return False
         with new.open("rb") as file:
-            os.fsync(file.fileno())  # the other program may not have waited for the disk
+            os.fsync(file.fileno())  # the other program may not have synchronised it
         new.replace(place)
     finally:
         new.unlink(missing_ok=True)  # two names of one file: replace leaves both

@@ -17,8 +17,8 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 class LayeredStore(ImageLayout):
     """The store in ``roots[0]``, together with read-only stores in the other directories.
 
-    The first store that has a name decides what it means. What another store has is neither
-    fetched again nor copied: the first store then needs that one.
+    A name is resolved by the first store that has it. Content of another store is neither fetched
+    again nor copied: the first store then depends on it.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -61,7 +61,7 @@ class LayeredStore(ImageLayout):
 
 
 def read_only_error(reference: Reference, root: Path, verb: str) -> NotFoundError:
-    """Return the error for a name of a read-only store; ``verb`` would change it there."""
+    """Return the error for a name in a read-only store; ``verb`` is the verb of the remedy."""
     return NotFoundError(
         f"{reference} is in the store {root}, which is only read",
         remedy="other_store",
@@ -72,7 +72,7 @@ def read_only_error(reference: Reference, root: Path, verb: str) -> NotFoundErro
 
 
 class _Leases(FileLease):
-    """A lease in each store; a store that cannot be written has none."""
+    """A lease in each store; a read-only store has none."""
 
     def __init__(self, roots: Sequence[Path], digests: Sequence[Digest]) -> None:
         present = [root for root in roots if root == roots[0] or root.is_dir()]

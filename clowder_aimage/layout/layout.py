@@ -50,15 +50,15 @@ from clowder_aimage.layout.lock import (
 from clowder_aimage.layout.metadata import MetadataFiles, remember
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
-_USE_INTERVAL = 60.0  # seconds between two notes of a manifest's use
-_INTERVAL = 0.02  # seconds between two tries
-_WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes a second: another process's ingest
+_USE_INTERVAL = 60.0  # seconds between two records of a manifest's use
+_INTERVAL = 0.02  # seconds between two attempts
+_WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes per second: the wait for another ingest
 
 
 class ImageLayout(ContentStore):
     """Content in ``root``: ``oci-layout``, ``index.json`` and ``blobs/<algorithm>/<encoded>``.
 
-    Our own files (locks, ingests, leases) are in ``root/.aimage``. The first write makes the
+    Our own files (locks, ingests, leases) are in ``root/.aimage``. The first write creates the
     directory.
     """
 
@@ -70,7 +70,7 @@ class ImageLayout(ContentStore):
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """The directories whose names are read; the first is written."""
+        """The directories of the stores that are read; only the first is written."""
         return (self.root,)
 
     def borrowed(self) -> dict[str, Path]:
@@ -83,7 +83,7 @@ class ImageLayout(ContentStore):
         return None if batch is not None and batch.is_pending else fingerprint(self.roots)
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Return the manifest with that name; of a digest, any manifest. Raises NotFoundError."""
+        """Return the manifest with that name or, for a digest, any entry. Raises NotFoundError."""
         wanted = str(reference)
         for name, descriptor in self.entries():
             if reference.digest is not None:
@@ -94,7 +94,7 @@ class ImageLayout(ContentStore):
         raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store_pull")
 
     def exists(self, content: Descriptor, /) -> bool:
-        batch = self._batch  # once: another thread may end it
+        batch = self._batch  # read once: another thread may end the batch
         if batch is not None and content.digest in batch:
             return True
         with store_errors(self.root), contextlib.suppress(FileNotFoundError):
@@ -137,18 +137,18 @@ class ImageLayout(ContentStore):
         fetch_blobs(source, self, blobs, options)
 
     def tags(self) -> Iterator[tuple[str, Descriptor]]:
-        """Yield the names in index.json, as they are there, and their manifests."""
+        """Yield the names in index.json, unchanged, and their manifests."""
         return ((name, descriptor) for name, descriptor in self.entries() if name)
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
-        """Yield all entries of index.json; those without a name have an empty one."""
+        """Yield all entries of index.json; the name is empty for an entry without one."""
         for entry in read_index(self.root)["manifests"]:
             with contextlib.suppress(FormatError):  # another tool's entry: see unreadable()
                 descriptor = Descriptor.from_json(entry, "index.json")
                 yield name_of(entry), descriptor
 
     def unreadable(self) -> Iterator[tuple[int, str]]:
-        """Yield the positions of malformed entries of index.json, and what is wrong with them."""
+        """Yield the positions of malformed entries of index.json, with their errors."""
         for position, entry in enumerate(read_index(self.root)["manifests"]):
             try:
                 Descriptor.from_json(entry, "index.json")
@@ -156,18 +156,18 @@ class ImageLayout(ContentStore):
                 yield position, error.message
 
     def lease(self, *digests: Digest) -> FileLease:
-        """Keep content from being collected until the lease is closed, or this process ends.
+        """Protect content from collection until the lease is closed, or this process ends.
 
         Check whether it exists only once the lease is held. Raises StoreError.
         """
         return FileLease(self.root, digests)
 
     def keep(self) -> contextlib.AbstractContextManager[None]:
-        """Block collections, for a moment. Raises StoreError."""
+        """Block collections until the returned context ends. Raises StoreError."""
         return held(self.root, COLLECTION, shared=True)
 
     def use(self, content: Descriptor) -> None:
-        """Note that a manifest is used now, where the store can be written."""
+        """Record the use of a manifest, if the store is writable."""
         try:
             path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
             if time.time() - os.lstat(path).st_mtime > _USE_INTERVAL:
@@ -189,7 +189,7 @@ class ImageLayout(ContentStore):
 
     @property
     def pins(self) -> MetadataFiles:
-        """Return the names that no collection removes."""
+        """Return the pinned names, which no collection removes."""
         return MetadataFiles(self.root, "pins")
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
@@ -206,7 +206,7 @@ class ImageLayout(ContentStore):
         """Commit small blobs in groups; all are committed when the block ends.
 
         Copies in several threads share one group commit, and each ends with its blobs committed.
-        Raises StoreError, NoSpaceError: a blob could not be kept, of this copy or of another.
+        Raises StoreError, NoSpaceError if a blob of this or another copy could not be stored.
         """
         with self._joining:
             if self._batch is None or self._batch.failure is not None:
@@ -233,11 +233,11 @@ class ImageLayout(ContentStore):
                 batch.close()
 
     def missing_size(self, content: Descriptor, /) -> int:
-        """Return the bytes that must still be allocated: those in an ingest are already."""
+        """Return the bytes that must still be allocated; those in an ingest already are."""
         return max(0, content.size - ingested(self.root, content))
 
     def free(self) -> int:
-        """Return the bytes that an ordinary user may still write to the store's file system."""
+        """Return the bytes available to unprivileged users on the store's file system."""
         place = next(one for one in (self.root, *self.root.parents) if one.exists())
         with store_errors(self.root):
             return shutil.disk_usage(place).free
@@ -249,9 +249,9 @@ class ImageLayout(ContentStore):
             self.tag(content, reference)
 
     def adopt(self, path: Path, content: Descriptor) -> bool:
-        """Add another program's file, which it must not change; return whether it is hard-linked.
+        """Add another program's file, which must not change; return whether it is hard-linked.
 
-        Raises VerificationError: it is not ``content``; StoreError, NoSpaceError.
+        Raises VerificationError if it differs from ``content``; StoreError, NoSpaceError.
         """
         try:
             with path.open("rb") as file:
@@ -267,7 +267,7 @@ class ImageLayout(ContentStore):
         ingest = self._ingest_or_own(content)
         if ingest is None:
             return
-        if self.exists(content):  # another process was at it, and has finished
+        if self.exists(content):  # another process has stored it
             ingest.abort()
             return
         try:
@@ -283,9 +283,9 @@ class ImageLayout(ContentStore):
         ingest.commit(content)
 
     def _ingest_or_own(self, content: Descriptor) -> FileIngest | None:
-        """Return an ingest for content that is at hand; None where another has committed it.
+        """Return an ingest for local content, or None if another thread has committed it.
 
-        Wait for another process's ingest as long as writing takes, then write it a second time.
+        Wait for another process's ingest for the expected time, then write a second copy.
         """
         last = time.monotonic() + _WRITE_TIMEOUT + content.size / _WRITE_SPEED
         while True:
@@ -301,10 +301,10 @@ class ImageLayout(ContentStore):
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
     ) -> None:
-        """Name a manifest of the store, durably; blobs may be missing where it ``is_partial``.
+        """Tag a stored manifest durably; with ``is_partial`` blobs may be missing.
 
-        The blobs' directories are synchronised first: the index never names what a power cut
-        could undo.
+        The blobs' directories are synchronised first, so that the index never names content that a
+        power failure could undo.
         """
         document = parse_document(self.read(content), content.media_type)
         self._sync_blobs()
@@ -323,7 +323,7 @@ class ImageLayout(ContentStore):
                 record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
                 self._names.put(name, record, durable=True)
         except BaseException:
-            with contextlib.suppress(AImageError):  # the first error counts
+            with contextlib.suppress(AImageError):  # the first error is raised
                 self._names.restore(name, before)
             raise
         self.use(content)
@@ -362,9 +362,9 @@ class ImageLayout(ContentStore):
             raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store")
 
     def forget(self, names: Mapping[str, Digest]) -> set[str]:
-        """Remove names, as index.json has them, that still mean these manifests, and return them.
+        """Remove names, as in index.json, that still refer to these manifests, and return them.
 
-        Raises StoreError, NoSpaceError: the index cannot be written; no name is removed then.
+        Raises StoreError, NoSpaceError: the index cannot be written, and no name is removed.
         """
         if not names:
             return set()
@@ -376,10 +376,10 @@ class ImageLayout(ContentStore):
                     name = name_of(entry)
                     if (record := self._names.get(name)) is not None:
                         removed[name] = record
-                        self._names.remove(name)  # first: else it would come back
+                        self._names.remove(name)  # first, otherwise the name would be restored
                 index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
         except BaseException:
-            with contextlib.suppress(AImageError):  # the first error counts
+            with contextlib.suppress(AImageError):  # the first error is raised
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
@@ -392,14 +392,14 @@ def _means(entry: Any, names: Mapping[str, Digest]) -> bool:
 
 
 def index_name(reference: Reference) -> str:
-    """Return the name in index.json: without the digest, which the entry has, beside a tag."""
+    """Return the name in index.json: with a tag, the digest is left to the entry."""
     if reference.tag and reference.digest:
         return str(Reference(reference.registry, reference.repository, reference.tag))
     return str(reference)
 
 
 def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """Replace the entry of that name, keep what other tools wrote in it, and return it."""
+    """Replace the entry of that name, keep fields of other tools in it, and return it."""
     for i, old in enumerate(entries):
         if is_named(old, name):
             if old.get("digest") == entry["digest"]:

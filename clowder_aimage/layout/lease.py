@@ -1,8 +1,8 @@
-"""Leases keep what a running process needs of the store from being collected.
+"""Leases protect content that a running process needs from collection.
 
 A lease is a file in ``.aimage/lease`` that lists digests, locked by its process. Digests are added
-under the collection's lock, shared: a collection that is removing blobs ends first, and a blob that
-is seen then stays until the lease ends.
+under the shared collection lock: a running collection ends first, and a blob that exists afterwards
+is kept until the lease ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"
 _DIRECTORY = "lease"
-_MAX_AGE = 7 * 86400.0  # seconds that a lease counts where there are no locks
+_MAX_AGE = 7 * 86400.0  # seconds that a lease is valid on file systems without locks
 _MAX_SIZE = 256 * 1024 * 1024
 
 
@@ -49,7 +49,7 @@ class FileLease(Lease):
         self.add(*digests)
 
     def add(self, *digests: Digest) -> None:
-        """Keep these too, from before it is checked that they exist. Raises StoreError."""
+        """Add digests; check only afterwards whether they exist. Raises StoreError."""
         with self._lock:
             self._add(set(digests) - self._held)
 
@@ -67,7 +67,7 @@ class FileLease(Lease):
                     data = data[os.write(self._fd, data) :]
             self._held |= new
         except NoSpaceError:
-            pass  # a writer will fail soon enough, and a reader may go on
+            pass  # writes will fail later, and reads may continue
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in READ_ONLY:
                 raise
@@ -85,7 +85,7 @@ class FileLease(Lease):
 
 
 def leased(root: Path, *, remove: bool) -> set[Digest]:
-    """Return the digests that living processes hold; ``remove`` the leases of dead ones.
+    """Return the digests leased by running processes; ``remove`` the leases of ended ones.
 
     Raises StoreError: a lease cannot be read; then nothing may be collected.
     """
@@ -98,7 +98,7 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb", buffering=0) as file:
                 is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
-                # without locks, no process is known to be dead
+                # without locks, it is unknown whether a process has ended
                 if not (_is_dead(fd) if can_lock else is_old):
                     digests |= set(_digests(file.read(_MAX_SIZE) or b""))
                 elif remove:

@@ -1,7 +1,7 @@
-"""Locks between processes, files that a group may share, and the errors of a store.
+"""Interprocess locks, files shared by a group, and the errors of a store.
 
-Locks are ``flock``: they go with the process. On network file systems without them every process
-goes on as if it were alone; what it publishes is verified all the same (docs/operations.md).
+Locks use ``flock`` and end with the process. On network file systems without locks processes
+continue without them; what they publish is still verified (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PRIVATE = ".aimage"  # our own directory in a store
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOMENT = 0.01  # seconds
-_SETTLED = 5.0  # seconds after its last change: no tool is still writing a file
+_SETTLED = 5.0  # seconds without changes after which a file counts as complete
 _MAX_READS = 20  # of a file that another tool is writing in place
 _INTERVAL = 0.02  # seconds between two of them
 T = TypeVar("T")
 
 
 def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImageError]) -> T:
-    """Call ``read`` until another tool that may be writing the file has ended. Raises OSError."""
+    """Call ``read`` until another tool is no longer writing the file. Raises OSError."""
     for _ in range(_MAX_READS - 1):
         try:
             return read()
@@ -43,7 +43,7 @@ def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImage
 
 @contextlib.contextmanager
 def store_errors(root: Path) -> Iterator[None]:
-    """Raise a StoreError or a NoSpaceError for an OSError about the store at ``root``."""
+    """Convert an OSError about the store at ``root`` to a StoreError or a NoSpaceError."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ def _store_error(error: OSError, root: Path) -> AImageError:
 
 
 def locks_work(root: Path) -> bool:
-    """Return whether the store's file system has locks; True where that cannot be tried."""
+    """Return whether the store's file system has locks; True if that cannot be tested."""
     try:
         with held(root, "lock", shared=True):
             return is_locked(root / PRIVATE / "lock")
@@ -87,7 +87,7 @@ def held(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
-    """Open or create a file that all who may write its directory may write. Raises OSError."""
+    """Open or create a file for all users who may write its directory. Raises OSError."""
     try:
         return os.open(path, flags & ~os.O_CREAT)
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
             raise
     try:
         fd = os.open(path, flags | os.O_EXCL, 0o600)
-    except FileExistsError:  # another process has just made it, and shares it in a moment
+    except FileExistsError:  # another process has just created it, and is about to share it
         time.sleep(_MOMENT)
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
@@ -105,7 +105,7 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
 def open_regular(path: str | Path) -> int:
     """Open a regular file to read it. Raises OSError.
 
-    A link or a pipe, which may lead anywhere, is a FileNotFoundError.
+    For a link or a pipe it is a FileNotFoundError.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -121,7 +121,7 @@ def open_regular(path: str | Path) -> int:
 def check_own(root: Path, *kind: str) -> str:
     """Return the path of one of our own directories, which may not exist.
 
-    Raises StoreError: a link leads to it. We remove and write files there, so it must be ours.
+    Raises StoreError if it is a link: files are removed and written there.
     """
     for count in range(len(kind) + 1):
         path = os.path.join(root, PRIVATE, *kind[:count])
@@ -134,15 +134,15 @@ def check_own(root: Path, *kind: str) -> str:
 
 
 def share(fd: int, directory: str | Path, mode: int = 0o660) -> None:
-    """Give a new file to the group of a directory that is a group's (setgid, writable)."""
+    """Share a new file with the group of a group's directory (setgid, writable)."""
     found = os.stat(directory).st_mode
     if found & stat.S_ISGID and found & stat.S_IWGRP:
-        with contextlib.suppress(PermissionError):  # another process has made it, and does this
+        with contextlib.suppress(PermissionError):  # another process has created it, and does this
             os.fchmod(fd, mode)
 
 
 def make_directory(root: Path, *names: str) -> Path:
-    """Make ``root/names...`` where it is missing; in a group's store it is the group's."""
+    """Create ``root/names...`` if it is missing, shared with the group in a group's store."""
     if names[0] == PRIVATE:
         check_own(root, *names[1:])
     path = root.joinpath(*names)

@@ -1,4 +1,4 @@
-"""Metadata beside the index: small JSON objects, each in a file of its own.
+"""Metadata beside the index: small JSON objects, each in its own file.
 
 Processes that write different keys do not interfere, with or without locks; one key is replaced as
 a whole. A file that cannot be read is an error, so that nothing is removed that may be pinned.
@@ -50,19 +50,19 @@ class MetadataFiles:
         return set()
 
     def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield all keys and their values, in no order. Raises StoreError."""
+        """Yield all keys and their values, in arbitrary order. Raises StoreError."""
         for name in self.names():
             if (value := self.read(name)) is not None:
                 yield value["key"], value
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """Return the value of ``key``, if there is one. Raises StoreError."""
+        """Return the value of ``key``, or None. Raises StoreError."""
         check_own(self._root, self._kind)
         value = self.read(file_name(key))
         return value if value is not None and value["key"] == key else None
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the value in a file; None where it is missing or damaged. Raises StoreError."""
+        """Return the value in a file; None if it is missing or damaged. Raises StoreError."""
         path = os.path.join(self._directory, name)
         with store_errors(self._root):
             try:
@@ -122,7 +122,7 @@ def write_shared(
 def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
     """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
 
-    They are None and ``?`` where the manifest is missing or malformed.
+    They are None and ``?`` if the manifest is missing or malformed.
     """
     if descriptor.media_type in mediatype.INDEXES:
         return {"size": None, "kind": "index"}
@@ -137,11 +137,11 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
         manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
         return remember(root, descriptor, manifest)
     except AImageError:
-        return _UNKNOWN  # the other names are listed all the same
+        return _UNKNOWN  # the other names are still listed
 
 
 def remember(root: Path, descriptor: Descriptor, manifest: Manifest) -> dict[str, Any]:
-    """Keep the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
+    """Store the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
     value = {"size": sum(blob.size for blob in manifest.children), "kind": detect(manifest).name}
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _LISTING)

@@ -1,4 +1,4 @@
-"""AImages in a store: from a name to the manifest and what it means."""
+"""AImages in a store: resolve names, read manifests, inflate blobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CONFIG_SIZE = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredAImage:
-    """An AImage in a store, with its manifest as it is there."""
+    """An AImage in a store, with its stored manifest."""
 
     descriptor: Descriptor
     manifest: Manifest
@@ -32,9 +32,9 @@ def read_manifest(store: ContentStore, descriptor: Descriptor) -> Manifest:
 
 
 def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
-    """Resolve a name and lease its manifest, again if the name has moved in between.
+    """Resolve a name and lease its manifest; repeat if the name has moved in between.
 
-    A lease that is taken after the name has moved may come after a collection of the manifest.
+    A manifest may be collected between the move of its name and the lease.
     Raises NotFoundError.
     """
     found = None
@@ -55,18 +55,18 @@ def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
 
 
 def interpret(store: ContentStore, descriptor: Descriptor, manifest: Manifest) -> StoredAImage:
-    """Read the AImage that a manifest stands for. Raises as ``read_aimage`` does."""
+    """Return the AImage that a manifest describes. Raises as ``read_aimage`` does."""
     dialect = detect(manifest)
     config = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     return StoredAImage(descriptor, manifest, dialect, dialect.read(manifest, config))
 
 
 def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:
-    """Return the compressed blobs that are here and their plain ones that are not.
+    """Return the stored compressed blobs with their plain blobs that are missing.
 
     Raises FormatError: an unsupported compression.
     """
-    packed: dict[Descriptor, Descriptor] = {}  # by the plain one: two layers may be one blob
+    packed: dict[Descriptor, Descriptor] = {}  # by plain blob: two layers may share one
     for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
         plain = wanted.descriptor
         if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
@@ -81,7 +81,7 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
 
 
 def inflate(store: ContentStore, stored: StoredAImage) -> None:
-    """Restore the blobs that another tool has compressed, verified against their diff_ids.
+    """Restore blobs that another tool has compressed, verified against their diff_ids.
 
     Raises FormatError: an unsupported compression, or malformed data; UsageError: zstd without its
     package; VerificationError: the blob is damaged, or its content not the plain blob.
@@ -91,7 +91,7 @@ def inflate(store: ContentStore, stored: StoredAImage) -> None:
 
 
 def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | Index) -> None:
-    """Inflate what was copied, where it is an AImage; another artifact stays as it is."""
+    """Inflate the copied content if it is an AImage; other artifacts stay unchanged."""
     if isinstance(document, Manifest):
         try:
             stored = interpret(store, root, document)

@@ -1,4 +1,4 @@
-"""OCI values: parsed or non-existent, immutable, standard library only."""
+"""OCI values: validated when parsed, immutable, standard library only."""
 
 from clowder_aimage.oci.descriptor import Descriptor
 from clowder_aimage.oci.digest import Digest

@@ -18,8 +18,8 @@ MAX_SIZE = 1 << 50  # one pebibyte: a larger size is a mistake or an attack
 class Descriptor:
     """A blob or manifest, by digest and size in bytes.
 
-    ``extra`` keeps the fields that this class does not know (``name``, ``dtype``, ``shape``,
-    ``platform``, ``urls`` ...), since processors must not drop them.
+    ``extra`` keeps all other fields (``name``, ``dtype``, ``shape``, ``platform``, ``urls`` ...),
+    since processors must not drop them.
     """
 
     media_type: str
@@ -69,9 +69,9 @@ class Descriptor:
 
 
 def check_spelling(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Refuse keys that differ from ``known`` ones in upper and lower case.
+    """Refuse keys that differ from ``known`` ones only in case.
 
-    Tools written in Go read ``Layers`` as ``layers``, so that one document could be two things
+    Tools written in Go read ``Layers`` as ``layers``, so that one document could have two meanings
     (CVE-2021-41190). Raises FormatError.
     """
     for key in value:

@@ -48,7 +48,7 @@ class Digest:
         """Parse ``algorithm:encoded``.
 
         Raises:
-            FormatError: for anything else, before it can become part of a path or a URL.
+            FormatError: the digest is invalid; it never becomes part of a path or a URL.
         """
         if not isinstance(text, str):
             raise FormatError(f"a digest must be a string, not {type(text).__name__}")
@@ -70,7 +70,7 @@ class Digest:
 
     @property
     def short(self) -> str:
-        """The first twelve hex digits, for people; never for lookups."""
+        """The first twelve hex digits, for display only."""
         return self.encoded[:12]
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from clowder_aimage.oci.descriptor import Descriptor, check_spelling, read_annot
 from clowder_aimage.oci.digest import Digest
 from clowder_aimage.oci.strict_json import read_json
 
-MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should take 4 MB
+MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should accept 4 MB
 _FIELDS = frozenset(
     "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
 )
@@ -43,15 +43,15 @@ class Manifest:
 
     @property
     def children(self) -> tuple[Descriptor, ...]:
-        """The content that must be in a store before this document."""
+        """The content that must be stored before this document."""
         return (self.config, *self.layers)
 
     @classmethod
     def parse(cls, raw: bytes, media_type: str = "") -> Manifest:
-        """Parse the bytes of a manifest; ``media_type`` is the transport's.
+        """Parse the bytes of a manifest; ``media_type`` is from the transport.
 
         Raises:
-            FormatError: they are not a manifest, or not one of that media type.
+            FormatError: the bytes are not a manifest, or not one of that media type.
         """
         document = parse_document(raw, media_type)
         if not isinstance(document, cls):
@@ -64,7 +64,7 @@ class Manifest:
 
     @classmethod
     def build(cls, document: Mapping[str, Any]) -> Manifest:
-        """Return a manifest of JSON values: compact, in the given order."""
+        """Build a manifest from JSON values: compact, in the given order."""
         return cls.parse(encode(document))
 
 
@@ -87,7 +87,7 @@ class Index:
 
     @property
     def children(self) -> tuple[Descriptor, ...]:
-        """The content that must be in a store before this document."""
+        """The content that must be stored before this document."""
         return self.manifests
 
 
@@ -95,7 +95,7 @@ def encode(value: object) -> bytes:
     """Return compact JSON in UTF-8, keys in the given order: the same bytes on every machine.
 
     Raises:
-        FormatError: a string in it is not Unicode (half a surrogate pair).
+        FormatError: a string in it has a lone surrogate.
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     try:
@@ -109,8 +109,8 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
     """Parse a manifest or an index.
 
     Raises:
-        FormatError: not JSON, too large, of both kinds at once (CVE-2021-41190), of another
-            media type than the transport's, or with a malformed descriptor.
+        FormatError: it is not JSON, too large, both a manifest and an index (CVE-2021-41190), of
+            another media type than the transport's, or has a malformed descriptor.
     """
     value = _load(raw)
     media_type = _media_type(value, media_type.partition(";")[0].strip())

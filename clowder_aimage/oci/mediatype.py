@@ -1,4 +1,4 @@
-"""Media types and annotation keys, each as its specification writes it."""
+"""Media types and annotation keys, as their specifications define them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AIMAGE_TORCHSCRIPT = "application/vnd.clowder.aimage.model.torchscript.layer.v1"
 AIMAGE_SAVEDMODEL = "application/vnd.clowder.aimage.model.savedmodel.layer.v1"
 AIMAGE_TRANSFORMERS = "application/vnd.clowder.aimage.model.transformers.layer.v1"
 AIMAGE_LORA = "application/vnd.clowder.aimage.adapter.lora.layer.v1"
-COMPRESSIONS = ("gzip", "zstd")  # a layer's media type ends in +gzip or +zstd then
+COMPRESSIONS = ("gzip", "zstd")  # suffixes of the media type of a compressed layer
 
 # ollama's tensor models
 OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
@@ -44,7 +44,7 @@ PARTIAL = "vnd.clowder.aimage.partial"  # of an entry in index.json: blobs may b
 DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"
-CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"  # what a compressed layer unpacks to
+CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"  # the digest of a compressed layer's content
 CONTENT_SIZE = "vnd.clowder.aimage.content.size"
 
 # Annotation of a manifest in an index, or of the manifest itself
@@ -60,11 +60,11 @@ TITLE = "org.opencontainers.image.title"
 
 
 def is_ours(media_type: str) -> bool:
-    """Return whether a media type is Clowder's own."""
+    """Return whether a media type is one of Clowder's."""
     return media_type.startswith("application/vnd.clowder.aimage.")
 
 
 def split_compression(media_type: str) -> tuple[str, str]:
-    """Split a media type into the part before ``+gzip`` or ``+zstd``, and that word or nothing."""
+    """Split a media type into its base and its compression (``gzip``, ``zstd`` or nothing)."""
     base, plus, suffix = media_type.rpartition("+")
     return (base, suffix) if plus and suffix in COMPRESSIONS else (media_type, "")

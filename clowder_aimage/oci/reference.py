@@ -1,8 +1,8 @@
 """References: ``[registry/]repository[:tag][@digest]``.
 
 Grammar of the repository and the tag: distribution-spec, "Pulling manifests". A first part that
-contains ``.`` or ``:`` or is ``localhost`` is the registry's host, as in every OCI tool; without
-one the name is local. It never means Docker Hub.
+contains ``.`` or ``:`` or is ``localhost`` is the registry's host, as in every OCI tool. Without a
+host the name is local; it never refers to Docker Hub.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECAS
 _MAX_PORT = 65535
 DEFAULT_TAG = "latest"
 _MAX_REPOSITORY = 255
-_MAX_TEXT = 1024  # a host, a repository, a tag and a digest of the longest kind are shorter
+_MAX_TEXT = 1024  # longer than any valid reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Reference:
         """Parse a reference; the tag is ``latest`` if it has neither tag nor digest.
 
         Raises:
-            UsageError: it is invalid; with a correction where one can be guessed.
+            UsageError: the text is invalid; the error suggests a correction if possible.
         """
         if len(text) > _MAX_TEXT:
             raise UsageError(f"{text[:60]!r}... is not a reference: it has {len(text)} characters")
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def is_loopback(self) -> bool:
-        """True if the registry is on this machine, where plain HTTP is the rule."""
+        """True if the registry is on this machine, where plain HTTP is the default."""
         if self.registry is None:
             return False
         host = re.sub(r":[0-9]+$", "", self.registry)

@@ -1,4 +1,4 @@
-"""JSON that means the same to every reader (RFC 8259, RFC 7493)."""
+"""Strict JSON, which all parsers read alike (RFC 8259, RFC 7493)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NoReturn
 from clowder_aimage.errors import FormatError
 
 _NESTS = {dict, list}
-MAX_NESTING = 100  # of lists and objects, which writers that recurse can write, too
+MAX_NESTING = 100  # levels of lists and objects, also safe for recursive encoders
 
 
 def read_json(raw: bytes, what: str) -> Any:
     """Return the value of a JSON text; ``what`` is its name in messages.
 
     Raises:
-        FormatError: not UTF-8, not JSON (which has neither NaN nor infinity), nested too deep, or
-            an object has a key twice, of which one reader takes the first and another the last.
+        FormatError: it is not UTF-8, not JSON (which has no NaN or infinity), nested too deeply, or
+            has a duplicate key in an object, which parsers resolve differently.
     """
     try:
         value = json.loads(
@@ -37,7 +37,7 @@ def read_json(raw: bytes, what: str) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested more than ``MAX_NESTING`` deep."""
+    """Return whether lists and objects are nested more than ``MAX_NESTING`` levels deep."""
     level = [value]
     for _ in range(MAX_NESTING):
         level = [
