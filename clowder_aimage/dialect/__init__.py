@@ -1,4 +1,4 @@
-"""The ways to write an AImage as a manifest; the blobs are the same in all."""
+"""The forms of an AImage as a manifest; the blobs are the same in all."""
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.clowder import ClowderDialect
@@ -11,7 +11,7 @@ from clowder_aimage.dialect.ollama import OllamaDialect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Manifest
 
-# The ones that are written.
+# The dialects that are written.
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
@@ -22,10 +22,10 @@ DIALECTS: dict[str, Dialect] = {
         ModelPackDialect(),
     )
 }
-# From the most precise one to the one that every registry accepts; ModelPack, which is another kind
-# of artifact, is written on request only.
+# From the most precise to the most widely accepted one; ModelPack, which is another kind of
+# artifact, is written on request only.
 LADDER = ("custom", "clowder", "ollama", "container")
-# All that are read, in the order of detection: many artifacts look like a container.
+# All that are read, in order of detection: many artifacts look like a container.
 READABLE: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (

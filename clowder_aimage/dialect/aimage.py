@@ -1,4 +1,4 @@
-"""The artifact itself, independent of the manifests for it."""
+"""The artifact itself, independent of its manifests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHOLE = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
 class Layer:
     """One blob of an AImage.
 
-    ``descriptor`` has Clowder's media type and nothing else; ``name`` is path style
+    ``descriptor`` has Clowder's media type and no other fields; ``name`` is a path
     (``text_encoder/model.norm.weight``, ``vae/config.json``); ``dtype`` (as in safetensors) and
     ``shape`` are set for a tensor. ``content`` is the decompressed content of a compressed layer
     (with a media type that ends in ``+gzip`` or ``+zstd``), if the manifest has it.
@@ -31,7 +31,7 @@ class Layer:
 
     @property
     def component(self) -> str:
-        """The first part of the name, or nothing for a file at the top."""
+        """The first part of the name, or an empty string for a top-level file."""
         head, slash, _ = self.name.partition("/")
         return head if slash else ""
 
@@ -41,15 +41,15 @@ class Layer:
 
     @property
     def is_shard(self) -> bool:
-        """True for a whole file of tensors, as other tools pack them."""
+        """True for a complete file of tensors, as other tools pack them."""
         return self.name.endswith(".safetensors") and self.descriptor.media_type in _WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class AImage:
-    """A model: the bytes of its AImage config (schemas/aimage-config.schema.json), its layers.
+    """A model: its AImage config as bytes (schemas/aimage-config.schema.json), and its layers.
 
-    ``subject`` is the manifest that it belongs to: for an adapter, the model it was trained on.
+    ``subject`` is the manifest that it refers to: for an adapter, its base model.
     """
 
     config: bytes
@@ -62,7 +62,7 @@ class AImage:
         return self.layers[0].descriptor.digest.algorithm if self.layers else "sha256"
 
     def layer(self, name: str) -> Layer:
-        """Return the layer with a name. Raises NotFoundError."""
+        """Return the layer called ``name``. Raises NotFoundError."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -90,9 +90,9 @@ class AImage:
 
 
 def check_name(name: str) -> str:
-    """Return a layer's name, which is fit to be a file name. Raises FormatError.
+    """Return a layer's name if it is a safe file name. Raises FormatError.
 
-    It is not empty nor absolute, has no ``..`` or control characters, and is Unicode.
+    A safe name is relative, not empty, Unicode, and has no ``..`` or control characters.
     """
     parts = name.split("/")
     if (
@@ -139,7 +139,7 @@ def parse_dtype(value: object) -> str | None:
 
 
 def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
-    """Return a descriptor with ``name``, ``dtype`` and ``shape`` as fields, as ollama's."""
+    """Return a descriptor with the fields ``name``, ``dtype`` and ``shape``, as ollama's."""
     plain = layer.descriptor
     value = Descriptor(media_type, plain.digest, plain.size).to_json()
     value["name"] = layer.name

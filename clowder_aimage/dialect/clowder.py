@@ -12,11 +12,11 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
 class ClowderDialect(Dialect):
-    """The default dialect, and ``custom``, where the manifest's media type is Clowder's, too.
+    """The default dialect, and ``custom``, in which the manifest has Clowder's media type, too.
 
     Clowder's storage document prefers ``custom``; registries refuse it, image layouts do not.
-    Layers without a name are read, too (that document's samples have none, and its EP layers no
-    known media type); foreign layers keep their media type.
+    Layers without a name are also read (the samples in that document have none, and its EP layers
+    no known media type); foreign layers keep their media type.
     """
 
     def __init__(self, *, custom: bool = False) -> None:
@@ -49,7 +49,7 @@ class ClowderDialect(Dialect):
 
 
 def manifest_annotations(aimage: AImage) -> dict[str, str]:
-    """Return OCI's own annotations from the config, which other tools show."""
+    """Return OCI's annotations from the config, which other tools display."""
     properties = aimage.properties
     keys = (("created", mediatype.CREATED), ("license", mediatype.LICENSES))
     return {
@@ -73,7 +73,7 @@ def layer_annotations(layer: Layer) -> dict[str, str]:
 
 
 def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = None) -> Layer:
-    """Return the AImage layer of the annotations of ``layer``, with the content ``plain``.
+    """Return the AImage layer described by the annotations of ``layer``, with content ``plain``.
 
     ``name`` is used if they have none. Raises FormatError.
     """

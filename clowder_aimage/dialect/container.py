@@ -2,8 +2,8 @@
 
 The config is an OCI image config (image-spec, config.md) whose ``diff_ids`` are the digests of the
 original blobs. Tools that copy images may compress such layers and drop their annotations (skopeo
-does both) but keep the config, so it contains the table of the layers, and a compressed blob is
-identified by its diff_id.
+does both) but keep the config, so it contains the table of the layers, and compressed blobs are
+identified by their diff_id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CARRIED_LAYERS = "vnd.clowder.aimage.layers"
 
 
 class ContainerDialect(Dialect):
-    """OCI image config and layer types; the true media type of a layer is an annotation."""
+    """OCI image config and layer types; a layer's actual media type is an annotation."""
 
     name = "container"
 

@@ -1,4 +1,4 @@
-"""The interface of all dialects, and the form that their manifests have in common."""
+"""The interface of all dialects, and the common form of their manifests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
 class Dialect(ABC):
-    """A way to write an AImage; ``write(read(m, c))`` keeps every blob's digest."""
+    """A form of an AImage; ``write(read(m, c))`` keeps every blob's digest."""
 
     name: str
-    product: str  # whose manifests are only read
+    product: str  # for dialects that are only read
 
     @abstractmethod
     def matches(self, manifest: Manifest) -> bool:
@@ -25,7 +25,7 @@ class Dialect(ABC):
         """Return the AImage of a manifest and the bytes of its config. Raises FormatError."""
 
     def write(self, _: AImage, /) -> tuple[Manifest, bytes]:
-        """Return the manifest and the config bytes of an AImage, the same for the same one.
+        """Return the manifest and the config bytes of an AImage, which are deterministic.
 
         Raises:
             UsageError: this dialect is only read.

@@ -6,8 +6,8 @@ the type ``model.file`` is newer) and pkg/distribution/builder/from_directory.go
 config v0.2, each file a layer with its path). The two configs differ: model-spec has architecture
 and count under the format's name, model-runner beside it.
 
-Files without a path get the names of pkg/distribution/internal/bundle/unpack.go (199337214db0), but
-for the template and the projector, whose usual names are taken.
+Files without a path get the names of pkg/distribution/internal/bundle/unpack.go (199337214db0),
+except the template and the projector, which get their usual names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 _CONFIG = "application/vnd.docker.ai.model.config."  # v0.1+json, v0.2+json
 _AI = "application/vnd.docker.ai."
-_FILE = _AI + "model.file"  # a config, a tokenizer ...: only its path says what
+_FILE = _AI + "model.file"  # a config, a tokenizer ...: only its path identifies it
 _PROJECTOR = VendorFile("mmproj", ".gguf", mediatype.AIMAGE_GGUF)
 _PARTS = {
     _AI + "gguf.v3": VendorFile("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
@@ -72,7 +72,7 @@ class DockerDialect(Dialect):
 
 
 def _path(layer: Descriptor) -> str:
-    """Return the file's path, or nothing if the layer has none. Raises FormatError."""
+    """Return the file's path, or an empty string if there is none. Raises FormatError."""
     path = clean_path(layer.annotations.get(FILEPATH, ""))
     is_bare = layer.media_type.endswith(".tar") and not path.endswith(".tar")
     return f"{path}.tar" if path and is_bare else path

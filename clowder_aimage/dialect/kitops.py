@@ -6,7 +6,7 @@ JSON, whose entries have the digest of their layer. In older ones the n-th entry
 n-th layer of that kind (pkg/lib/filesystem/unpack/core.go, ec7d6049ba06). Prompts are layers of
 code with an annotation.
 
-A layer is a tar of a file or a directory, which stays one: its name is the path in the Kitfile with
+A layer is a tar of a file or a directory, and remains one: its name is the path in the Kitfile with
 ``.tar``.
 """
 
@@ -78,7 +78,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _name(layer: Descriptor, elements: list[_Element]) -> str | None:
-    """Return the path of the layer's entry, and remove that. Raises FormatError."""
+    """Return the path of the layer's entry, and remove that entry. Raises FormatError."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None:
         return None

@@ -21,7 +21,7 @@ _SAYS_NOTHING = frozenset(
 def clean_path(path: str) -> str:
     """Return a path of another tool as a layer's name: without ``./`` and ``/`` at its ends.
 
-    It is empty for the directory itself. Raises FormatError.
+    It is empty for the root directory. Raises FormatError.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
@@ -34,10 +34,10 @@ def name_layers(
     known: Sequence[str | None],
     read: Callable[[Descriptor, str], Layer],
 ) -> tuple[Layer, ...]:
-    """Return what ``read`` makes of each of ``layers`` and its unique name.
+    """Call ``read`` with each of ``layers`` and its unique name, and return the results.
 
-    That is the one in ``known``, else the layer's title, else the most specific word of its media
-    type with its position. Raises FormatError for names that are not valid, or not unique.
+    The name is that in ``known``, else the layer's title, else the most specific word of its media
+    type with its position. Raises FormatError for invalid or duplicate names.
     """
     taken = UsedNames(name for name in known if name is not None)
     return check_names(
@@ -49,14 +49,14 @@ def name_layers(
 
 
 class UsedNames:
-    """Names of files, which new names must differ from, as well as from their directories."""
+    """Names of files that are in use, as are their directories."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._files = set(names)
         self._directories = {above for name in self._files for above in _above(name)}
 
     def add(self, proposals: Iterable[str]) -> str:
-        """Take the first free name of endless ``proposals``."""
+        """Add and return the first free name of ``proposals``, which must be infinite."""
         name = next(one for one in proposals if self._is_free(one))
         self._files.add(name)
         self._directories.update(_above(name))
@@ -68,7 +68,7 @@ class UsedNames:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield the directories of a file."""
+    """Yield the parent directories of a file."""
     parts = name.split("/")[:-1]
     yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
 
@@ -81,7 +81,7 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
-    with contextlib.suppress(FormatError):  # a title is for people: it need not be a name
+    with contextlib.suppress(FormatError):  # a title need not be a valid name
         yield check_name(layer.annotations.get(mediatype.TITLE, ""))
     plain = f"{_word(layer.media_type)}.{position}"
     yield plain

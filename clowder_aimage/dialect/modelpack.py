@@ -2,11 +2,11 @@
 
 The format: github.com/modelpack/model-spec, docs/spec.md (OCI Image Manifest Specification For
 Model Artifacts), docs/config.md, docs/annotations.md, and in code specs-go/v1/mediatype.go
-(158c46c73bd8), annotations.go (27666dd23073) and config.go. Before it became CNCF's, the media
-types began with ``application/vnd.cnai.`` (docs/spec.md at f66a5c197a91); these are read, too.
+(158c46c73bd8), annotations.go (27666dd23073) and config.go. Before the CNCF adopted it, media types
+began with ``application/vnd.cnai.`` (docs/spec.md at f66a5c197a91); these are also read.
 
 Its config allows no other properties (schema/config-schema.json at 11571da63d78), so the AImage
-config is in an annotation of the manifest, and our facts of a layer are annotations of the layer.
+config is in an annotation of the manifest, and the AImage's layer fields are layer annotations.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelPackDialect(Dialect):
 
 
 def _name(layer: Descriptor) -> str | None:
-    """Return the path of the file, for an archive with ``.tar``. Raises FormatError."""
+    """Return the path of the file, with ``.tar`` for an archive. Raises FormatError."""
     if mediatype.MEDIATYPE in layer.annotations:
         return layer.annotations.get(mediatype.NAME)
     name = clean_path(layer.annotations.get(FILEPATH, ""))
@@ -93,7 +93,7 @@ def _name(layer: Descriptor) -> str | None:
 
 
 def _form(media_type: str) -> str:
-    """Return ``raw``, ``tar`` ...: how a layer holds its files; nothing for foreign layers."""
+    """Return the packing of a layer (``raw``, ``tar`` ...); empty for foreign layers."""
     match = _LAYER.fullmatch(media_type)
     return (match[2] or "raw") if match else ""
 
@@ -128,7 +128,7 @@ def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
             "parameters": (at(technical, "paramSize"),),
             "dtype": (at(technical, "precision"),),
             "quantization": (at(technical, "quantization"),),
-            # Whether all of several hold, or one of them to choose, is not said.
+            # The format does not state whether several licenses all apply or are alternatives.
             "license": licenses if isinstance(licenses, list) and len(licenses) == 1 else (),
             "source": (at(about, "sourceURL"),),
             "created": (at(about, "createdAt"),),

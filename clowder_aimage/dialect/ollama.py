@@ -4,7 +4,7 @@ Tensor models have name, dtype and shape on each layer. The format: ollama's "Im
 Format" and "Tensor Blob Format". Both generations are read: layers of
 ``application/vnd.ollama.image.config`` as well as ``.json``.
 
-GGUF models are only read. Their layers have no names: the media type tells their kind
+GGUF models are only read. Their layers have no names: the media type determines their kind
 (github.com/ollama/ollama, server/images.go, GetModel, at 5dbb81b72c4b), and the config describes
 the model (types/model/config.go, ConfigV2, at 0abf7fac54ed). Several layers of a model are the
 parts of a split file, in order.
@@ -22,7 +22,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
 
-# A foreign tool keeps unknown fields of a config, so the AImage config travels in one.
+# Other tools keep unknown fields of a config, so one of them contains the AImage config.
 CARRIED_CONFIG = "vnd.clowder.aimage.config"
 _OLLAMA = "application/vnd.ollama.image."
 _FILES = (mediatype.OLLAMA_JSON, mediatype.OLLAMA_CONFIG)
@@ -39,7 +39,7 @@ _PARTS = {
     _OLLAMA + "projector": VendorFile("projector", ".gguf", mediatype.AIMAGE_GGUF),
     _OLLAMA + "adapter": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
     _OLLAMA + "template": VendorFile("template", "", mediatype.AIMAGE_FILE),
-    # a template's earlier name
+    # a former name of the template
     _OLLAMA + "prompt": VendorFile("prompt", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "license": VendorFile("license", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "params": VendorFile("params", ".json", mediatype.AIMAGE_FILE),
@@ -82,7 +82,7 @@ class OllamaDialect(Dialect):
 
 
 def _is_ours(manifest: Manifest) -> bool:
-    """Return whether we wrote it with layers unknown to ollama: all have names then, too."""
+    """Return whether we wrote it with layers unknown to ollama, which all have names."""
     is_docker = manifest.media_type == mediatype.DOCKER_MANIFEST
     return is_docker and {"name" in layer.extra for layer in manifest.layers} == {True}
 

@@ -18,8 +18,8 @@ class LayerSelection:
     """The layers in one of the ``components``, or with a name like one of the ``patterns``.
 
     A component is the first part of a name, or more of it (``adapters/style``). In a pattern ``*``
-    matches anything, also slashes. With components come the files at the top that are not weights,
-    such as ``model_index.json``.
+    matches anything, including slashes. Components include the top-level files that are not
+    weights, such as ``model_index.json``.
     """
 
     components: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class LayerSelection:
         """Return the names of the selected layers.
 
         Raises:
-            NotFoundError: a component or pattern selects nothing; with a list of the layers.
+            NotFoundError: a component or pattern selects nothing; the error lists the layers.
         """
         chosen: set[str] = set()
         missed: list[str] = []
@@ -67,7 +67,7 @@ def _nothing(aimage: AImage, reference: Reference, missed: Sequence[str]) -> Not
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the names in a row, shortened after twenty."""
+    """Return the names in one line, at most twenty."""
     known = list(names)
     shown = ", ".join(known[:_MAX_LISTED])
     return f"{shown} and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else shown

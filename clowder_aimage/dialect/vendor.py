@@ -1,6 +1,6 @@
 """Common parts of other vendors' dialects: names of files, their media types, the AImage config.
 
-A vendor's config is read leniently: a fact of another type, or one that is invalid in the AImage
+A vendor's config is read leniently: a value of another type, or one that is invalid in the AImage
 config's schema, is left out.
 """
 
@@ -44,10 +44,10 @@ _PRECISIONS = {
 
 
 class VendorFile(NamedTuple):
-    """The name of layers of a kind.
+    """The name for layers of a kind.
 
-    The n-th gets a number, or all get one if they are parts of one file (``is_split``). Without a
-    media type they keep the vendor's.
+    The n-th is numbered, or all are if they are parts of one file (``is_split``). Without a media
+    type they keep the vendor's.
     """
 
     stem: str
@@ -59,7 +59,7 @@ class VendorFile(NamedTuple):
 def part_names(parts: Sequence[VendorFile | None]) -> list[str | None]:
     """Return names for layers of these kinds, in order: ``license``, ``license-2``.
 
-    Parts are ``model-00001-of-00003.gguf``, as for llama.cpp and Hugging Face.
+    Parts are named ``model-00001-of-00003.gguf``, as in llama.cpp and Hugging Face.
     """
     total, seen = Counter(parts), Counter[VendorFile | None]()
     names: list[str | None] = []
@@ -93,7 +93,7 @@ def read_object(config: bytes) -> Mapping[str, Any]:
 
 
 def at(value: object, *keys: str) -> Any:
-    """Return the value in ``value`` under the keys, or None."""
+    """Return the nested value of ``value`` at ``keys``, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -127,7 +127,7 @@ def read_count(fact: object) -> int | None:
 
 
 def _format(layers: Sequence[Layer]) -> str | None:
-    """Return the format of the layers, which vendors name differently."""
+    """Return the format of the layers, for which vendors use different names."""
     found = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
     return next((word for word in FORMATS.values() if word in found), None)
 

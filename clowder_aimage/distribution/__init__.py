@@ -2,5 +2,5 @@
 
 A request passes the middlewares of ``http/app`` and a route of ``registry_role`` to one of the
 ``*_routes`` modules; the others do not depend on HTTP. In a cache of another registry, reads go
-through ``cache``. Nothing is imported here: aiohttp comes with an extra.
+through ``cache``. This module imports nothing, since aiohttp is an optional dependency.
 """

@@ -1,4 +1,4 @@
-"""The fetch of a blob from the upstream into the layout, which clients read as it grows."""
+"""Fetch a blob from the upstream into the layout, while clients read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
-PIECE = 64 * 1024  # bytes read at a time: a slow upstream must not look like a dead cache
+PIECE = 64 * 1024  # bytes read at a time: with a slow upstream the cache must keep responding
 KEEP = 256 * 1024 * 1024  # bytes between checkpoints, which survive a crash
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class _GrowingIngest(FileIngest):
 
 
 class CachedFetch:
-    """One fetch that any number of clients follow, each at its own speed; made in the event loop.
+    """A fetch that any number of clients read at their own speed; created in the event loop.
 
     ``front`` bytes may be sent, the last byte only after the whole blob is verified and stored.
     """
@@ -52,7 +52,7 @@ class CachedFetch:
         await asyncio.shield(self._begun)
 
     async def wait(self, offset: int) -> int:
-        """Return how many bytes may be sent, once over ``offset``. Raises ConnectionError."""
+        """Wait until over ``offset`` bytes may be sent; return how many. Raises ConnectionError."""
         while self.front <= offset:
             if self._error is not None:
                 raise ConnectionResetError(str(self._error))
@@ -70,7 +70,7 @@ class CachedFetch:
             raise ConnectionResetError(str(error)) from None
 
     def run(self, source: Source, arrived: Callable[[Digest], None]) -> None:
-        """Fetch, verify and store the blob, and call ``arrived``. Errors go to the clients."""
+        """Fetch, verify and store the blob, and call ``arrived``. Errors are passed to clients."""
         try:
             self._fetch(source)
         except VerificationError as error:
@@ -86,7 +86,7 @@ class CachedFetch:
         else:
             try:
                 arrived(self.content.digest)
-            except Exception:  # the blob is here, and right
+            except Exception:  # the blob is stored and verified
                 _log.exception("cannot name the manifests that %s completes", self.content.digest)
             self._report(self.content.size)
 
@@ -114,7 +114,7 @@ class CachedFetch:
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
             ingest = _GrowingIngest(self._layout.root, digest.encoded, self.content)
-        except IngestBusyError:  # another process fetches it, and its progress is not known
+        except IngestBusyError:  # another process fetches it, with unknown progress
             ingest = _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
             return ingest, [(0, self.content.size)]
         return ingest, ingest.missing()
@@ -149,7 +149,7 @@ class CachedFetch:
                 self._loop.call_soon_threadsafe(self._read_report)
 
     def _read_report(self) -> None:
-        self._is_reported = False  # first: a report that comes now is read again
+        self._is_reported = False  # first, so that a report from now on is read again
         front, error = self._progress
         self._error = error
         self.front = max(self.front, front)

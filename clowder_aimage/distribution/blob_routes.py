@@ -57,7 +57,7 @@ def content_headers(digest: Digest) -> dict[str, str]:
 
 
 def is_current(request: web.Request, digest: Digest) -> bool:
-    """Return True if the client has it: a digest is a strong ETag (RFC 9110, "If-None-Match")."""
+    """Return True if the client has the content: a digest is a strong ETag (RFC 9110, 13.1.2)."""
     known = request.headers.get("If-None-Match", "")
     return f'"{digest}"' in known or known.strip() == "*"
 
@@ -94,10 +94,10 @@ async def _send(
     size: int,
     fetch: CachedFetch | None = None,
 ) -> web.StreamResponse:
-    """Send a blob, also one that is still being fetched from the upstream.
+    """Send a blob, possibly while it is being fetched from the upstream.
 
-    A Range of that is honoured if its bytes are here already; otherwise the whole is sent (RFC
-    9110, 14.2): the bytes arrive in order, and a client that waited for others would time out.
+    In that case a Range is honoured if its bytes have arrived; otherwise the whole is sent (RFC
+    9110, 14.2): bytes arrive in order, and a client that waits for later ones would time out.
     """
     if is_current(request, digest):
         return await _head(request, digest, size)
@@ -115,10 +115,10 @@ async def _send(
 
 
 def _wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
-    """Return the span [start, end) that a GET asks for, or None for the whole.
+    """Return the span [start, end) that a GET requests, or None for the whole.
 
-    The whole answers several ranges at once, other units, a malformed Range, and one whose If-Range
-    no longer holds. Raises 416 where the span begins past the end, or after its own end (RFC 9110).
+    Several ranges, other units, a malformed Range and an outdated If-Range select the whole. Raises
+    416 if the span begins past the end, or after its own end (RFC 9110).
     """
     match = _RANGE.fullmatch(request.headers.get("Range", "").replace(" ", ""))
     if match is None or not any(match.groups()):

@@ -1,7 +1,7 @@
-"""A pull-through cache: content that is not in the layout is fetched from the upstream, and kept.
+"""A pull-through cache: missing content is fetched from the upstream and stored.
 
-A tag is resolved at the upstream each time; the stored one is served if that does not answer.
-Content that a digest names is fetched once. Methods run in the event loop, what blocks in threads.
+A tag is resolved at the upstream each time; if that does not respond, the stored one is served.
+Content with a digest is fetched once. Methods run in the event loop, blocking calls in threads.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
     from clowder_aimage.registry import Repository
 
-CONCURRENCY = 16  # blobs that are fetched at a time
-MAX_FETCHES = 256  # that run or wait
-CLOSE_TIMEOUT = 2.0  # seconds in which fetches save what came
+CONCURRENCY = 16  # blobs fetched at a time
+MAX_FETCHES = 256  # running or queued fetches
+CLOSE_TIMEOUT = 2.0  # seconds in which fetches save received bytes
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class PullThroughCache:
-    """The layout before ``upstream``. ``catalog`` has the names below the upstream's."""
+    """A layout as a cache of ``upstream``; ``catalog`` has the names below the upstream's."""
 
     def __init__(
         self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs, upstream: UpstreamRegistry
@@ -55,9 +55,9 @@ class PullThroughCache:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
-        """Return a manifest and its bytes. Concurrent requests for one are sent once.
+        """Return a manifest and its bytes. Concurrent requests for it are merged.
 
-        Raises MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) where it is not stored.
+        Raises MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) if it is not stored.
         """
         task = self._asking.get(reference)
         if task is None:
@@ -96,19 +96,19 @@ class PullThroughCache:
             raw = self._catalog.read(descriptor)
             self._layout.use(descriptor)
             return descriptor, raw
-        except AImageError as error:  # damaged, or gone: the upstream has it
+        except AImageError as error:  # damaged or removed: the upstream has it
             _log.warning("cannot read %s: %s", descriptor, error)
             return None
 
     async def size(self, repository: str, digest: Digest) -> int:
-        """Return the size of a blob, here or there. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
+        """Return the size of a blob, stored or not. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
             return await asyncio.to_thread(self._shelf.size, digest)
         except DistributionError:
             return await self._size_there(repository, digest)
 
     async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
-        """Return the fetch of a blob, None if it is here. Raises as ``size``; TOOMANYREQUESTS."""
+        """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
         fetch = self._fetches.get(digest)
         if fetch is None and await asyncio.to_thread(self._has, digest):
             return None
@@ -124,7 +124,7 @@ class PullThroughCache:
         return fetch
 
     def _has(self, digest: Digest) -> bool:
-        """Return True if a blob is here, and name the manifests that it completes."""
+        """Return True if a blob is stored, and name the manifests that it completes."""
         here = self._shelf.has(digest)
         if here and self._waiting.size(digest) is not None:
             self._waiting.arrived(digest)
@@ -158,11 +158,11 @@ class PullThroughCache:
             del self._fetches[fetch.content.digest]
 
     async def tags(self, repository: str) -> list[str] | None:
-        """Return the tags at the upstream, None if it does not answer. Raises NAME_UNKNOWN."""
+        """Return the tags at the upstream, None if it does not respond. Raises NAME_UNKNOWN."""
         return await self._list(repository, lambda there: there.tag_names())
 
     async def referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
-        """Return the referrers of a manifest at the upstream, None if it does not answer."""
+        """Return the referrers of a manifest at the upstream, None if it does not respond."""
         return await self._list(repository, lambda there: there.referrers(subject))
 
     async def _list(
@@ -188,7 +188,7 @@ class PullThroughCache:
         return self._refusal(error)
 
     def _refusal(self, error: AImageError) -> AImageError:
-        """Return the error for a client. Messages of the upstream are for the log."""
+        """Return the error for a client. Messages of the upstream are only logged."""
         host = self._upstream.host
         if isinstance(error, UnauthorizedError):
             return DistributionError("DENIED", message=f"{host} refuses it to this cache")
@@ -197,7 +197,7 @@ class PullThroughCache:
         return DistributionError("UNKNOWN", message=f"{host} does not answer", status=502)
 
     async def close(self) -> None:
-        """Stop the fetches. What came of large blobs is kept."""
+        """Stop the fetches. Received bytes of large blobs are kept."""
         for fetch in self._fetches.values():
             fetch.stopped = True
         self._upstream.close()

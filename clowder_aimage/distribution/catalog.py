@@ -1,8 +1,8 @@
 """The names of the layout, as repositories. Nothing here depends on HTTP.
 
-A manifest belongs to a repository if a name of that repository (a tag, or the digest itself) leads
+A manifest belongs to a repository if a name of that repository (a tag, or the digest itself) refers
 to it, directly or through an index. Other manifests are not served even if their bytes are in the
-layout: the next collection may remove what they refer to.
+layout: the next collection may remove the content that they need.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _version(index: Path) -> tuple[int, int, int] | None:
 
 
 class Catalog:
-    """Look-ups by repository; the index of the layout is read again when it has been replaced.
+    """Look-ups by repository; the index of the layout is read again after it was replaced.
 
-    With a ``base``, only names below it are seen, and repositories are named without it. Summaries
-    of manifests are kept by digest, whose bytes never change.
+    With a ``base``, only names below it are visible, and repositories are named without it.
+    Summaries of manifests are cached by digest.
     """
 
     def __init__(self, layout: ImageLayout, base: str = "") -> None:
@@ -85,7 +85,7 @@ class Catalog:
         self._known: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
 
     def version(self) -> Version:
-        """Return a value that changes with the names."""
+        """Return a value that changes when the names do."""
         return tuple(_version(root / "index.json") for root in self._layout.roots)
 
     def repositories(self) -> list[str]:
@@ -97,7 +97,7 @@ class Catalog:
         return self._names().get(repository, [])
 
     def _names(self) -> dict[str, list[CatalogEntry]]:
-        version = self.version()  # before reading: what is newer than it is read again
+        version = self.version()  # before reading: later changes are read again
         if self._known is None or self._known[0] != version:
             names: dict[str, list[CatalogEntry]] = {}
             for entry in self._read_names():
@@ -112,7 +112,7 @@ class Catalog:
             try:
                 reference = Reference.parse(name)
             except UsageError:
-                continue  # a foreign name, which no path of the API can spell
+                continue  # a foreign name, which no API path can contain
             if reference.name.startswith(self._base):
                 repository = reference.name.removeprefix(self._base)
                 yield CatalogEntry(name, repository, reference.tag, descriptor)
@@ -130,7 +130,7 @@ class Catalog:
         return self.reach(entries, reference.digest)
 
     def reach(self, entries: list[CatalogEntry], digest: Digest) -> Descriptor | None:
-        """Return the manifest that ``entries`` lead to, breadth first: an index is read last."""
+        """Return the manifest that ``entries`` refer to, breadth first: indexes are read last."""
         level = [entry.descriptor for entry in entries]
         seen: set[Digest] = set()
         while level:
@@ -176,7 +176,7 @@ class Catalog:
                 continue
 
     def needs(self, digest: Digest) -> bool:
-        """Return True if any name of the layout leads to a blob; for one caller at a time."""
+        """Return True if any name of the layout needs a blob. Not thread-safe."""
         wanted = str(digest).encode()
         with self._searching:
             level = {descriptor.digest for _, descriptor in self._layout.tags()}

@@ -43,7 +43,7 @@ class CatalogRoutes:
         return _page(request, filter(_is_servable, names), {}, "repositories")
 
     async def referrers(self, request: web.Request) -> web.StreamResponse:
-        """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type>: an index, maybe empty."""
+        """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type> with an index."""
         repository, subject = repository_of(request), digest_of(request)
         found = None
         if self._cache is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import Reference
 
-# code -> the status it goes with where a section does not ask for another, and its message
+# code -> the default status, and the message
 CODES = {
     "BLOB_UNKNOWN": (404, "blob unknown to registry"),
     "BLOB_UPLOAD_INVALID": (400, "blob upload invalid"),
@@ -28,7 +28,7 @@ CODES = {
 
 
 class DistributionError(ApiError):
-    """An error that answers a request; each of ``details`` is an entry of the answer's list."""
+    """An error response; each of ``details`` is an entry of its list of errors."""
 
     def __init__(
         self,

@@ -30,15 +30,15 @@ from clowder_aimage.oci import (
     parse_document,
 )
 
-# What may be pushed. A manifest media type of one's own is refused, as every registry does, so
-# that what is tried here holds elsewhere; one that is in the layout already is served.
+# Media types that may be pushed. Clowder's own is refused, as by every registry, so that tests
+# against this registry apply to others; a stored manifest of that type is served.
 ACCEPTED = mediatype.DOCUMENTS - {mediatype.AIMAGE_MANIFEST}
-# Layers whose bytes stay where their urls say (image-spec, layer.md, "Non-Distributable Layers")
+# Layers stored at their urls (image-spec, layer.md, "Non-Distributable Layers")
 _ELSEWHERE = (
     "application/vnd.oci.image.layer.nondistributable.",
     "application/vnd.docker.image.rootfs.foreign.",
 )
-MAX_LISTED = 100  # missing blobs named in one answer
+MAX_LISTED = 100  # missing blobs listed in one response
 MAX_TAGS = 100  # set by one PUT
 
 
@@ -54,7 +54,7 @@ class ManifestRoutes:
     ) -> None:
         self._layout, self._catalog = layout, catalog
         self._blobs, self._cache = blobs, cache
-        self._names_lock = threading.Lock()  # held from reading names to changing them
+        self._names_lock = threading.Lock()  # held from reading names until they are changed
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/manifests/<reference>."""
@@ -71,14 +71,14 @@ class ManifestRoutes:
     def _read(self, reference: Reference) -> tuple[Descriptor, bytes]:
         descriptor = self._catalog.find(reference)
         if descriptor is not None:
-            with contextlib.suppress(NotFoundError):  # named, but its bytes are not here
+            with contextlib.suppress(NotFoundError):  # named, but not stored
                 raw = self._catalog.read(descriptor)
                 self._layout.use(descriptor)
                 return descriptor, raw
         raise manifest_unknown(reference)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        """Answer PUT /v2/<name>/manifests/<reference>?tag=<tag>&...: verified, stored, named."""
+        """Answer PUT /v2/<name>/manifests/<reference>?tag=<tag>&...: verify, store and name it."""
         reference = reference_of(request)
         names = [reference, *_tags(request, reference)]
         if request.content_type not in ACCEPTED:
@@ -141,7 +141,7 @@ class ManifestRoutes:
                 raise _unsupported("an index of this repository holds it: delete that first")
             meant = {entry.name: entry.descriptor.digest for entry in removed}
             if not self._layout.forget(meant):
-                raise manifest_unknown(reference)  # or another process was first
+                raise manifest_unknown(reference)  # or another process removed it
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
@@ -154,12 +154,12 @@ class ManifestRoutes:
     def _keep_by_digest(
         self, removed: list[CatalogEntry], others: list[CatalogEntry], reference: Reference
     ) -> None:
-        """Name a manifest by its digest if nothing but the tag leads to it."""
+        """Name a manifest by its digest if only the tag refers to it."""
         for entry in removed:
             digest = entry.descriptor.digest
             if self._catalog.reach(others, digest) is None:
                 name = self._catalog.stored(reference.with_digest(digest))
-                with contextlib.suppress(NotFoundError):  # its bytes are not here
+                with contextlib.suppress(NotFoundError):  # it is not stored
                     self._layout.tag(entry.descriptor, name)
 
 
@@ -194,7 +194,7 @@ def _tags(request: web.Request, reference: Reference) -> list[Reference]:
 
 
 def _digest(raw: bytes, reference: Reference) -> Digest:
-    """Return the digest to store the manifest under: the one of the request, else sha256."""
+    """Return the digest to store the manifest under: that of the request, else sha256."""
     if reference.digest is None:
         return Digest.of(raw)
     if Digest.of(raw, reference.digest.algorithm) != reference.digest:

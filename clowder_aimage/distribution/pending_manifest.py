@@ -1,4 +1,4 @@
-"""Manifests of a cache that have no name in the layout yet, since blobs of them are missing.
+"""Manifests of a cache without a name in the layout, because some of their blobs are missing.
 
 A cache fetches the manifest first, and the blobs as clients request them.
 """
@@ -16,12 +16,12 @@ from clowder_aimage.errors import ContentError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
 
-MAX_PENDING = 64  # manifests; the oldest is forgotten
+MAX_PENDING = 64  # manifests; the oldest is dropped
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A manifest, complete with all of ``missing``; an index is with any of them."""
+    """A manifest that needs all of ``missing``, or an index that needs any of them."""
 
     reference: Reference
     descriptor: Descriptor
@@ -29,14 +29,14 @@ class _Waiter:
     waits_for_any: bool
 
     def take(self, digest: Digest) -> bool:
-        """Return True if it is complete now that ``digest`` is here."""
+        """Return True if it is complete now that ``digest`` has arrived."""
         if self.missing.pop(digest, None) is None:
             return False
         return self.waits_for_any or not self.missing
 
 
 class PendingManifests:
-    """The manifests without names. Threads may share it."""
+    """The manifests without names. Thread-safe."""
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs) -> None:
         self._layout, self._catalog, self._shelf = layout, catalog, shelf
@@ -62,7 +62,7 @@ class PendingManifests:
     def _waiter(
         self, reference: Reference, descriptor: Descriptor, document: Manifest | Index
     ) -> _Waiter | None:
-        """Return the blobs that are missing, None if it is complete."""
+        """Return the missing blobs, or None if it is complete."""
         is_index = isinstance(document, Index)
         is_here = self._is_whole if is_index else self._layout.exists
         missing = {each.digest: each.size for each in document.children if not is_here(each)}
@@ -70,7 +70,7 @@ class PendingManifests:
         return None if complete else _Waiter(reference, descriptor, missing, is_index)
 
     def _is_whole(self, descriptor: Descriptor) -> bool:
-        """Return True if a manifest of an index is here with all of its blobs."""
+        """Return True if a manifest of an index is stored with all of its blobs."""
         if not self._layout.exists(descriptor):
             return False
         try:
@@ -81,7 +81,7 @@ class PendingManifests:
         return all(self._layout.exists(child) for child in document.children)
 
     def find(self, reference: Reference) -> Descriptor | None:
-        """Return the manifest without a name that a reference means."""
+        """Return the manifest without a name that a reference of the API names."""
         digest = reference.digest
         with self._lock:
             for known, waiter in self._waiters.items():
@@ -91,18 +91,18 @@ class PendingManifests:
         return None
 
     def size(self, digest: Digest) -> int | None:
-        """Return the size of a missing blob, as its manifest states it."""
+        """Return the size of a missing blob, as stated in its manifest."""
         with self._lock:
             found = (waiter.missing.get(digest) for waiter in self._waiters.values())
             return next((size for size in found if size is not None), None)
 
     def arrived(self, digest: Digest) -> None:
-        """Name the manifests of which a blob was the last. Raises AccessError, ContentError."""
+        """Name the manifests that a blob completes. Raises AccessError, ContentError."""
         with self._lock:
             complete = [waiter for waiter in self._waiters.values() if waiter.take(digest)]
             for waiter in complete:
                 del self._waiters[waiter.reference]
-        # tags before digests: a manifest that a tag leads to needs no name of its own
+        # tags before digests: a manifest with a tag needs no name by digest
         for waiter in sorted(complete, key=lambda one: one.reference.digest is not None):
             self.arrived(waiter.descriptor.digest)  # an index may wait for it
             raw = read_all(self._layout.open(waiter.descriptor), waiter.descriptor)

@@ -19,8 +19,8 @@ from clowder_aimage.distribution.upload_session import UploadSession, UploadSess
 from clowder_aimage.http.body_stream import pieces
 from clowder_aimage.oci import Digest
 
-PIECE = 1024 * 1024  # what is written, and hashed, at a time
-SETTLE = 0.1  # seconds that a question for an upload's place waits for who writes to it
+PIECE = 1024 * 1024  # bytes written and hashed at a time
+SETTLE = 0.1  # seconds that a status request waits for the upload's writer
 ALGORITHMS = ("sha256", "sha512")
 _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
@@ -46,7 +46,7 @@ class PushRoutes:
             raise DistributionError("DIGEST_INVALID", message=message)
         wanted = request.query.get("digest")
         single = parse_digest(wanted) if wanted is not None else None
-        # ollama asks with an empty body first (server/upload.go, "Prepare")
+        # ollama first sends an empty body (server/upload.go, "Prepare")
         is_announced = request.headers.get("X-Content-Length", "0") != "0"
         if single is not None and is_announced and not request.content_length:
             if await asyncio.to_thread(self._blobs.has, single):
@@ -81,9 +81,9 @@ class PushRoutes:
         return _created(upload.repository, digest)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        """Answer GET <location>: the bytes received, after which a broken upload is resumed."""
+        """Answer GET <location>: the received bytes, after which a broken upload resumes."""
         upload = self._upload(request)
-        with contextlib.suppress(TimeoutError):  # what came of a broken request is still written
+        with contextlib.suppress(TimeoutError):  # bytes of a broken request may still be written
             async with asyncio.timeout(SETTLE), upload.lock:
                 pass
         return web.Response(status=204, headers=_headers(upload))
@@ -104,7 +104,7 @@ class PushRoutes:
         await asyncio.to_thread(self._blobs.put, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
-        """Write the body to the upload; a broken connection leaves the bytes that have arrived."""
+        """Write the body to the upload; received bytes survive a broken connection."""
         end = _declared_end(request, upload)
         buffer = bytearray()
         try:
@@ -125,7 +125,7 @@ class PushRoutes:
 def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
     """Return the offset of the upload after this chunk, if its Content-Range gives it.
 
-    Raises 416 where the chunk does not begin where the last one ended.
+    Raises 416 if the chunk does not begin where the last one ended.
     """
     text = request.headers.get("Content-Range")
     if text is None:

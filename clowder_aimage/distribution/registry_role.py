@@ -32,15 +32,15 @@ from clowder_aimage.layout import ImageLayout
 if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
 
-GRACE = 5.0  # seconds that requests under way get to end in
+GRACE = 5.0  # seconds that running requests get to end
 READ_BUFFER = 256 * 1024  # bytes of a request's body that may wait for the disk
-# The name is anything here, and parsed strictly by the routes, so that a bad one gets its own error
+# Any name matches, and the routes parse it strictly, so that an invalid one gets its own error
 _NAME = "/v2/{name:.+}"
 _UPLOAD = _NAME + "/blobs/uploads/{upload}"
 
 
 class RegistryRole(Role):
-    """The layout as a registry; with an ``upstream``, as a cache of that."""
+    """The layout as a registry; with an ``upstream``, as a cache of it."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RegistryRole(Role):
         self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
 
     def routes(self) -> list[Route]:
-        """Return every endpoint. The first that matches wins: uploads stand before blobs."""
+        """Return all endpoints. The first match wins, so uploads precede blobs."""
         names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
         found = [
             Route("GET", "/v2/", names.version, ADMIN),
@@ -90,7 +90,7 @@ class RegistryRole(Role):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Give up silent uploads and old leases meanwhile, and all of them at the end."""
+        """Expire idle uploads and old leases while running, and end all of them on exit."""
         try:
             async with beside(self._expire()):
                 yield
@@ -108,9 +108,9 @@ class RegistryRole(Role):
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
-    """Return the routes that only read, of names below ``base``, for other nodes.
+    """Return the read-only routes for names below ``base``, for other nodes.
 
-    The caller turns and closes ``leases``.
+    The caller rotates (``turn``) and closes ``leases``.
     """
     catalog = Catalog(layout, base)
     blobs = ServedBlobs(layout, catalog, leases)
@@ -135,9 +135,9 @@ def serve(
 ) -> None:
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
 
-    Clients must know ``token`` if there is one. With an ``upstream`` it is a cache of that.
-    ``on_ready`` gets the URL once connections are accepted; port 0 becomes a free one. Raises
-    UsageError: the address is malformed, or other machines reach it without a token; AccessError.
+    Clients must send ``token`` if it is set. With an ``upstream`` the server is a cache of it.
+    ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
+    Raises UsageError: the address is malformed, or public without a token; AccessError.
     """
     if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
         access = "reads" if readonly or upstream is not None else "reads and writes"
@@ -154,9 +154,9 @@ def serve(
             tokens={token: ADMIN} if token is not None else {},
             interface=OCI,
             on_ready=lambda urls: on_ready(urls[0]),
-            # A body must reach the store as it was sent: content codings are not undone
+            # A body is stored as it was sent: content codings are not decoded
             auto_decompress=False,
             handler_cancellation=False,  # bytes of a broken upload are still written
             read_bufsize=READ_BUFFER,
-            shutdown_timeout=GRACE / 2,  # waited for twice: to end, then to be cancelled
+            shutdown_timeout=GRACE / 2,  # applied twice: before and after requests are cancelled
         )

@@ -1,4 +1,4 @@
-"""Names in a request, parsed by the one grammar in oci/ before anything uses them."""
+"""Names in a request, parsed by the grammar in oci/ before they are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.oci import Digest, Reference
 
-PEER = f"({PRODUCT} cache)"  # in the User-Agent of a cache that asks others before its upstream
+PEER = f"({PRODUCT} cache)"  # in the User-Agent of a cache that tries others before its upstream
 
 
 def parse_repository(name: str) -> str:
@@ -20,7 +20,7 @@ def parse_repository(name: str) -> str:
 
 
 def parse_digest(text: str) -> Digest:
-    """Return a digest (image-spec, "Digests"). Nothing else gets to the layout."""
+    """Return a valid digest (image-spec, "Digests"), the only form passed to the layout."""
     try:
         return Digest.parse(text)
     except FormatError as error:
@@ -40,7 +40,7 @@ def parse_reference(repository: str, target: str) -> Reference:
 
 
 def _parse(text: str) -> Reference | None:
-    """Parse ``text`` behind a host, so that no part of it is taken for one."""
+    """Parse ``text`` behind a host, so that no part of it is parsed as a host."""
     try:
         return Reference.parse(f"localhost/{text}")
     except UsageError:
@@ -64,5 +64,5 @@ def reference_of(request: web.Request) -> Reference:
 
 
 def is_of_peer(request: web.Request) -> bool:
-    """Return True for the request of another cache, which has an upstream itself."""
+    """Return True for the request of another cache, which has its own upstream."""
     return PEER in request.headers.get("User-Agent", "")

@@ -1,8 +1,8 @@
-"""The blobs of the layout that are served: all but deleted ones.
+"""The blobs of the layout that are served: all except deleted ones.
 
-Other processes share the layout, and may be about to name a blob that no name leads to yet.
-Deleting a blob therefore ends its being served, and leaves its bytes to garbage collection. A blob
-that a manifest needs is served in any case.
+Other processes share the layout, and may be about to name a blob that has no name yet. Deleting a
+blob therefore only stops serving it, and leaves its bytes to garbage collection. A blob that a
+manifest needs is always served.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
 MEDIA_TYPE = "application/octet-stream"
-PERIOD = 3600.0  # seconds for which a digest is kept at least; twice that at most
+PERIOD = 3600.0  # seconds that a digest is leased; up to twice that
 
 
 class ServedLeases:
-    """The leases of a server. Threads may share it."""
+    """The leases of a server. Thread-safe."""
 
     def __init__(self, layout: ImageLayout, clock: Callable[[], float]) -> None:
         self._layout, self._clock = layout, clock
@@ -33,7 +33,7 @@ class ServedLeases:
         self._lease, self._older = layout.lease(), layout.lease()
 
     def add(self, *digests: Digest) -> None:
-        """Keep content; check only afterwards that it is here. Raises StoreError."""
+        """Lease content; check only afterwards whether it exists. Raises StoreError."""
         with self._lock:
             if self._clock() - self._since > PERIOD:
                 self._since = self._clock()
@@ -42,25 +42,25 @@ class ServedLeases:
             self._lease.add(*digests)
 
     def turn(self) -> None:
-        """Release what was kept for PERIOD."""
+        """Release leases older than PERIOD."""
         self.add()
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all leases."""
         with self._lock, contextlib.suppress(OSError):
             self._older.close()
             self._lease.close()
 
 
 class ServedBlobs:
-    """The blobs of ``layout``: one store, found under every repository name.
+    """The blobs of ``layout``: one store, available under every repository name.
 
-    Blobs that a client was told of are leased. Methods raise DistributionError.
+    Blobs reported to a client are leased. Methods raise DistributionError.
     """
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
         self._layout, self._catalog, self._leases = layout, catalog, leases
-        self._deleted: dict[Digest, Version] = {}  # with the names that did not need it
+        self._deleted: dict[Digest, Version] = {}  # with the version whose names did not need it
 
     def open(self, digest: Digest) -> BinaryIO:
         """Open a blob, which stays readable if its name is removed. Raises BLOB_UNKNOWN."""
@@ -70,14 +70,14 @@ class ServedBlobs:
         raise DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
 
     def size(self, digest: Digest) -> int:
-        """Return the size of a blob, and lease it: clients rely on it. Raises BLOB_UNKNOWN."""
-        self.open(digest).close()  # only what is here is leased: a client may ask for any digest
+        """Return the size of a blob, and lease it for the client. Raises BLOB_UNKNOWN."""
+        self.open(digest).close()  # only stored blobs are leased: clients may request any digest
         self._leases.add(digest)
         with self.open(digest) as file:
             return os.fstat(file.fileno()).st_size
 
     def has(self, digest: Digest) -> bool:
-        """Return True if it is here; the client may rely on it from now on."""
+        """Return True if a blob is served, and lease it for the client."""
         try:
             self.size(digest)
         except DistributionError:
@@ -85,11 +85,11 @@ class ServedBlobs:
         return True
 
     def holds(self, content: Descriptor) -> bool:
-        """Return True if it is served, with the size of ``content``."""
+        """Return True if a blob is served with the size of ``content``."""
         return self._layout.exists(content) and not self._is_deleted(content.digest)
 
     def remove(self, digest: Digest) -> None:
-        """Stop serving it until it is pushed again. Raises BLOB_UNKNOWN; UNSUPPORTED if needed."""
+        """Stop serving a blob until it is pushed again. Raises BLOB_UNKNOWN; UNSUPPORTED: needed."""
         self.open(digest).close()
         version = self._catalog.version()
         if self._catalog.needs(digest):
@@ -98,18 +98,18 @@ class ServedBlobs:
         self._deleted[digest] = version
 
     def expect(self, *digests: Digest) -> None:
-        """Lease content that is about to arrive, before it has a name."""
+        """Lease content that will arrive before it has a name."""
         self._leases.add(*digests)
 
     def put(self, digest: Digest) -> None:
-        """Serve a blob that was pushed, maybe again."""
+        """Serve a blob that was pushed, possibly again."""
         self._deleted.pop(digest, None)
 
     def _is_deleted(self, digest: Digest) -> bool:
         if digest not in self._deleted:
             return False
         version = self._catalog.version()
-        if self._deleted[digest] != version:  # there are new names: they may need it
+        if self._deleted[digest] != version:  # new names may need it
             if self._catalog.needs(digest):
                 self._deleted.pop(digest, None)
                 return False

@@ -1,4 +1,4 @@
-"""Uploads under way: received bytes, and expiry. Nothing here depends on HTTP."""
+"""Uploads in progress: received bytes and expiry. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
-EXPIRY = 3600.0  # seconds without a byte after which an upload is given up
+EXPIRY = 3600.0  # seconds without a byte after which an upload is aborted
 MAX_UPLOADS = 256  # each holds a file open
-IDLE = 60.0  # seconds of silence after which an upload makes room for a new one
+IDLE = 60.0  # seconds without a byte after which a new upload may replace one
 
 
 @dataclass(slots=True, eq=False)
 class UploadSession:
     """One blob being received; ``offset`` bytes of it are in the ingest.
 
-    A writer holds ``lock``: a client that retries while its first request is still read waits, and
-    then finds an offset that is not the one it expected.
+    A writer holds ``lock``: a client that retries while its first request is still being read
+    waits, and then finds an unexpected offset.
     """
 
     id: str
@@ -40,12 +40,12 @@ class UploadSession:
 
     @property
     def range(self) -> str:
-        """The received bytes, inclusive; ``0-0`` is also that of no bytes."""
+        """The range of received bytes, inclusive; also ``0-0`` for no bytes."""
         return f"0-{max(0, self.offset - 1)}"
 
 
 class UploadSessions:
-    """All uploads of a server, which end with it."""
+    """All uploads of a server; they end with it."""
 
     def __init__(self, layout: ImageLayout, clock: Callable[[], float], expiry: float) -> None:
         self._layout, self._clock, self.expiry = layout, clock, expiry
@@ -64,7 +64,7 @@ class UploadSessions:
         return upload
 
     async def _make_room(self) -> bool:
-        """Abort the upload that has been silent for longest, if it is silent for IDLE seconds."""
+        """Abort the upload that has been idle for longest, if that is at least IDLE seconds."""
         idle = [one for one in self._uploads.values() if not one.lock.locked()]
         oldest = min(idle, key=lambda one: one.touched, default=None)
         if oldest is None or oldest.touched > self._clock() - IDLE:
@@ -87,7 +87,7 @@ class UploadSessions:
         upload.touched = self._clock()
 
     async def commit(self, upload: UploadSession, digest: Digest, media_type: str) -> None:
-        """Verify and name the content; the upload has ended either way. Raises DIGEST_INVALID."""
+        """Verify and commit the content; the upload ends in any case. Raises DIGEST_INVALID."""
         self.get(upload.repository, upload.id)
         del self._uploads[upload.id]
         expected = Descriptor(media_type, digest, upload.offset)
@@ -103,7 +103,7 @@ class UploadSessions:
             await asyncio.to_thread(upload.ingest.abort)
 
     async def expire(self) -> None:
-        """Abort the uploads that have been silent for too long."""
+        """Abort the uploads that have been idle for too long."""
         deadline = self._clock() - self.expiry
         for upload in list(self._uploads.values()):
             if upload.touched <= deadline and not upload.lock.locked():

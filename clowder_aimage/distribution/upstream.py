@@ -1,4 +1,4 @@
-"""The registry behind a cache. All calls block: they run in threads."""
+"""The upstream registry of a cache. All calls block: they run in threads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from clowder_aimage.errors import NetworkError, UsageError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
-DOWN_PAUSE = 10.0  # seconds for which a registry that did not answer is left alone
+DOWN_PAUSE = 10.0  # seconds without requests to a registry that did not respond
 MAX_USES = 256  # of one repository
 MAX_REPOSITORIES = 32  # whose connections are kept
 _T = TypeVar("_T")
 
 
 class _CacheOptions(ClientOptions):
-    """Options whose requests to mirrors are marked as those of a cache.
+    """Options that mark requests to mirrors as those of a cache.
 
-    They are answered from the store: caches that mirror each other would ask in a circle.
+    Mirrors answer them from the store only: caches of each other would loop.
     """
 
     def to_mirror(self, host: str) -> ClientOptions:
@@ -37,7 +37,7 @@ class _CacheOptions(ClientOptions):
 
 @dataclass(eq=False)
 class _Lent:
-    """A repository that several threads use; the last one closes it if it is retired."""
+    """A repository shared by several threads; the last one closes it if it is retired."""
 
     repository: Repository
     uses: int = 0
@@ -46,9 +46,9 @@ class _Lent:
 
 
 class ClientPool:
-    """Repositories that threads share. One that was used ``uses`` times is opened anew.
+    """Repositories shared by threads. One that was used ``uses`` times is reopened.
 
-    It keeps every manifest that it has fetched, and credentials may have changed.
+    A repository caches all fetched manifests, and credentials may have changed.
     """
 
     def __init__(self, connection: ClientOptions, *, uses: int) -> None:
@@ -58,7 +58,7 @@ class ClientPool:
 
     @contextlib.contextmanager
     def lend(self, reference: Reference) -> Iterator[Repository]:
-        """Lend the repository of ``reference``."""
+        """Yield the repository of ``reference``."""
         name = reference.name
         with self._lock:
             lent = self._lent.get(name)
@@ -120,7 +120,7 @@ class UpstreamRegistry:
 
     @property
     def name(self) -> str:
-        """The prefix of the repositories in the names of the layout."""
+        """The prefix of its repositories in the names of the layout."""
         return f"{self.host}/{self._prefix}".rstrip("/")
 
     # These raise NotFoundError, UnauthorizedError, NetworkError, RegistryError, ContentError.
@@ -135,12 +135,12 @@ class UpstreamRegistry:
 
     @contextlib.contextmanager
     def lend(self, repository: str) -> Iterator[Source]:
-        """Lend a repository for its blobs."""
+        """Yield a repository as a source of blobs."""
         with self._lend(repository) as lent:
             yield _GuardedSource(lent, self._asked)
 
     def ask(self, repository: str, call: Callable[[Repository], _T]) -> _T:
-        """Return ``call`` of a repository."""
+        """Return the result of ``call`` with a repository."""
         with self._lend(repository) as lent:
             return self._asked(lambda: call(lent))
 
@@ -149,7 +149,7 @@ class UpstreamRegistry:
         self._pool.close()
 
     def _asked(self, call: Callable[[], _T]) -> _T:
-        """Return ``call()``. Raises NetworkError at once if the registry has just not answered."""
+        """Return ``call()``. Raises NetworkError at once shortly after the registry was down."""
         down = self._down
         if down is not None and time.monotonic() < down[0]:
             raise NetworkError(down[1].message)
@@ -166,7 +166,7 @@ class UpstreamRegistry:
 
 
 class _GuardedSource(WrappedSource):
-    """A source whose ``open`` is ``asked``."""
+    """A source whose ``open`` is called through ``asked``."""
 
     def __init__(self, source: Source, asked: Callable[[Callable[[], BinaryIO]], BinaryIO]) -> None:
         super().__init__(source)

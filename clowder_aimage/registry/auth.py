@@ -1,7 +1,7 @@
-"""Answers to a registry's challenges, around oras-py's exchange of credentials for a token.
+"""Authentication challenges of registries, on top of oras-py's token exchange.
 
-Added here: Basic challenges, identity tokens, tokens that are kept until they expire, and the rules
-for which hosts receive credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+Added here: Basic challenges, identity tokens, caching of tokens until they expire, and rules for
+which hosts receive credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
@@ -40,13 +40,13 @@ from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_RESPONSE = 1024 * 1024
 _LIFE = 60.0  # seconds, of a token without expires_in
-_MARGIN = 30.0  # seconds before its end, or a fifth of its life, in which a token is renewed
+_MARGIN = 30.0  # a token is renewed this long before it expires, or a fifth of its life
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 # method, URL, headers, body -> the response, without redirects
 SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
-logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # it prints, and could print secrets
+logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # its messages could contain secrets
 
 
 class _TokenSession:
@@ -57,7 +57,7 @@ class _TokenSession:
         self.response: Any = None
 
     def request(self, method: str, url: str, **options: Any) -> Any:
-        """Send a request; return what oras-py reads. Raises an error of a transient status."""
+        """Send a request; return a response for oras-py. Raises an error for a transient status."""
         options.pop("verify", None)  # the session's setting is used
         request = requests.Request(method, url, **options).prepare()
         response = self._send(method, request.url or url, request.headers, request.body)
@@ -125,7 +125,7 @@ class Authenticator:
         self._configs = given + [read_config(path) for path in files]
 
     def known(self, actions: str) -> str | None:
-        """Return the header for ``actions`` (``pull,push``), renewed in time, or None."""
+        """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
         with self._lock:
             held = self._held.get(actions)
             if held is not None and held.until <= self._connection.clock():
@@ -133,17 +133,17 @@ class Authenticator:
             return None if held is None else held.header
 
     def answer(self, actions: str, challenge: str, refused: str | None) -> str:
-        """Return the header that answers ``challenge``, where ``refused`` did not.
+        """Return a header for ``challenge`` other than the ``refused`` one.
 
-        Raises UnauthorizedError: there are no credentials for it, or they are not accepted.
+        Raises UnauthorizedError: there are no credentials, or they are not accepted.
         """
         with self._lock:
             held = self._held.get(actions)
             if held is not None and held.header != refused:
-                return held.header  # another thread answered it
+                return held.header  # another thread has already renewed it
             parsed, credential = _Challenge.parse(challenge), self._find_credential()
             if parsed.scheme == "basic" and not credential.basic and held is not None:
-                parsed = held.challenge  # Harbor, to an expired token
+                parsed = held.challenge  # Harbor challenges an expired token with Basic
             return self._answer(actions, parsed, refused).header
 
     def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Header:
@@ -169,7 +169,7 @@ class Authenticator:
         return self._credential
 
     def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
-        """Return a token for the scopes of a challenge, or for ours if it has none."""
+        """Return a token for the scopes of a challenge, or for our own if it has none."""
         ours = f"repository:{self._reference.repository}:{actions}" if actions else ""
         scopes = frozenset((challenge.scope or ours).split())
         key = (challenge, scopes)
@@ -252,10 +252,10 @@ class Authenticator:
 
 
 def _life(fields: Any, now: float) -> float:
-    """Return for how many seconds from ``now`` a token is valid, by its service's response.
+    """Return for how many seconds from ``now`` a token is valid, from its service's response.
 
-    ``issued_at`` shortens that for a token that was issued earlier. If that is in the future, or
-    so long ago that the token has expired, one of the two clocks is wrong, and it is ignored.
+    ``issued_at`` shortens that for a token issued earlier. It is ignored if it is in the future, or
+    so old that the token has expired: then the clocks differ.
     """
     life = fields.get("expires_in")
     life = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else _LIFE
@@ -269,8 +269,8 @@ def _life(fields: Any, now: float) -> float:
 def _is_internal(host: str) -> bool:
     """Return whether a host is an address of this machine or network, in any spelling.
 
-    The system's resolver also accepts ``127.1``, ``0x7f000001`` and ``2130706433``; no real host's
-    last label is a number.
+    The system's resolver also accepts ``127.1``, ``0x7f000001`` and ``2130706433``; the last label
+    of a real host name is not a number.
     """
     name = host.rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):

@@ -31,15 +31,15 @@ MOST_JOBS = 64
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Options of a connection, and the places of files and credentials.
+    """Options of a connection, and the locations of files and credentials.
 
-    ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file of the
-    same form that is read before it, ``container_auth`` are ones read after it. ``auths`` are
-    credentials from the caller, in the form of that file, and come before all others.
-    ``trusted_realms`` are hosts that may receive the credentials of other registries.
-    ``ca_bundle`` is the environment's replacement for the usual authorities, ``cert_dirs`` are
-    directories of ``certs.d``. ``registries`` has settings for single hosts. ``told_jobs`` is the
-    number of layers moved at once; 0 for each registry's own setting.
+    ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file in the
+    same format that is read before it, ``container_auth`` are files read after it. ``auths`` are
+    credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
+    that may receive the credentials of other registries. ``ca_bundle`` replaces the default
+    certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
+    ``registries`` has settings for single hosts. ``told_jobs`` is the number of layers transferred
+    at once; 0 for each registry's own setting.
     """
 
     plain_http: bool = False
@@ -60,9 +60,9 @@ class ClientOptions:
 
     @property
     def auth_files(self) -> tuple[Path, ...]:
-        """The files with credentials, as they are read; ``login`` writes the first.
+        """The files with credentials in reading order; ``login`` writes the first.
 
-        Files of another user, which are not readable after a change of users, are left out.
+        Files of another user, unreadable after a change of users, are left out.
         """
         docker = self.docker_config / "config.json"
         first = () if self.auth_file is None else (self.auth_file,)
@@ -74,7 +74,7 @@ class ClientOptions:
         return self.registries.get(name or "", HostSettings())
 
     def to(self, host: str) -> ClientOptions:
-        """Return the options for one host; the command line's precede the configuration's."""
+        """Return the options for one host; the command line overrides the configuration."""
         if self.plain_http or self.insecure or self.ca_file is not None:
             return self
         known = self.host(host)
@@ -83,7 +83,7 @@ class ClientOptions:
         )
 
     def jobs(self, *hosts: str | None) -> int:
-        """Return how many layers may move at once to or from all of ``hosts``."""
+        """Return how many layers may be transferred at once to or from ``hosts``."""
         configured = filter(None, (self.host(host).jobs for host in hosts))
         return self.told_jobs or min(configured, default=DEFAULT_JOBS)
 
@@ -127,12 +127,12 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
         found = super().proxy_manager_for(proxy, **self._more, **kwargs)
-        if isinstance(found, urllib3.ProxyManager):  # SOCKS has connections of its own
+        if isinstance(found, urllib3.ProxyManager):  # SOCKS uses its own connection classes
             found.pool_classes_by_scheme = POOLS
         return found
 
     def close(self) -> None:
-        # urllib3 leaves it to the garbage collector
+        # otherwise urllib3 leaves them to the garbage collector
         for manager in (self.poolmanager, *self.proxy_manager.values()):
             for key in list(manager.pools.keys()):
                 manager.pools[key].close()
@@ -148,7 +148,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     session = _Requests()
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
-    if connection.insecure:  # our caller warns; urllib3's warning has our paths
+    if connection.insecure:  # the caller warns; urllib3's warning shows our paths
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)
@@ -177,7 +177,7 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
         try:
             if path.suffix == ".crt" and uses_authorities:
                 context.load_verify_locations(path)
-            elif path.suffix == ".cert":  # an empty password: it is never asked for
+            elif path.suffix == ".cert":  # an empty password prevents a prompt
                 context.load_cert_chain(path, path.with_suffix(".key"), password="")
         except (OSError, ValueError) as error:
             raise StoreError(
@@ -188,6 +188,6 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
-    """Remove queries from urllib3's log: those of content networks and uploads are secret."""
+    """Remove queries from urllib3's log: those of CDNs and uploads are secret."""
     record.msg, record.args = re.sub(r"\?[^\s\"]*", "?...", record.getMessage()), ()
     return True

@@ -14,7 +14,7 @@ from clowder_aimage.registry.session import Session
 
 
 def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
-    """Check credentials with the registry, store them as docker does, and return where.
+    """Check credentials with the registry and store them as docker does; return where.
 
     Raises UnauthorizedError if the registry or a helper refuses them, or StoreError.
     """

@@ -23,7 +23,7 @@ from clowder_aimage.errors import StoreError, UnauthorizedError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-_IDENTITY_USER = "<token>"  # what a helper answers as Username when Secret is an identity token
+_IDENTITY_USER = "<token>"  # a helper's Username if its Secret is an identity token
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ def config_key(registry: str) -> str:
 def scope_of(key: str) -> str | None:
     """Return the host, or host and path, of a key of ``auths``; None for other tokens.
 
-    A key with a scheme, or one that ends in an API's version, is docker's and names a host; any
-    other path is containers'. The names of Docker Hub become docker.io. Docker Desktop stores
-    tokens of Docker Hub that are not passwords below the host's key.
+    A key with a scheme, or one that ends in an API version, is docker's and names a host; any other
+    path is in the form of containers. The names of Docker Hub become docker.io. Docker Desktop
+    stores tokens of Docker Hub that are not passwords below the host's key.
     """
     scheme, found, rest = key.rpartition("://")
     host, _, path = rest.partition("/")
@@ -122,7 +122,7 @@ def _entry(entry: dict[str, Any]) -> Credential | None:
 
 def _ask(name: str, registry: str) -> Credential | None:
     """Return the credential that a helper has for a registry; failures are ignored."""
-    if "/" in name:  # helpers are on PATH only
+    if "/" in name:  # helpers are found on PATH only
         return None
     try:
         found = json.loads(run_helper(name, "get", config_key(registry)))
@@ -149,7 +149,7 @@ def run_helper(name: str, verb: str, text: str) -> bytes:
 
 
 def _own_helper(config: dict[str, Any], registry: str) -> str | None:
-    """Return the helper of this host alone, or None."""
+    """Return the helper configured for this host only, or None."""
     host, helpers = scope_of(registry), config.get("credHelpers") or {}
     named = (name for key, name in helpers.items() if scope_of(key) == host)
     return next((name for name in named if isinstance(name, str)), None)

@@ -1,4 +1,4 @@
-"""A blob, or a part of one, as a stream that survives a broken connection."""
+"""A blob, or a part of one, as a stream that survives broken connections."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})
 _WINDOW = 20.0  # seconds over which a connection's speed is judged
-_SLOWEST = 2048  # bytes per second below which another connection can only be better
-# a request for bytes [start, end) of a blob, or for all of it if start is None
+_SLOWEST = 2048  # bytes per second; a slower connection is replaced
+# a request for the bytes [start, end) of a blob, or for all of it if start is None
 BlobRequest = Callable[[int | None, int], RegistryResponse]
 
 
 class BlobReader(io.RawIOBase):
     """A stream of the bytes [offset, end) of a blob of ``size`` bytes.
 
-    When the connection breaks, stalls or is too slow, it requests the rest on a new one. If a
-    server ignores ranges, refuses them or sends another one, the blob is read from its beginning,
-    and ``ignores_range`` is set. The bytes are not verified here.
+    If the connection breaks, stalls or is too slow, the rest is requested on a new one. If a server
+    ignores or refuses ranges, or sends a different one, the blob is read from its beginning, and
+    ``ignores_range`` is set. The bytes are not verified here.
     """
 
     def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
@@ -36,7 +36,7 @@ class BlobReader(io.RawIOBase):
         self._waited, self._in_window = 0.0, 0
         self._response: RegistryResponse | None = None
         self.ignores_range = False
-        if offset < end:  # a range past the end is refused, so nothing is asked for nothing
+        if offset < end:  # servers refuse an empty range, so none is requested
             self._connect()
 
     def readable(self) -> bool:
@@ -64,16 +64,16 @@ class BlobReader(io.RawIOBase):
         if count == 0:
             raise BrokenOffError(f"{self._what} ended after {self._offset} bytes")
         self._in_window += count
-        self._waited += time.monotonic() - began  # not what we take ourselves between reads
+        self._waited += time.monotonic() - began  # without the caller's time between reads
         if self._waited >= _WINDOW:
             if self._in_window < _SLOWEST * self._waited:
-                self._disconnect()  # what came is kept; the next read begins a new connection
+                self._disconnect()  # received bytes are kept; the next read opens a connection
                 self._connect(self._offset + count)
             self._waited, self._in_window = 0.0, 0
         return count
 
     def _receive(self, view: memoryview) -> int:
-        if self._response is None:  # as only where offset == end
+        if self._response is None:  # only if offset == end
             return 0
         try:
             return self._response.readinto(view)
@@ -89,8 +89,8 @@ class BlobReader(io.RawIOBase):
 
     def _open(self, offset: int) -> None:
         self._disconnect()
-        # a large blob is asked for as a range even where that is all of it: the answer tells
-        # whether other connections may join
+        # a large blob is requested as a range even if that is all of it: the response shows whether
+        # other connections may join
         whole = offset == 0 and self._end == self._size and self._size <= SMALL
         is_range = not (whole or self.ignores_range)
         response = self._get(offset if is_range else None, self._end)
@@ -118,7 +118,7 @@ class BlobReader(io.RawIOBase):
             offset -= count
 
     def _release(self) -> None:
-        """Give back the connection for the next request."""
+        """Return the connection to the pool."""
         if self._response is not None:
             self._response.release()
             self._response = None

@@ -1,4 +1,4 @@
-"""Single registries in files of this machine: configuration, ``certs.d``, refused dialects."""
+"""Local settings for single registries: configuration, ``certs.d``, refused dialects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.schema import read_configuration
 
-_LIFE = 30 * 24 * 3600.0  # seconds; then the usual order is tried again
+_LIFE = 30 * 24 * 3600.0  # seconds; afterwards the usual order is tried again
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -22,9 +22,9 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 class HostSettings:
     """The configuration of one host (schemas/config.schema.json).
 
-    ``mirrors`` are hosts, or hosts with a path that goes in front of the repository there.
-    ``jobs`` is the number of simultaneous connections, ``limit`` the bytes per second of a pull,
-    ``chunk_size`` the bytes of a blob in one request; each 0 if not configured.
+    ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``jobs`` is the
+    number of simultaneous connections, ``limit`` the bytes per second of a pull, ``chunk_size`` the
+    bytes of a blob in one request; each is 0 if not configured.
     """
 
     mirrors: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class HostSettings:
 
 
 def read_settings(path: Path) -> dict[str, HostSettings]:
-    """Return a configuration's settings by host; none without the file. Raises UsageError."""
+    """Return a configuration's settings by host; empty without a file. Raises UsageError."""
 
     def parse(document: dict[str, Any]) -> dict[str, HostSettings]:
         registries = document.get("registries", {})
@@ -62,7 +62,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
 
 
 def parse_rate(text: str) -> int:
-    """Return bytes per second: 500k, 20M, 1.5G (powers of 1000), KiB, MiB, GiB (of 1024).
+    """Parse bytes per second: 500k, 20M, 1.5G (powers of 1000), KiB, MiB, GiB (of 1024).
 
     Raises ValueError: it is not a rate, or less than a byte per second.
     """
@@ -82,17 +82,17 @@ def certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
     A ``*.crt`` is an authority; ``x.cert`` and ``x.key`` are a client's.
     """
     for directory in directories:
-        with contextlib.suppress(OSError):  # missing, or not readable for this user
+        with contextlib.suppress(OSError):  # missing, or not readable by this user
             if found := sorted((directory / host).iterdir()):
                 return found
     return []
 
 
 class DialectCache:
-    """A file with the dialects that hosts refused, so that a push does not begin with them.
+    """A file with the dialects that hosts refused, so that a push does not try them first.
 
-    An unreadable file is empty, and one that cannot be written (or has no ``path``) is ignored. Of
-    two processes that write at once, the last one wins.
+    An unreadable file counts as empty, and write errors (or a missing ``path``) are ignored. Of two
+    concurrent writers, the last one wins.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:

@@ -25,7 +25,7 @@ from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
 _NO_API = frozenset({405, 501})  # besides 404
-_ATTEMPTS = 4  # of putting an entry into an index that others write to at the same time
+_ATTEMPTS = 4  # to add an entry to an index with concurrent writers
 MAX_PAGES = 1000
 MAX_LIST_SIZE = 64 * 1024 * 1024
 
@@ -33,7 +33,7 @@ MAX_LIST_SIZE = 64 * 1024 * 1024
 def tags(session: Session, name: str) -> list[str]:
     """Return the tags of the repository ``name``, in the registry's order.
 
-    Raises AccessError, or FormatError for something else than a list of tags.
+    Raises AccessError, or FormatError if the response is not a list of tags.
     """
     found: dict[str, None] = {}
     for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
@@ -54,7 +54,7 @@ def _tags(raw: bytes, name: str) -> list[str]:
 def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
     """Yield body and media type of each page of a list below ``/v2/<repository>/``.
 
-    Raises RegistryError: the pages lead elsewhere, in a circle, or to no end.
+    Raises RegistryError: the links lead to another origin, form a cycle, or do not end.
     """
     url: str | None = session.url(path)
     seen: set[str] = set()
@@ -90,7 +90,7 @@ def tag_of(subject: Digest) -> str:
 def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
     """Return the referrers of ``subject``, of one artifact type where one is given.
 
-    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for another response.
+    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError.
     """
     listed = _listed(session, subject, artifact_type)
     if listed is None:
@@ -99,7 +99,7 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
     unique = {entry.digest: entry for entry in listed}
     if not artifact_type:
         return list(unique.values())
-    # a registry may leave the filtering to us
+    # a registry may leave the filtering to the client
     return [one for one in unique.values() if one.extra.get("artifactType") == artifact_type]
 
 
@@ -113,7 +113,7 @@ def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descr
             found = (found or []) + _entries(raw, kind)
     except NotFoundError:
         if found is not None:
-            raise  # it has the API, and lost a page
+            raise  # the API exists, but a page failed
     except RegistryError as error:
         if found is not None or error.status not in _NO_API:
             raise
@@ -134,8 +134,8 @@ def record(
 ) -> None:
     """Add ``content`` to the index under the subject's tag.
 
-    Of two clients that write at once one may overwrite the other, so it is read and written again.
-    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for another content.
+    Concurrent writers may overwrite each other, so the index is read back and written again. Raises
+    RegistryError, NetworkError, UnauthorizedError, or FormatError for other content.
     """
     entry = referrer_entry(content, document)
     tag = tag_of(subject)

@@ -1,6 +1,6 @@
 """Cross-repository mount (distribution-spec, "Mounting a blob from another repository", end-11).
 
-A blob in another repository of the registry need not be sent. After a failed mount it is uploaded.
+Blobs in another repository of the registry are not sent. After a failed mount they are uploaded.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.session import Session
 
-CANDIDATES = 3  # repositories that are asked about one blob
-_MANIFESTS_READ = 64  # of a store, to learn what other repositories hold
+CANDIDATES = 3  # repositories tried for one blob
+_MANIFESTS_READ = 64  # manifests of a store, to find the blobs of other repositories
 
 Find = Callable[[Digest], Sequence[str]]  # a blob -> repositories that may hold it
 
 
 class MountOrigins:
-    """The repositories of a registry that a blob may be mounted from, the likeliest first.
+    """The repositories of a registry that a blob may be mounted from, in order of likelihood.
 
-    ``find`` returns the repositories that may have a blob; the registry's responses tell which of
-    them are worth a request. A mounted blob is reported as one that was present.
+    ``find`` returns the repositories that may have a blob; responses of the registry determine
+    which are worth a request. A mounted blob is reported as already present.
     """
 
     def __init__(self, find: Find = lambda _: (), on_event: OnEvent = ignore) -> None:
@@ -36,7 +36,7 @@ class MountOrigins:
         self._missing: set[str] = set()
 
     def of(self, digest: Digest) -> list[str]:
-        """Return the repositories to mount a blob from, those without another blob last."""
+        """Return the repositories to mount a blob from; those that lacked another blob are last."""
         found = [name for name in self._find(digest) if name not in self._refused]
         return sorted(found, key=lambda name: name in self._missing)[:CANDIDATES]
 
@@ -107,7 +107,7 @@ class MountHolders:
                 raw = read_all(self._store.open(descriptor), descriptor)
                 blobs = Manifest.parse(raw, descriptor.media_type).children
             except AImageError:
-                continue  # not ours to judge here: it only could have saved some time
+                continue  # not an error here: mounting is only an optimisation
             for blob in blobs:
                 found.setdefault(blob.digest, {})[repository] = None
         return {digest: list(repositories) for digest, repositories in found.items()}
@@ -122,7 +122,7 @@ def sibling_repositories(
         try:
             reference = Reference.parse(name)
         except AImageError:
-            continue  # a name that another tool gave
+            continue  # a name set by another tool
         is_sibling = reference.registry == target.registry and reference.name != target.name
         if is_sibling and descriptor.media_type in mediatype.MANIFESTS:
             found[reference.repository, descriptor.digest] = descriptor

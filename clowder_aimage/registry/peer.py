@@ -1,7 +1,7 @@
 """Requests to other nodes: the distribution API with the nodes' own token.
 
-No docker config, netrc, proxy, redirect or cookie takes part: a request carries the token of the
-nodes and goes to the address that it is meant for. Answers are bounded in size and in time.
+Docker's config, netrc, proxies, redirects and cookies are not used: a request has the token of the
+nodes, and is sent directly to its address. Responses are bounded in size and time.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.response import RegistryResponse
 
-# In a request: the node that asks. In an answer: the node that answers, or, with a redirect, those
-# that have the content.
+# In a request: the node that sends it. In a response: the node that sends it or, with a redirect,
+# the nodes that have the content.
 NODE_HEADER = "Aimage-Node"
 NODE_ID = re.compile(r"[0-9a-f]{32}")
 BUSY = 429
 STORED = "only-if-cached"  # Cache-Control of a request (RFC 9111, 5.2.1.7)
-MAX_NODES = 16  # of one redirect
-_CONNECTIONS = 16  # to one node that are kept
+MAX_NODES = 16  # in one redirect
+_CONNECTIONS = 16  # connections kept per node
 _POOLS = 4096  # nodes whose connections are kept
 _CONNECT_TIMEOUT = 2.0  # seconds
 
 
 class PeerError(NetworkError):
-    """A node that gave no valid answer; ``is_late`` if it took too long for one."""
+    """A node did not send a valid response; ``is_late`` if it timed out."""
 
     def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class BlobSpan:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefusal:
-    """An answer without content. ``nodes`` are the ids of nodes that have it."""
+    """A response without content. ``nodes`` are the ids of nodes that have it."""
 
     status: int
     nodes: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class PeerRefusal:
 
 @dataclass(frozen=True, slots=True)
 class PeerTimeouts:
-    """Seconds for a ping, for all bytes of a range, and until the next byte of it."""
+    """Timeouts in seconds: for a ping, for a whole range, and for its next byte."""
 
     ping: float = 3.0
     range: float = 90.0
@@ -96,9 +96,9 @@ def addresses_of(host: str, port: int) -> list[str]:
 
 
 class PeerReader(io.RawIOBase):
-    """The content of an answer: ``count`` bytes, not verified.
+    """The content of a response: ``count`` bytes, not verified.
 
-    ``on_end`` is called with the error that ended it, or with None when all of it came.
+    ``on_end`` is called with the error that ended it, or with None if it is complete.
     """
 
     def __init__(self, peer: str, response: RegistryResponse, count: int, limit: float) -> None:
@@ -143,10 +143,10 @@ class PeerReader(io.RawIOBase):
 
 
 class PeerClient:
-    """A client of other nodes, which are named by their URLs. Threads may share it.
+    """A client of other nodes, which are addressed by URL. Thread-safe.
 
     ``node`` is the id of this node, ``token`` the token that the nodes share, ``ca_file`` the
-    authorities of those that speak TLS, if they are not the usual ones.
+    certificate authorities for nodes with TLS, if not the default ones.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class PeerClient:
     def open(
         self, peer: str, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | PeerRefusal:
-        """Request content; with ``is_stored`` only what is there or arriving. Raises PeerError."""
+        """Request content; ``is_stored`` excludes fetching it from elsewhere. Raises PeerError."""
         headers = span.headers | ({"Cache-Control": STORED} if is_stored else {})
         response = self._send("GET", peer, span.path, headers, self._timeouts.stall)
         if response.status_code == 206:
@@ -226,14 +226,14 @@ class PeerClient:
         with _errors(peer):
             try:
                 raw = send()
-            except ProtocolError:  # the connection was kept for too long
+            except ProtocolError:  # the server had closed the idle connection
                 raw = send()
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
 
 @contextlib.contextmanager
 def _errors(peer: str) -> Iterator[None]:
-    """Raise the errors of urllib3 as PeerError."""
+    """Convert the errors of urllib3 to PeerError."""
     try:
         yield
     except HTTPTimeoutError as error:
@@ -243,7 +243,7 @@ def _errors(peer: str) -> Iterator[None]:
 
 
 def _is_range(headers: Mapping[str, str], span: BlobSpan) -> bool:
-    """Return True if a 206 announces the bytes of ``span``, and only these."""
+    """Return True if a 206 announces exactly the bytes of ``span``."""
     if "Transfer-Encoding" in headers or "Content-Encoding" in headers:
         return False
     is_as_long = headers.get("Content-Length") == str(span.end - span.start)

@@ -1,4 +1,4 @@
-"""A repository in a registry, as a store of content."""
+"""A repository in a registry, as a content store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import upload
 
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
-_MAX_REQUESTS = 3  # for one part of a blob to a mirror
+_MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
 
 
 class Repository(Target, AbstractContextManager["Repository"]):
@@ -57,13 +57,13 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self._session.close()
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        """Fetch the manifest of ``reference`` and verify it by a digest in that (end-3)."""
+        """Fetch the manifest of ``reference``, verified if that has a digest (end-3)."""
         return retrying(lambda: self._resolve(reference, self._request_manifest(reference)))
 
     def resolve_changed(self, reference: Reference, known: Digest | None, /) -> Descriptor | None:
-        """Resolve a reference whose manifest is no longer ``known``; return None if it is.
+        """Resolve a reference; return None if its manifest is still ``known``.
 
-        This is one request, without a body in the second case (RFC 9110, 13.1.2).
+        This is one request, without a body in the latter case (RFC 9110, 13.1.2).
         """
 
         def resolve() -> Descriptor | None:
@@ -131,7 +131,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
-            if next(asked) > _MAX_REQUESTS:  # a mirror that breaks off time and again
+            if next(asked) > _MAX_REQUESTS:  # a mirror that breaks off repeatedly
                 self._session.mirrors.avoid(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
@@ -171,7 +171,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self._put_manifest(content, raw, reference)
 
     def tag_names(self) -> list[str]:
-        """Return all tags of the repository, in the registry's order (end-8a, end-8b)."""
+        """Return all tags of the repository in the registry's order (end-8a, end-8b)."""
         return listing.tags(self._session, self._name)
 
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:

@@ -25,7 +25,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 
-_MAX_IGNORED_SIZE = 64 * 1024  # of a body that is read only to keep its connection
+_MAX_IGNORED_SIZE = 64 * 1024  # bytes of a body that is read only to keep its connection
 _MAX_ERROR_BODY = 64 * 1024
 _MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
 _PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
@@ -58,8 +58,8 @@ class RegistryResponse:
     def read(self, limit: int) -> bytes:
         """Read the whole body, which must not be larger than ``limit`` bytes, and close.
 
-        Raises BrokenOffError, or VerificationError if it is larger, or compressed, which no request
-        asks for and which could unpack to any size.
+        Raises BrokenOffError, or VerificationError if it is larger, or if it is compressed, which
+        no request accepts and which could unpack to any size.
         """
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
@@ -77,7 +77,7 @@ class RegistryResponse:
             self.raw.close()
 
     def readinto(self, view: memoryview) -> int:
-        """Read from the socket into ``view``, without the copy that urllib3's own method makes.
+        """Read from the socket into ``view``, avoiding the copy in urllib3's own method.
 
         Raises OSError, ValueError, HTTPError or http.client.HTTPException.
         """
@@ -85,19 +85,19 @@ class RegistryResponse:
 
     @property
     def _body(self) -> Any:
-        """http.client's response, which our connections keep; urllib3's for other ones."""
+        """The response of http.client, which our connections keep, or that of urllib3."""
         body = getattr(self.raw.connection, "response", None)
         return body if isinstance(body, http.client.HTTPResponse) else self.raw
 
     def release(self) -> None:
-        """Give back the connection if the body was read to its end, or close it."""
+        """Return the connection to the pool if the body was read to its end, else close it."""
         if self._body.isclosed():
             self.raw.release_conn()
         else:
             self.raw.close()
 
     def finish(self) -> None:
-        """Read what little is left of the body, so that the connection can be used again."""
+        """Read a short rest of the body, so that the connection can be used again."""
         with contextlib.suppress(OSError, HTTPError):
             self.raw.read(_MAX_IGNORED_SIZE)
             if not self.raw.read(1):
@@ -150,7 +150,7 @@ class ResponseFailure:
 
     @property
     def refuses_kind(self) -> bool:
-        """True if the kind of manifest is refused, and another dialect may be accepted.
+        """True if this kind of manifest is refused, but another dialect may be accepted.
 
         By distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
         """
@@ -197,7 +197,7 @@ def _error(found: ResponseFailure, what: str) -> AImageError:
             remedy="" if known else "login",
             registry=found.host,
         )
-    if found.status == 403 and known in (None, _NO_PROJECT):  # else the account has the right
+    if found.status == 403 and known in (None, _NO_PROJECT):  # otherwise the account has access
         return UnauthorizedError(
             f"{found.host} does not allow {what} ({found.text})",
             hint=known or "the account may lack the right, or the repository may not exist",

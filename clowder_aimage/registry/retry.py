@@ -1,4 +1,4 @@
-"""The one retry table."""
+"""The retry policy."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511
 ATTEMPTS = 4
 FIRST_WAIT = 0.2  # seconds at most between the first two attempts; each later wait is twice as long
 LONGEST_WAIT = 5.0  # seconds between two attempts, where the registry does not name a time
-LONGEST_PAUSE = 60.0  # seconds that are granted to Retry-After
+LONGEST_PAUSE = 60.0  # maximum seconds to wait for Retry-After
 _T = TypeVar("_T")
 
 
 class BrokenOffError(NetworkError):
-    """A connection that was established and then lost: worth another attempt."""
+    """A connection that was established and then lost, which is transient."""
 
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same request may succeed a moment later.
 
     A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
-    raised at once. The caller decides about a registry that requests a longer pause.
+    are raised at once. The caller handles a registry that requests a longer pause.
     """
     if isinstance(error, RegistryError):
         return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
@@ -44,7 +44,7 @@ def retrying(
     progress: Callable[[], object] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _T:
-    """Call ``function`` until it succeeds, fails for good, or fails ATTEMPTS times in a row.
+    """Call ``function`` until it succeeds, fails permanently, or fails ATTEMPTS times in a row.
 
     An attempt that changes the value of ``progress`` is not counted. Waits grow exponentially with
     full jitter.
@@ -89,7 +89,7 @@ def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float
 
 
 class Pause:
-    """The time until which a registry accepts no requests, for all threads of a session."""
+    """The time until which a registry accepts no requests, shared by the threads of a session."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
         self._clock, self._sleep = clock, sleep
@@ -105,7 +105,7 @@ class Pause:
                 self._until = max(self._until, until)
 
     def wait(self) -> None:
-        """Return when a request may be sent."""
+        """Wait until a request may be sent."""
         with self._lock:
             remaining = min(self._until - self._clock(), LONGEST_PAUSE)
         if remaining > 0:

@@ -1,4 +1,4 @@
-"""Requests to one repository, authenticated, and to its mirrors."""
+"""Authenticated requests to one repository, and to its mirrors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
 class CredentialsExpiredError(BrokenOffError, UnauthorizedError):
-    """A 401 to a body that must be opened again: worth another attempt, with new credentials."""
+    """A 401 for a body that must be reopened: the retry uses new credentials."""
 
 
 class Session(AbstractContextManager["Session"]):
-    """Requests to the repository of ``reference``, authenticated as the registry asks."""
+    """Requests to the repository of ``reference``, with the authentication that is required."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Session(AbstractContextManager["Session"]):
         self._closed = threading.Event()
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
         self._transport = Transport(self._http, self._registry)
-        self.chunk = connection.host(self._registry).chunk_size  # bytes in a request; 0: any
+        self.chunk = connection.host(self._registry).chunk_size  # maximum size of a request; 0: any
         self._auth = Authenticator(reference, connection, self._send_once, scheme, basic_auth)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; a thread that still runs opens no new ones."""
+        """Close all connections; running threads cannot open new ones."""
         self._closed.set()
         self.mirrors.close()
         self._http.close()
@@ -77,8 +77,8 @@ class Session(AbstractContextManager["Session"]):
     def join(self, location: str, base: str) -> str:
         """Return the URL of a Location header, which may be relative (RFC 9110, 10.2.2).
 
-        A registry behind a proxy that terminates TLS may name itself with http; it is still
-        reached by https. Content is never sent to another host without TLS. Raises RegistryError.
+        A registry behind a proxy that terminates TLS may return http URLs, which are sent by https.
+        Content is never sent to another host without TLS. Raises RegistryError.
         """
         try:
             url = urljoin(base, location)
@@ -139,11 +139,11 @@ class Session(AbstractContextManager["Session"]):
         read_timeout: float = READ_TIMEOUT,
         actions: str | None = None,
     ) -> RegistryResponse:
-        """Send a request; the response's status and body are the caller's to read.
+        """Send a request; the caller handles the response's status and body.
 
         ``actions`` are the permissions that it needs, by default those of the method. A 401 is
         answered once with new credentials. A ``body`` that is not bytes cannot be sent twice: then
-        the error is transient, and the caller begins again.
+        the error is transient, and the caller retries.
 
         Raises NetworkError without a response, UnauthorizedError without credentials.
         """
@@ -154,7 +154,7 @@ class Session(AbstractContextManager["Session"]):
         if actions is None:
             actions = "pull" if method in ("GET", "HEAD") else "pull,push"
         if url == f"{self.base}/v2/":
-            actions = ""  # a request to the registry, not to a repository in it
+            actions = ""  # a request to the registry, not to one of its repositories
         is_ours = origin(url) == origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         header = self._auth.known(actions) if is_ours else None
@@ -203,24 +203,24 @@ class Session(AbstractContextManager["Session"]):
 
 
 class Mirrors:
-    """Other registries that are asked first for the content of a digest.
+    """Other registries that are tried first for content by digest.
 
-    One that fails or sends wrong content is not asked again; one where it is missing is. Mirrors
-    receive no content, and no HEAD requests, which ask what the registry itself has.
+    A mirror that fails or sends wrong content is not used again; one without the content is.
+    Nothing is pushed to mirrors, and HEAD requests are sent to the registry only.
     """
 
     def __init__(self, sessions: Sequence[Session] = (), *, trust_tags: bool = False) -> None:
         self._sessions = sessions
         self._trusts_tags = trust_tags
         self._failed: set[Session] = set()
-        self._sent: dict[str, set[Session]] = {}  # which of them sent what
+        self._sent: dict[str, set[Session]] = {}  # the mirrors that sent each target
 
     def close(self) -> None:
         for session in self._sessions:
             session.close()
 
     def avoid(self, digest: Digest) -> None:
-        """Exclude the mirrors whose content of ``digest`` breaks off; it may still be right."""
+        """Exclude mirrors that break off while sending ``digest``, whose content may be right."""
         self._failed |= self._sent.get(str(digest), set())
 
     def distrust(self, digest: Digest) -> bool:
@@ -239,7 +239,7 @@ class Mirrors:
         """Return the response of the first mirror that has ``path``, or None."""
         kind, _, target = path.partition("/")
         if method not in ("GET", "HEAD"):
-            self._trusts_tags = False  # we push: a mirror does not have it yet
+            self._trusts_tags = False  # after a push the mirrors are outdated
         if method != "GET":
             return None
         is_digest = _DIGEST.fullmatch(target) is not None
@@ -260,7 +260,7 @@ class Mirrors:
                 if response.status_code == 404:
                     continue
             except AImageError:
-                pass  # where the session is closed, the registry's own raises
+                pass  # if the session is closed, the request to the registry raises
             self._failed.add(session)
         return None
 

@@ -1,7 +1,7 @@
-"""Requests over requests' connection pools, without requests' work around each of them.
+"""Requests over requests' connection pools, without requests' overhead for each.
 
-Preparing a request takes requests three times as long as sending it takes urllib3. So requests
-decides once for an origin (proxy, certificates, pool), and urllib3 sends.
+requests takes three times as long to prepare a request as urllib3 takes to send it. It is therefore
+used once per origin (proxy, certificates, pool), and urllib3 sends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clowder_aimage.registry.retry import BrokenOffError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
-SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing what it has
+SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing received ones
 _NO_RETRY = urllib3.Retry(False)
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
@@ -50,11 +50,11 @@ def origin(url: str) -> tuple[str, str, int]:
 
 @dataclass(slots=True, eq=False)
 class StreamBody:
-    """``size`` bytes of a stream that stands at ``offset``, as the body of a request.
+    """``size`` bytes of a stream, which is at ``offset``, as the body of a request.
 
-    Without TLS the kernel sends a file, which is a stream with ``fileno`` and with ``sent``, to be
-    called with the number of bytes. Other streams are read in blocks; where the stream must end
-    with the body (``last``), the last block is sent after that is known.
+    Without TLS the kernel sends files: streams with ``fileno`` and with ``sent``, which is called
+    with the number of bytes. Other streams are read in blocks; if the stream must end with the body
+    (``last``), the last block is sent once that is verified.
     """
 
     stream: BinaryIO
@@ -101,7 +101,7 @@ class _StreamSender:
 
     def send(self, data: Any) -> None:
         sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
-        if sock is not None:  # until now the timeout to connect; the response sets its own
+        if sock is not None:  # replaces the connect timeout; the response sets its own
             sock.settimeout(SEND_TIMEOUT)
         if sock is None or not isinstance(data, StreamBody):
             super().send(data)  # type: ignore[misc]
@@ -109,7 +109,7 @@ class _StreamSender:
         try:
             data.send_to(sock)
         except _TLS_ENDED as error:
-            # as without TLS: urllib3 then reads a response that came before the end
+            # as without TLS: urllib3 then reads a response that arrived early
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
@@ -212,11 +212,11 @@ class Transport:
         return NetworkError(f"cannot use {self._registry}: {reason}")
 
     def _network_error(self, error: Exception) -> NetworkError:
-        """Return our error for one of urllib3, requests or the system."""
+        """Convert an error of urllib3, requests or the system."""
         reason = _reason(error)
         if isinstance(error, SSLError) and not _is_broken(error):
             return _tls_error(self._registry, reason)
-        if isinstance(error, NewConnectionError | ProxyError):  # the first: a ConnectTimeoutError
+        if isinstance(error, NewConnectionError | ProxyError):  # the former: a ConnectTimeoutError
             return NetworkError(
                 f"cannot reach {self._registry}: {reason}",
                 hint="check the host and the port, and that the registry is running",
@@ -238,7 +238,7 @@ class Transport:
 
 
 def _is_broken(error: SSLError) -> bool:
-    """Return whether TLS ended or was garbled, which is not a matter of certificates."""
+    """Return whether TLS ended or was garbled, as opposed to a certificate error."""
     inner = error.args[0] if error.args else None
     return isinstance(inner, _TLS_ENDED) or "BAD_RECORD_MAC" in str(getattr(inner, "reason", ""))
 
@@ -263,7 +263,7 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the text of the innermost error, without the addresses of Python objects."""
+    """Return the text of the innermost error, without addresses of Python objects."""
     inner: object = error
     while isinstance(inner, BaseException):
         error = inner

@@ -1,8 +1,8 @@
 """Blob upload (distribution-spec, "Pushing a blob monolithically", "... in chunks", end-4a to 6).
 
-A small blob is one PUT. A large one is a PATCH and a PUT without a body, as docker sends it: what
-came of a broken PATCH is kept, and the rest follows. An upload that the registry has lost begins
-anew. After a 413 (its own limit, or a proxy's) it receives smaller bodies.
+A small blob is one PUT. A large one is a PATCH and a PUT without a body, as in docker: the bytes
+received from a broken PATCH are kept, and the rest follows. An upload that the registry has lost is
+restarted. After a 413 (from the registry or a proxy) smaller bodies are sent.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retr
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
 
-RESUMABLE = 256 * 1024 * 1024  # what is larger goes by PATCH, which costs the registry a little
-FIRST_CHUNK = 64 * 1024 * 1024  # where one body is too large; a fourth of it where that is, too
+RESUMABLE = 256 * 1024 * 1024  # bytes; larger blobs use PATCH, which costs the registry more
+FIRST_CHUNK = 64 * 1024 * 1024  # after the first 413; a fourth of it after the next
 SMALLEST_CHUNK = 1024 * 1024
-_SETTLES = 16 * 1024 * 1024  # bytes a second that a registry stores anew once it has them all
+_SETTLES = 16 * 1024 * 1024  # bytes per second at which a registry stores a completed blob
 _FORGOTTEN = "the registry forgets uploads under way; behind a load balancer, all must share one"
 _KIND = {"Content-Type": "application/octet-stream"}
 
 
 def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
-    """Mount a blob from ``origins``, or send it.
+    """Mount a blob from ``origins``, or upload it.
 
-    Raises RegistryError, NetworkError, UnauthorizedError, or VerificationError if our own copy is
-    damaged; the registry does not store it.
+    Raises RegistryError, NetworkError, UnauthorizedError, or VerificationError if our copy is
+    damaged, which the registry does not store.
     """
     one = _Upload(session, content, body, origins)
     retrying(one.attempt, progress=lambda: (one.furthest, session.chunk))
@@ -51,17 +51,17 @@ class _Upload:
         self._body, self._origins = body, origins
         self._what = f"the upload of blob {content.digest}"
         self._location: str | None = None
-        self._gone = False  # there is no upload at our location any more
-        self._doubtful = False  # it could not say whether it does
-        self._least = 0  # bytes that a chunk must have, but for the last
+        self._gone = False  # the upload no longer exists
+        self._doubtful = False  # it is unknown whether the upload exists
+        self._least = 0  # minimum bytes of a chunk other than the last
         self._at = 0  # bytes that the registry has
-        self.furthest = 0  # the most that it ever had: one that forgets does not come forward
+        self.furthest = 0  # the highest offset so far: losing data is not progress
 
     def attempt(self) -> None:
-        """Continue where the registry stands, or begin."""
+        """Continue at the registry's offset, or begin an upload."""
         resumed = self._resume()
         if (not resumed or self._at == self._content.size) and self._is_there():
-            return  # it arrived though we were not told
+            return  # all of it arrived, but the response was lost
         if not resumed and not self._begin():
             return  # it was mounted
         while (left := self._content.size - self._at) > (self._session.chunk or RESUMABLE):
@@ -93,13 +93,13 @@ class _Upload:
             self._location = self._session.join(location, answer.url)
 
     def _resume(self) -> bool:
-        """Ask how much has arrived (end-13); return False if the upload cannot continue."""
+        """Request the received size (end-13); return False if the upload cannot continue."""
         if self._location is None:
             return False
         answer = self._session.request("GET", self._location, actions="pull,push")
         if answer.status_code in TRANSIENT_STATUS and not self._doubtful:
             self._doubtful = True
-            raise failure(answer, self._what)  # it may still have it: ask once more
+            raise failure(answer, self._what)  # the upload may still exist: check again
         self._doubtful = False
         if answer.status_code not in (200, 202, 204):
             answer.finish()
@@ -115,7 +115,7 @@ class _Upload:
         self.furthest = max(self.furthest, at)
 
     def _is_there(self) -> bool:
-        """Return whether all of it arrived, and only the response was lost."""
+        """Return whether the whole blob arrived, and only the response was lost."""
         if not self._gone and not self._at:
             return False
         self._gone = False
@@ -127,7 +127,7 @@ class _Upload:
         """Send the next chunk; smaller ones follow if it is too large."""
         end = min(self._content.size, self._at + size)
         headers = {"Content-Length": str(end - self._at)}
-        if self._at or end < self._content.size:  # the whole is no range: docker names none either
+        if self._at or end < self._content.size:  # no range for a whole blob, as in docker
             headers["Content-Range"] = f"{self._at}-{end - 1}"
         answer = self._send("PATCH", self._location or "", headers, end)
         if answer.status_code not in (202, 204):
@@ -164,14 +164,14 @@ class _Upload:
             )
         if answer.status_code == 413:
             self._shrink(answer, size)
-        if answer.status_code == 416:  # it is elsewhere: the next attempt asks where
+        if answer.status_code == 416:  # the offsets differ: the next attempt requests it
             answer.finish()
             raise BrokenOffError(f"{self._what} is not where it should be")
         return answer
 
     def _opened(self) -> BinaryIO:
         stream = self._body(self._at)
-        if hasattr(stream, "sent"):  # a file: what it lacks or has too much is known beforehand
+        if hasattr(stream, "sent"):  # a file: a wrong size is known in advance
             try:
                 check_size(self._content, os.fstat(stream.fileno()).st_size)
             except VerificationError:
@@ -192,7 +192,7 @@ class _Upload:
         raise BrokenOffError(f"{self._what} needs smaller pieces")
 
     def _failure(self, answer: RegistryResponse) -> AImageError:
-        """Return the error that ends an attempt; one that is gone or arrived damaged begins anew.
+        """Return the error that ends an attempt; a lost or damaged upload is restarted.
 
         Raises VerificationError if our copy is damaged.
         """
