@@ -1,6 +1,6 @@
 """attach: files for a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
 
-A signature or a bill of materials becomes an artifact of its own, whose ``subject`` is the manifest
+A signature or a bill of materials becomes a separate artifact, whose ``subject`` is the manifest
 that it describes. That manifest does not change.
 """
 
@@ -35,15 +35,15 @@ def attach(
     annotations: Mapping[str, str] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Descriptor, Descriptor]:
-    """Push ``files`` as one artifact whose subject is what ``reference`` names.
+    """Push ``files`` as one artifact whose subject is the manifest of ``reference``.
 
-    The same files with the same type and annotations make the same artifact.
+    The same files with the same type and annotations give the same artifact.
 
     Returns:
         the descriptors of the new manifest and of its subject.
 
     Raises:
-        UsageError: not a media type, two files of one name, or no registry host.
+        UsageError: an invalid media type, two files of one name, or no registry host.
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
     """
     if _MEDIA_TYPE.fullmatch(artifact_type) is None:
@@ -94,7 +94,7 @@ def _layer(file: Path) -> Descriptor:
 
 
 class _Files(Source):
-    """Files of this machine, as a source to copy from."""
+    """Local files, as a source to copy from."""
 
     def __init__(self, layers: Sequence[Descriptor], files: Sequence[Path]) -> None:
         self._paths = {layer.digest: file for layer, file in zip(layers, files, strict=True)}

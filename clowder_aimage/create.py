@@ -1,4 +1,4 @@
-"""create and convert: a model, or an AImage in a store, becomes an AImage in a store."""
+"""create and convert: make an AImage in a store from a model, or from another AImage."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def create(
     """Pack the model at ``path`` and name it ``reference``.
 
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
-    ``algorithm`` hashes the layers and the config, sha256 always the manifest, for registries.
-    ``base`` is what an adapter belongs to: an AImage in the store, which becomes its subject. Where
-    the recipe depends on values, ``on_survey`` is called with the number of bytes to be looked at
-    before the plan, and ``on_surveyed`` with each tensor's.
+    ``algorithm`` hashes the layers and the config; the manifest always uses sha256, for registries.
+    ``base`` is the model of an adapter: an AImage in the store, which becomes its subject. If the
+    recipe depends on values, ``on_survey`` is called with the number of bytes to scan before
+    planning, and ``on_surveyed`` with the bytes of each tensor.
 
     Raises:
         ModelError: it is not a model that can be packed, and nothing was written; or a file changed
-            or values cannot be quantized, and blobs that were stored stay without a name, for gc.
-        UsageError: the form or the recipe does not fit the model, or needs what is not installed.
+            or values cannot be quantized, and stored blobs stay without a name, for gc.
+        UsageError: the form or the recipe does not fit the model, or needs a missing package.
         FormatError: it is damaged, is quantized in an unknown way, has an adapter for another model
             or a provenance that the config's schema does not allow; nothing was written.
         NotFoundError: the base is not in the store.
-        StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
+        StoreError, NoSpaceError: the store cannot be written; complete blobs stay.
     """
     recipe = recipe or Recipe()
     recipe.check_tools()
@@ -107,18 +107,18 @@ def convert(
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> PackedModel:
-    """Convert the AImage ``reference`` as ``recipe`` asks, in its dialect, and name it ``target``.
+    """Convert the AImage ``reference`` by ``recipe``, in its dialect, and name it ``target``.
 
-    Layers in which nothing changes are the same blobs in both. ``create`` gives the same digest
-    from the same weights with the same recipe, and describes the callbacks.
+    Unchanged layers stay the same blobs. ``create`` gives the same digest for the same weights and
+    recipe, and describes the callbacks.
 
     Raises:
         NotFoundError: the AImage is not in the store, or not all of it.
-        UsageError: the recipe asks for nothing, does not fit the model, or needs what is not
+        UsageError: the recipe is empty, does not fit the model, or needs a package that is not
             installed.
-        FormatError, VerificationError: a blob is not what its layer says, or damaged.
+        FormatError, VerificationError: a blob does not match its layer, or is damaged.
         ModelError: a value does not fit its type.
-        StoreError, NoSpaceError: the store cannot keep it; what was stored in full stays.
+        StoreError, NoSpaceError: the store cannot be written; complete blobs stay.
     """
     if not recipe.changes:
         raise UsageError("the conversion changes nothing", remedy="nothing_to_convert")
@@ -140,7 +140,7 @@ def convert(
 def _subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
-    """Return the manifest of the model that an adapter belongs to, if it fits there."""
+    """Return the manifest of an adapter's model, if the adapter fits it."""
     if "adapter" not in inventory.facts:
         raise UsageError("only an adapter has a base model, and this is not one", remedy="base")
     found = store.resolve(base)
@@ -150,7 +150,7 @@ def _subject(
         return subject
     try:
         aimage = read_aimage(store, base).aimage
-    except FormatError:  # another kind of artifact, which the adapter's maker knows
+    except FormatError:  # another kind of artifact, which cannot be checked
         read_manifest(store, found)
         return subject
     _check(inventory, {one.name: one.shape for one in aimage.layers if one.shape}, str(base))
@@ -159,7 +159,7 @@ def _subject(
 
 def _check(inventory: Inventory, shapes: lora.Shapes, base: str) -> None:
     """Check that the adapters fit the tensors of ``base``. Raises FormatError."""
-    for file in inventory.files if shapes else ():  # whole files are not looked into
+    for file in inventory.files if shapes else ():  # whole files are not inspected
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
             lora.check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)
 
@@ -178,7 +178,7 @@ def _configured(
 
 
 def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
-    """Return a JSON file of an AImage; nothing if it has none, or one that is too large."""
+    """Return a JSON file of an AImage; an empty object if it is missing or too large."""
     for layer in aimage.layers:
         if layer.name == name and layer.descriptor.size <= _LARGEST:
             with store.open(layer.descriptor) as file:

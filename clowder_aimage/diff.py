@@ -1,7 +1,7 @@
-"""diff: compare two AImages by their manifests and configs alone.
+"""diff: compare two AImages by their manifests and configs only.
 
-Layers are compared by name and digest, whatever the dialects. Other artifacts (a container image, a
-chart) are compared, too: the names of their layers are their titles, or else their digests.
+Layers are compared by name and digest, regardless of dialects. Other artifacts (a container image,
+a chart) are also compared: their layers are named by title, or else by digest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_DEPTH = 16  # levels of a config; deeper values are compared as a whole
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two, and where it was found (``store`` or ``registry``)."""
+    """One side of the comparison, and where it was found (``store`` or ``registry``)."""
 
     reference: Reference
     where: str
@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A layer of one name: ``a`` is None where it was added, ``b`` where it was removed."""
+    """A change of a named layer: ``a`` is None if it was added, ``b`` if it was removed."""
 
     name: str
     a: Layer | None
@@ -65,12 +65,12 @@ class Change:
 
     @property
     def before(self) -> int:
-        """Bytes in A."""
+        """The size in A in bytes."""
         return self.a.descriptor.size if self.a else 0
 
     @property
     def after(self) -> int:
-        """Bytes in B."""
+        """The size in B in bytes."""
         return self.b.descriptor.size if self.b else 0
 
 
@@ -78,7 +78,7 @@ class Change:
 class FieldChange:
     """A field of config or annotations: its path, and its value on each side.
 
-    ``a`` and ``b`` hold one value, or none where that side has no such field.
+    ``a`` and ``b`` hold one value, or none if that side has no such field.
     """
 
     path: tuple[str, ...]
@@ -88,7 +88,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All differences; ``fetch`` are the blobs, and their bytes, that B needs beside A."""
+    """All differences; ``fetch`` has the blobs, and their bytes, that B needs in addition to A."""
 
     a: Side
     b: Side
@@ -118,11 +118,11 @@ def diff(
     """Return how ``b`` differs from ``a``.
 
     Each is read from ``layout``, or from its registry if it is missing there, or with ``remote``.
-    No layer is fetched. An index stands for its manifest for this machine's platform.
+    No layer is fetched. Of an index, the manifest for this machine's platform is compared.
 
     Raises:
         UsageError: with ``remote``, a name without a registry; or an index in which more than one
-            manifest fits.
+            manifest matches.
         NotFoundError: one of them is not found, or its config is missing in the store.
         UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
         FormatError, VerificationError: it is malformed or damaged.
@@ -183,13 +183,13 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
     except FormatError:
         if dialect != FOREIGN:
             raise
-        properties = {"digest": str(Digest.of(raw))}  # another tool's config may be anything
+        properties = {"digest": str(Digest.of(raw))}  # another tool's config may have any format
     layers = {layer.name: layer for layer in aimage.layers}
     return Side(reference, where, manifest, dialect, layers, properties)
 
 
 def _foreign(manifest: Manifest) -> Iterator[Layer]:
-    """Yield the layers by their titles, where these are unique; none of them is a tensor."""
+    """Yield the layers by their titles, if these are unique; none of them is a tensor."""
     titles = Counter(layer.annotations.get(mediatype.TITLE, "") for layer in manifest.layers)
     for layer in manifest.layers:
         title = layer.annotations.get(mediatype.TITLE, "")

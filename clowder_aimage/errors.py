@@ -1,4 +1,4 @@
-"""Every error that the project raises on purpose.
+"""Exceptions of the project.
 
     AImageError                    exit 1
     ├── ContentError               the input is wrong
@@ -15,9 +15,9 @@
         ├── StoreError             exit 1   the store on disk cannot be used
         └── NoSpaceError           exit 6   the disk is full
 
-A message says what went wrong and with what. A hint says in general terms what would help. A
-remedy is the code of a command that would help; the command line has the sentences
-(``cli/console/remedy.py``), so that messages below it name no option and no verb.
+A message describes the failure and its object. A hint suggests a solution in general terms. A
+remedy is the code of a command that would help; the command line has the texts
+(``cli/console/remedy.py``), so that messages of lower layers contain no option and no verb.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 
 
 class AImageError(Exception):
-    """Base of all errors that a user may see.
+    """Base class of all errors that a user may see.
 
     Args:
-        message: What went wrong, and with what.
-        hint: What would help, in terms that hold for every interface.
+        message: A description of the failure and its object.
+        hint: A suggestion in terms that apply to every interface.
         remedy: The code of the command line's advice, a key of its table of remedies.
-        facts: What that advice names: references, hosts, paths.
+        facts: Values for that advice: references, hosts, paths.
 
-    ``exit_code`` is what the command exits with.
+    ``exit_code`` is the exit status of the command.
     """
 
     exit_code = 1
@@ -58,49 +58,49 @@ class AImageError(Exception):
 
 
 class ContentError(AImageError):
-    """Error in what was received."""
+    """The input is wrong."""
 
 
 class UsageError(ContentError):
-    """An argument that cannot be meant: a bad name, size or combination."""
+    """An argument is invalid: a bad name, size or combination."""
 
     exit_code = 2
 
 
 class ModelError(ContentError):
-    """A model that cannot be packed or run: its directory, configs or weights do not fit."""
+    """A model cannot be packed or run: its directory, configs or weights do not fit."""
 
 
 class FormatError(ContentError):
-    """Bytes that do not parse as what they claim to be."""
+    """Bytes do not parse as their media type."""
 
     exit_code = 5
 
 
 class VerificationError(ContentError):
-    """Bytes whose size or digest is not the promised one."""
+    """Bytes do not match the expected size or digest."""
 
     exit_code = 5
 
 
 class AccessError(AImageError):
-    """We could not get it, or could not keep it."""
+    """Content could not be read or written."""
 
 
 class NotFoundError(AccessError):
-    """There is nothing by that name or digest."""
+    """The name or digest does not exist."""
 
     exit_code = 3
 
 
 class UnauthorizedError(AccessError):
-    """The registry refuses us without credentials, or with the ones we have."""
+    """The registry requires credentials, or refuses the given ones."""
 
     exit_code = 4
 
 
 class NetworkError(AccessError):
-    """No answer, or an answer that broke off."""
+    """No response, or an incomplete one."""
 
 
 class RegistryError(AccessError):
@@ -129,7 +129,7 @@ class RegistryError(AccessError):
 
 
 class ManifestRefusedError(RegistryError):
-    """The registry does not take this kind of manifest; another dialect may pass."""
+    """The registry refuses this kind of manifest; another dialect may be accepted."""
 
 
 class StoreError(AccessError):

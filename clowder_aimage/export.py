@@ -1,4 +1,4 @@
-"""export: an AImage in a store becomes the directory it was made from."""
+"""export: write an AImage in a store as the directory it was made from."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from clowder_aimage.oci import Descriptor, Reference
 
 @dataclass(frozen=True, slots=True)
 class ExportSummary:
-    """Counts of what was exported: ``files`` with ``size`` bytes in all.
+    """Counts of the exported content: ``files`` with ``size`` bytes in total.
 
-    ``tensors`` are in the weights among them. ``ways`` counts how whole files were made,
+    ``tensors`` counts those in weight files. ``ways`` counts how whole files were written,
     ``quantized`` has the form of components' weights.
     """
 
@@ -44,18 +44,18 @@ def export(
     on_plan: Callable[[ExportPlan], None] = lambda _: None,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> ExportSummary:
-    """Write the AImage ``reference`` as ``directory``, which must not exist, or be empty.
+    """Write the AImage ``reference`` to ``directory``, which must not exist, or be empty.
 
-    It is there whole or not at all. With ``links``, whole files share their bytes with the store
-    where the file system can. ``on_plan`` is called before a byte is written, ``on_written`` with
-    the number of bytes that were read and written.
+    The directory is complete or not created. With ``links``, whole files share their bytes with the
+    store if the file system can. ``on_plan`` is called before a byte is written, ``on_written``
+    with the number of bytes that were read and written.
 
     Raises:
-        UsageError: the directory cannot be one to export to; zstd is needed and not installed.
+        UsageError: the directory is not a valid target; zstd is needed and not installed.
         NotFoundError: the AImage is not in the store, or not all of it.
-        FormatError, VerificationError: it is not an AImage, cannot be a directory, or a blob is
-            damaged or not what its layer says.
-        ModelError: a quantized weight has no name in any maker's form.
+        FormatError, VerificationError: it is not an AImage, does not form a directory, or a blob is
+            damaged or does not match its layer.
+        ModelError: a quantized weight has no name in any vendor's form.
         StoreError, NoSpaceError: it cannot be written.
     """
     with store.lease() as lease:
@@ -63,7 +63,7 @@ def export(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
-        # a blob may be here in the form that it came in
+        # a blob may be stored in its compressed form only
         if not all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
             require_complete(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))

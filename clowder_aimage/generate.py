@@ -1,4 +1,4 @@
-"""generate: render pictures from a prompt with an AImage, fetched first if it is missing."""
+"""generate: render pictures from a prompt with an AImage, pulling it first if it is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidan
 
 @dataclass(frozen=True, slots=True)
 class RunnableModel:
-    """A loaded AImage. It belongs to the thread that loaded it."""
+    """A loaded AImage. Only the thread that loaded it may use it."""
 
     stored: StoredAImage
     pipeline: Pipeline
@@ -48,11 +48,11 @@ def fetch(
     *,
     on_event: OnEvent = ignore,
 ) -> StoredAImage:
-    """Return the AImage, from the store or else from the registry in its name, and lease it.
+    """Return a leased AImage from the store, or pull it from its registry.
 
     Raises:
-        NotFoundError: it is missing or partial in the store, and its name has no registry, or it
-            is not there either; and whatever ``pull`` raises.
+        NotFoundError: it is missing or partial in the store, and its name has no registry, or the
+            registry does not have it. Also raises the errors of ``pull``.
     """
     _check_kind(store, reference)
     try:
@@ -61,7 +61,7 @@ def fetch(
         if reference.registry is None:
             raise
         meant, words = reference, ""
-        if isinstance(missing, IncompleteError):  # whatever the tag means in the registry by now
+        if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
             meant, words = replace(reference, digest=missing.digest), f"; {missing.message}"
         try:
             root = pull(meant, store, connection, PullOptions(on_event=on_event)).root
@@ -72,7 +72,7 @@ def fetch(
 
 
 def _check_kind(store: ContentStore, reference: Reference) -> None:
-    """Raise ModelError for an AImage that is not a pipeline, before the rest is fetched."""
+    """Raise ModelError for an AImage that is not a pipeline, before its weights are fetched."""
     try:
         aimage = read_aimage(store, reference).aimage
     except NotFoundError:
@@ -81,7 +81,7 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         return
     kind = aimage.properties.get("format")
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
-        return  # the loader says what is missing
+        return  # the loader reports missing files
     what = f"is of the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
         f"{reference} {what}, which is not run here", remedy="export_to_pack", reference=reference
@@ -113,7 +113,7 @@ def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None)
 def describe_picture(
     reference: Reference, model: RunnableModel, request: GenerateRequest
 ) -> dict[str, Any]:
-    """All that is needed to render the pictures of a request again, but for each one's own seed."""
+    """Return the parameters to render a request's pictures again, without their own seeds."""
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),

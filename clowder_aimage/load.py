@@ -1,4 +1,4 @@
-"""load: an OCI image layout in a tar into a layout, blob by blob, each verified."""
+"""load: store an OCI image layout from a tar in a layout, verifying each blob."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.strict_json import read_json
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
-_MAX_ENTRIES = 4096  # each name is a durable write of its own
+_MAX_ENTRIES = 4096  # each name is a separate durable write
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Names that were given, and counts of blobs that were stored and that were there already.
+    """The names that were set, and the counts of newly stored and existing blobs.
 
-    ``unnamed`` are entries without a name, as text; ``problem`` says why names were not given.
+    ``unnamed`` are entries without a name, as text; ``problem`` is why names were not set.
     """
 
     names: tuple[tuple[Reference, Descriptor], ...]
@@ -55,18 +55,18 @@ def load(
     on_plan: Callable[[int], None] = lambda _: None,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> LoadResult:
-    """Store the content of an archive and give it its names, when all that they need is there.
+    """Store the content of an archive, and set its names if their content is complete.
 
-    ``archive`` is a path or an unbuffered stream, which is read once. ``name`` is given instead of
-    those in the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
-    ``on_read`` with those that were read.
+    ``archive`` is a path or an unbuffered stream, which is read once. ``name`` replaces the names
+    in the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
+    ``on_read`` with the number of bytes read.
 
     Raises:
-        UsageError: no entry has a name, or several manifests would have the one name.
+        UsageError: no entry has a name, or several manifests would get the same name.
         NotFoundError: the archive does not exist.
-        FormatError: it is not a layout in a tar, or has members that no layout has.
+        FormatError: it is not a layout in a tar, or has members that a layout cannot have.
         VerificationError: a blob differs from its digest; it was not stored.
-        NoSpaceError: it would not fit.
+        NoSpaceError: the content does not fit.
         StoreError: the archive cannot be read, or the layout cannot be written.
     """
     with _open(archive) as (file, file_name):
@@ -80,7 +80,7 @@ def load(
 
 @contextmanager
 def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
-    """Open an archive as an unbuffered stream, and return what errors call it."""
+    """Open an archive as an unbuffered stream, and return its name for errors."""
     if not isinstance(archive, Path):
         yield archive, "the archive on stdin"
         return
@@ -98,17 +98,17 @@ def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
 
 @dataclass(slots=True)
 class _Loader:
-    """One archive on its way in. ``on_plan`` is for one whose size is not known before."""
+    """The loading of one archive. ``on_plan`` is called if its size is not known in advance."""
 
     layout: ImageLayout
     lease: Lease
     tar: TarStream
     name: Reference | None
     on_plan: Callable[[int], None] | None
-    files: dict[str, bytes] = field(default_factory=dict)  # beside the blobs
+    files: dict[str, bytes] = field(default_factory=dict)  # other than blobs
     roots: list[Descriptor] = field(default_factory=list)
     names: dict[Reference, Descriptor] = field(default_factory=dict)
-    expected: dict[Digest, Descriptor] = field(default_factory=dict)  # by the documents read
+    expected: dict[Digest, Descriptor] = field(default_factory=dict)  # from the documents read
     documents: set[Digest] = field(default_factory=set)
     seen: set[Digest] = field(default_factory=set)
     stored: set[Digest] = field(default_factory=set)
@@ -137,9 +137,9 @@ class _Loader:
         )
 
     def _read_member(self, member: TarMember) -> None:
-        """Store what belongs to a layout; other files are passed over."""
+        """Store a member that belongs to a layout; skip other files."""
         if not member.name or member.name[-1].startswith("._"):
-            return  # what macOS's tar adds to each file
+            return  # files that tar on macOS adds
         if member.name == ("oci-layout",):
             _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self.tar.name)
         elif member.name == ("index.json",):
@@ -148,7 +148,7 @@ class _Loader:
             self._read_blob(self._digest(member), member)
 
     def _read_small(self, member: TarMember, limit: int) -> bytes:
-        """Read a small file. Raises FormatError where it is large, or differs from an earlier."""
+        """Read a small file. Raises FormatError if it is large, or differs from an earlier one."""
         (name,) = member.name
         if member.size > limit:
             raise FormatError(f"{name} in {self.tar.name} has {member.size} bytes, over {limit}")
@@ -191,7 +191,7 @@ class _Loader:
             self._expect(successors(read_document(self.layout, content)))
 
     def _store(self, content: Descriptor, member: TarMember) -> None:
-        """Store a blob, or verify one that came before. Raises VerificationError."""
+        """Store a blob, or verify a repeated one. Raises VerificationError."""
         if content.digest in self.seen:
             verify(member.open(), content)
             return
@@ -204,7 +204,7 @@ class _Loader:
         self.stored.add(content.digest)
 
     def _check_space(self, content: Descriptor) -> None:
-        """Raise NoSpaceError where the rest would not fit: all of it, once that is known."""
+        """Raise NoSpaceError if the remaining content, as far as it is known, does not fit."""
         coming = [content]
         if content.digest in self.expected and not is_document(content) and not self.is_planned:
             self.is_planned = True
@@ -215,7 +215,7 @@ class _Loader:
         check_space(coming, self.layout)
 
     def _give_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
-        """Give the names of which all content is there; return them, and why others were not."""
+        """Set the names whose content is complete; return them, and why others were not set."""
         named, problems = [], []
         for reference, root in self.names.items():
             try:
@@ -234,7 +234,7 @@ class _Loader:
         return named, problems
 
     def _plan(self, root: Descriptor) -> tuple[list[Descriptor], CopyPlan | None]:
-        """Plan the naming of ``root``, and return what is missing for it."""
+        """Plan the naming of ``root``, and return its missing content."""
         if not self.layout.exists(root):
             return [root], None
         plan = plan_copy(self.layout, root, is_sparse=True)
@@ -269,7 +269,7 @@ def _entries(raw: bytes, archive: str) -> list[Descriptor]:
 def _choose_names(
     entries: list[Descriptor], name: Reference | None, archive: str
 ) -> dict[Reference, Descriptor]:
-    """Return the names to give: ``name``, or those of the entries. Raises ContentError."""
+    """Return the names to set: ``name``, or those of the entries. Raises ContentError."""
     if name is not None:
         if len({entry.digest for entry in entries}) > 1:
             raise UsageError(
@@ -293,7 +293,7 @@ def _choose_names(
 
 
 def _reference(entry: Descriptor) -> Reference | None:
-    """Return the name of an entry, where it has one that is valid here. Raises FormatError."""
+    """Return the name of an entry, or None if it has no valid one. Raises FormatError."""
     try:
         reference = Reference.parse(entry_name(entry.annotations))
     except UsageError:
@@ -304,6 +304,6 @@ def _reference(entry: Descriptor) -> Reference | None:
 
 
 def _describe(entry: Descriptor) -> str:
-    """Return the digest of an entry, and its name where it has one."""
+    """Return the digest of an entry, and its name if it has one."""
     name = entry_name(entry.annotations)
     return f"{entry.digest} ({name[:100]!r})" if name else str(entry.digest)

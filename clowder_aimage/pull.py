@@ -31,10 +31,10 @@ from clowder_aimage.registry import ClientOptions, Repository
 class PullOptions:
     """Options of a pull.
 
-    ``selector`` chooses the manifest of an index; with None the index is fetched as a whole.
-    ``layers`` chooses layers of an AImage; None fetches all. A dry run fetches manifests alone, and
-    with ``layers`` the config. ``rate`` limits the speed, instead of the client's options for the
-    registry. ``wrap`` puts a source in front of the registry, with blobs from nearer places.
+    ``selector`` selects the manifest of an index; with None the index is fetched as a whole.
+    ``layers`` selects layers of an AImage; None fetches all. A dry run fetches manifests only, and
+    with ``layers`` the config. ``rate`` limits the speed, overriding the client's options for the
+    registry. ``wrap`` adds a source of nearer blobs in front of the registry.
     """
 
     selector: ManifestSelector | None = ANY
@@ -47,7 +47,7 @@ class PullOptions:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """A pulled manifest: its name in the store, and the blobs of it that are not there."""
+    """A pulled manifest: its name in the store, and its missing blobs."""
 
     name: Reference
     plan: CopyPlan
@@ -67,18 +67,18 @@ def pull(
     connection: ClientOptions,
     options: PullOptions = _ALL,
 ) -> PullResult:
-    """Fetch what ``reference`` names, byte for byte, and give it the same name in ``store``.
+    """Fetch the artifact ``reference`` unchanged, and give it the same name in ``store``.
 
-    The name is marked as partial while blobs that were left out are missing; another part may be
-    added later, and a pull of all layers completes it.
+    The name is marked as partial while left-out blobs are missing; another part may be added later,
+    and a pull of all layers completes it.
 
     Raises:
-        UsageError: the reference has no registry host, several manifests of an index fit, or
+        UsageError: the reference has no registry host, several manifests of an index match, or
             layers are selected of an artifact that is not an AImage.
-        NotFoundError: it, a manifest of the index or a selected layer does not exist.
-        UnauthorizedError, NetworkError, RegistryError: the registry does not give it.
+        NotFoundError: the artifact, a manifest of the index or a selected layer does not exist.
+        UnauthorizedError, NetworkError, RegistryError: it cannot be read from the registry.
         VerificationError, FormatError: the bytes differ from their descriptors.
-        StoreError, NoSpaceError: it cannot be kept.
+        StoreError, NoSpaceError: it cannot be stored.
     """
     with Repository(reference, connection) as repository:
         source = options.wrap(repository) if options.wrap else repository
@@ -112,7 +112,7 @@ def resolve_changed(
 ) -> tuple[Descriptor, Descriptor] | None:
     """Return the manifest or index of ``reference``, and the manifest that a pull would fetch.
 
-    It is None while ``reference`` still names ``known``. No blob is fetched. Raises as resolving
+    Return None if ``reference`` still refers to ``known``. No blob is fetched. Raises as resolving
     does in ``pull``.
     """
     with Repository(reference, connection) as repository:
@@ -157,7 +157,7 @@ def _select_layers(
 
 
 def _tag_part(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:
-    """Tag what was fetched, marked when blobs are missing, and return those."""
+    """Tag the fetched content, marked as partial if blobs are missing, and return those."""
     missing = plan.missing_left_out(store)
     store.tag(plan.root, name, is_partial=bool(missing))
     if missing and not (missing := plan.missing_left_out(store)):

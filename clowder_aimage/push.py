@@ -63,14 +63,13 @@ def push(
     ladder: DialectCache | None = None,
     on_remembered: OnRemembered = lambda *_: None,
 ) -> Descriptor:
-    """Push what ``reference`` names in ``store`` to the registry in the name.
+    """Push the artifact ``reference`` in ``store`` to the registry in that name.
 
-    A manifest is pushed as it is, or rewritten in ``dialect``. Where the registry refuses that kind
+    A manifest is pushed unchanged, or rewritten in ``dialect``. If the registry refuses that kind
     of manifest, the next dialect is tried, unless ``fallback`` is off or the push is by digest; the
-    blobs are there already, and the local tag does not change. Dialects that the registry refused
-    before it took another are kept in ``ladder``, and tried last by the next push without a
-    ``dialect``. Blobs that another repository of the registry has, by the names in ``store``, are
-    mounted from there.
+    blobs are already uploaded, and the local tag does not change. Dialects that the registry
+    refused are stored in ``ladder``, and tried last by the next push without a ``dialect``. Blobs
+    that another repository of the registry has, by the names in ``store``, are mounted.
 
     ``on_fallback`` is called with the next dialect and the reason; ``on_remembered`` with the
     dialect that is tried first because of ``ladder``, and the one that it replaces.
@@ -80,9 +79,9 @@ def push(
 
     Raises:
         UsageError: the reference has no registry host, or asks for a rewrite by digest.
-        ModelError: the manifest of each dialect is over the limit of registries; nothing was sent.
+        ModelError: the manifest of each dialect exceeds registries' limit; nothing was sent.
         ManifestRefusedError: no dialect is left to try.
-        NotFoundError: it is not in the store; or a part of it is, and the registry lacks the rest.
+        NotFoundError: it is not in the store; or only in part, and the registry lacks the rest.
         UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
         VerificationError: the copy in the store is damaged.
     """
@@ -123,12 +122,12 @@ def transfer(
 ) -> Descriptor:
     """Copy what ``source`` names, byte for byte, to the name ``target``, without a copy on disk.
 
-    Each blob is streamed; within one registry it is mounted instead, where that is allowed.
+    Each blob is streamed, or mounted within one registry if that is allowed.
 
     Raises:
         UsageError: a name without a registry host, or a digest that is not the source's.
-        ManifestRefusedError: the target's registry does not take this kind of manifest.
-        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be read, or sent.
+        ManifestRefusedError: the target's registry refuses this kind of manifest.
+        UnauthorizedError, NetworkError, RegistryError: it cannot be read or pushed.
         VerificationError, FormatError: the bytes differ from their descriptors.
     """
     for name in (source, target):
@@ -161,7 +160,7 @@ def transfer(
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
 ) -> StoredAImage | None:
-    """Read and lease the AImage; return None for another artifact, which is pushed as it is."""
+    """Read and lease the AImage; return None for another artifact, which is pushed unchanged."""
     root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
     lease.add(*plan_copy(store, root).digests)
@@ -180,7 +179,7 @@ def _read(
 def _missing_first(
     store: ContentStore, source: Source, plan: CopyPlan, stored: StoredAImage, reference: Reference
 ) -> tuple[Source, CopyPlan]:
-    """Put blobs that the store lacks first, and let reading them raise the error about them."""
+    """Put blobs that the store lacks first; reading them raises the error for them."""
     absent = {blob.digest for blob in plan.blobs if not source.exists(blob)}
     if not absent:
         return source, plan
@@ -194,7 +193,7 @@ def _missing_first(
 
 
 class _UnfitError(ModelError):
-    """A dialect that this AImage cannot be written in."""
+    """The AImage cannot be written in a dialect."""
 
 
 class _PartialSource(WrappedSource):
@@ -211,7 +210,7 @@ class _PartialSource(WrappedSource):
 
 
 def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) -> None:
-    """Raise ModelError where registries would refuse a document for its size."""
+    """Raise ModelError if a document exceeds the size limit of registries."""
 
     def read(content: Descriptor) -> Manifest | Index | None:
         if content.size > MAX_MANIFEST_SIZE:
@@ -227,7 +226,7 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
 
 def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
     """Return the ladder from ``first`` down, with the dialects that were ``refused`` last."""
-    if first not in LADDER:  # another vendor's, which has no fallback
+    if first not in LADDER:  # another vendor's dialect, which has no fallback
         return [first]
     names = sorted(LADDER[LADDER.index(first) :], key=lambda name: name in refused)
     if names[0] != first:
@@ -262,7 +261,7 @@ def _descend(
 
 
 def _last_word(reasons: list[AImageError]) -> AImageError:
-    """Return the error after the last dialect: that of the registry, if it was asked."""
+    """Return the error after the last dialect: that of the registry, if there is one."""
     refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
     if not refusals:
         return reasons[0]

@@ -1,4 +1,4 @@
-"""save: artifacts of a layout into one tar, which is the same for the same content."""
+"""save: write artifacts of a layout to one tar, which is the same for the same content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clowder_aimage.oci.manifest import encode, parse_document
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """An archive of ``size`` bytes, with its ``digest`` where that was requested.
+    """An archive of ``size`` bytes, with its ``digest`` if that was requested.
 
     ``absent`` are manifests of indexes that the store does not have.
     """
@@ -46,20 +46,19 @@ def save(
     is_hashed: bool = False,
     on_event: OnEvent = ignore,
 ) -> SaveResult:
-    """Write what ``references`` name, and all that it needs, as an OCI image layout in a tar.
+    """Write the artifacts ``references`` as an OCI image layout in a tar.
 
-    Each blob is in it once, verified as it is read. Manifests of an index that are not in the
+    Each blob is written once, and verified as it is read. Manifests of an index that are not in the
     layout are left out.
 
-    The names have the same order in every archive. ``target`` is a path, where the archive appears
-    when it is complete, or an unbuffered stream. With ``is_hashed`` the archive's own digest is
-    returned, too.
+    Names are sorted. ``target`` is a path, which is created when the archive is complete, or an
+    unbuffered stream. With ``is_hashed`` the digest of the archive is also returned.
 
     Raises:
         UsageError: two manifests would have one name.
         NotFoundError: a name, or content that it needs, is not in the layout.
         VerificationError, FormatError: content differs from its digest, or is malformed.
-        NoSpaceError: it would not fit.
+        NoSpaceError: the archive does not fit.
         StoreError: the layout cannot be read, or the archive cannot be written.
     """
     with layout.lease() as lease:
@@ -86,7 +85,7 @@ def save(
 def _resolve(
     layout: ImageLayout, references: Sequence[Reference], lease: Lease
 ) -> list[tuple[Reference, Descriptor]]:
-    """Return the names in the archive, sorted, and their roots; a tag wins over the digest."""
+    """Return the names in the archive, sorted, and their roots; a tag precedes a digest."""
     names: dict[Reference, Descriptor] = {}
     for reference in references:
         name = replace(reference, digest=None) if reference.tag else reference
@@ -97,7 +96,7 @@ def _resolve(
 
 
 def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Lease) -> CopyPlan:
-    """Plan the copy of one name. Raises NotFoundError where content is missing."""
+    """Plan the copy of one name. Raises NotFoundError if content is missing."""
     plan = plan_copy(layout, root, is_sparse=True)
     lease.add(*plan.digests)
     if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
@@ -116,7 +115,7 @@ def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Le
 
 
 def _check_aimage(layout: ImageLayout, reference: Reference) -> None:
-    """Raise NotFoundError with the components that are missing, where it is an AImage."""
+    """Raise NotFoundError with the missing components, if it is an AImage."""
     try:
         stored = read_aimage(layout, reference)
     except AImageError:  # another kind of artifact, or an index
@@ -150,10 +149,10 @@ def _merge(
 
 @contextmanager
 def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
-    """Open a stream of ``size`` bytes, and return what errors call it.
+    """Open a stream for ``size`` bytes, and return its name for errors.
 
-    A link is followed. A file appears when it is complete; a named pipe or a device is written as
-    it is.
+    A link is followed. A file is created when it is complete; a named pipe or a device is written
+    directly.
     """
     if not isinstance(target, Path):
         yield target, "on stdout"

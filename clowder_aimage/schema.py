@@ -1,4 +1,4 @@
-"""The JSON Schemas in schemas/: one loader, for a checkout and for an installed wheel.
+"""The JSON Schemas in schemas/: one loader for checkouts and installed wheels.
 
 They are JSON Schema 2020-12 and refer to each other by their ``$id``; they are never fetched. A
 pattern's ``$`` matches at the end of the text only, as in ECMA-262 (JSON Schema Validation, 6.3.3);
@@ -24,14 +24,14 @@ _HERE = Path(__file__).parent
 _SUFFIX = ".schema.json"
 JSONPath = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
-MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes in which lines are looked for, at 1 MiB/s or so
+MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes of a document with located lines, at about 1 MiB/s
 _MAX_MESSAGE = 300  # characters
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A fault in a document; line and column count from 1 and are 0 where they are not known."""
+    """A fault in a document; line and column count from 1 and are 0 if unknown."""
 
     path: JSONPath
     message: str
@@ -114,8 +114,8 @@ def violations(name: str, document: object) -> Iterator[Violation]:
 
 @functools.cache
 def _validator(name: str) -> Any:
-    """Return a validator that resolves references to the other schemas here, and only here."""
-    import jsonschema  # here, because it takes 40 ms
+    """Return a validator that resolves references to our other schemas only."""
+    import jsonschema  # late, because it takes 40 ms
     from referencing import Registry
     from referencing.jsonschema import DRAFT202012
 
@@ -131,7 +131,7 @@ def _validator(name: str) -> Any:
 
 
 def _undeclared(name: str) -> dict[str, Any]:
-    """Return a schema without ``$schema``, for which jsonschema takes its own validator."""
+    """Return a schema without ``$schema``, so that jsonschema uses the given validator."""
     return {key: value for key, value in load(name).items() if key != "$schema"}
 
 
@@ -146,7 +146,7 @@ def _pattern(
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # in a class of characters, $ is a dollar
+    # in a character class, $ is literal
     shielded = re.sub(r"\[[^]]*\]", lambda found: found[0].replace("$", r"\$"), pattern)
     return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
 
@@ -162,7 +162,7 @@ def _message(error: ValidationError) -> str:
 
 
 def locate(text: str, found: list[Violation]) -> list[Violation]:
-    """Return the violations with the nearest lines, in the order of the text."""
+    """Return the violations with the nearest lines, in text order."""
     positions = json_positions(text)
     if not positions:
         return found
@@ -171,7 +171,7 @@ def locate(text: str, found: list[Violation]) -> list[Violation]:
         path = one.path
         while path not in positions:
             path = path[:-1]
-        line, column = line_column(text, positions[path][-1])  # of two keys, the second
+        line, column = line_column(text, positions[path][-1])  # the second of duplicate keys
         placed.append(replace(one, line=line, column=column))
     return sorted(placed, key=lambda one: (one.line, one.column))
 
@@ -179,8 +179,8 @@ def locate(text: str, found: list[Violation]) -> list[Violation]:
 def json_positions(text: str) -> dict[JSONPath, list[int]]:
     """Return where the values of a JSON text begin: the value in a list, the key in an object.
 
-    PyYAML reads the text, in which what YAML does not allow is replaced at the same length:
-    tabs, control characters, escaped surrogates.
+    PyYAML parses the text after characters that YAML does not allow are replaced at the same
+    length: tabs, control characters, escaped surrogates.
     """
     import yaml  # type: ignore[import-untyped]
 

@@ -1,6 +1,6 @@
-"""usage: the disk space that names in a store take, and what one of them alone needs.
+"""usage: the disk space of names in a store, in total and unique to each.
 
-A name needs what ``layout/gc.py`` keeps for it, so removing the name would free ``unique``.
+A name needs the content that ``layout/gc.py`` keeps for it: removing it would free ``unique``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BLOCK = 512  # bytes that st_blocks counts in
 
 @dataclass(frozen=True, slots=True)
 class NameUsage:
-    """The size of one manifest and of all that it needs, in bytes of the files on disk.
+    """The size of one manifest and of its content, in bytes of the files on disk.
 
     ``names`` are all names of the manifest, and an empty one for an entry without a name.
-    ``unique`` is the size of what no other manifest needs; ``missing`` counts needed blobs that
-    are not there.
+    ``unique`` is the size of content that no other manifest needs; ``missing`` counts needed blobs
+    that are not stored.
     """
 
     names: tuple[str, ...]
@@ -45,9 +45,9 @@ class NameUsage:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """The manifests, the largest ``unique`` first, and what they take together, in bytes.
+    """The manifests, the largest ``unique`` first, and their total size in bytes.
 
-    ``size`` counts every blob once; ``freed`` is what would be freed if all of them went.
+    ``size`` counts every blob once; ``freed`` is what removing all manifests would free.
     """
 
     shares: tuple[NameUsage, ...]
@@ -62,10 +62,10 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """The size of a store, in bytes; ``allocated`` is what the file system gives for them.
+    """The size of a store in bytes; ``allocated`` is the space that the file system uses.
 
-    ``unneeded`` is what no entry of ``index.json`` needs; ``partials`` are unfinished downloads
-    and what they take on disk; ``free`` is what an ordinary user may still write.
+    ``unneeded`` counts blobs that no entry of ``index.json`` needs; ``partials`` are unfinished
+    downloads and their size on disk; ``free`` is available to unprivileged users.
     """
 
     root: Path
@@ -81,9 +81,9 @@ class DiskUsage:
 
 
 def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> UsageReport:
-    """Return what each manifest in ``layout``, or each of ``only``, takes beside all others.
+    """Return the usage of each manifest in ``layout``, or each of ``only``, beside all others.
 
-    ``roots`` are the directories of the stores that ``layout`` is made of. Raises StoreError.
+    ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
     sizes = {name: found.st_size for root in roots for name, found in blobs(root)}
     needs = _Needs(layout, sizes)
@@ -118,7 +118,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
 
 
 def disk_usage(layout: ImageLayout) -> DiskUsage:
-    """Return how full the one store ``layout`` is. Raises StoreError."""
+    """Return the disk usage of the single store ``layout``. Raises StoreError."""
     entries = list(layout.entries())
     found = dict(blobs(layout.root))
     sizes = {name: status.st_size for name, status in found.items()}
@@ -140,14 +140,14 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
 
 
 class _Needs:
-    """The blobs that documents need, of those with these ``sizes``."""
+    """The blobs that documents need, among those in ``sizes``."""
 
     def __init__(self, layout: ImageLayout, sizes: dict[str, int]) -> None:
         self._layout, self._sizes = layout, sizes
         self._scanner = DigestScanner()
 
     def of(self, descriptor: Descriptor) -> tuple[tuple[str, ...], dict[str, int]]:
-        """Return the needed blobs that are here, and the sizes of those that are missing."""
+        """Return the needed blobs that are stored, and the sizes of those that are missing."""
         key = str(descriptor.digest)
         if key not in self._sizes:
             return (), {key: descriptor.size}
@@ -164,7 +164,7 @@ class _Needs:
         return here, missing
 
     def _read(self, key: str) -> bytes | None:
-        """Return a document; None where it is missing, nothing of what is too large for one."""
+        """Return a document; None if it is missing, no bytes if it is too large for one."""
         size = self._sizes.get(key)
         if size is None or size > LARGEST:
             return None if size is None else b""
@@ -172,7 +172,7 @@ class _Needs:
         try:
             with store_errors(self._layout.root), self._layout.open(content) as file:
                 return file.read(LARGEST) or b""
-        except NotFoundError:  # it has just been removed
+        except NotFoundError:  # it was just removed
             return None
 
 

@@ -1,7 +1,7 @@
-"""validate: documents against their schemas, and against rules that a schema cannot express.
+"""validate: check documents against schemas, and against rules that a schema cannot express.
 
-No key and no name of a layer may occur twice, embedded content must match its descriptor, and the
-package's own reader must accept the rest.
+Keys and names of layers must be unique, embedded content must match its descriptor, and the
+package's own reader must accept the document.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clowder_aimage.oci.strict_json import is_too_deep
 from clowder_aimage.schema import JSONPath, Violation, json_positions, line_column, locate
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
-SAFETENSORS = "safetensors"  # shown in the place of a schema's name
+SAFETENSORS = "safetensors"  # shown instead of a schema's name
 AIMAGE_MANIFEST, AIMAGE_CONFIG, OCI_INDEX = "aimage-manifest", "aimage-config", "oci-index"
 _MANIFESTS = {
     mediatype.OCI_MANIFEST: "oci-manifest",
@@ -59,7 +59,7 @@ _SELF_CONTAINED = ("clowder", "custom", "ollama", "modelpack")
 
 @dataclass(slots=True)
 class CheckedDocument:
-    """A document with its violations; for an unknown kind, a note and no name of a schema."""
+    """A document with its violations; for an unknown kind, a note and no schema name."""
 
     name: str
     schema: str
@@ -97,7 +97,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
 def validate_stream(
     file: BinaryIO, name: str, schema: str = "", start: bytes = b""
 ) -> CheckedDocument:
-    """Check the JSON document of the bytes ``start`` and the rest of ``file``.
+    """Check the JSON document that consists of ``start`` and the rest of ``file``.
 
     Raises UsageError: the schema or the kind of document is unknown.
     """
@@ -119,7 +119,7 @@ def validate_stream(
 
 
 def validate_reference(layout: ImageLayout, reference: Reference) -> list[CheckedDocument]:
-    """Check the manifest or index of ``reference`` and all under it. Raises NotFoundError."""
+    """Check the manifest or index of ``reference`` and all below it. Raises NotFoundError."""
     descriptor = layout.resolve(reference)
     layout.path(descriptor)
     return _Walk(layout).run(_Step(descriptor, str(reference)))
@@ -131,7 +131,7 @@ def is_layout(path: pathlib.Path) -> bool:
 
 
 def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
-    """Check ``oci-layout``, ``index.json`` and all documents under that. Raises UsageError."""
+    """Check ``oci-layout``, ``index.json`` and all documents below it. Raises UsageError."""
     walk = _Walk(ImageLayout(path), shows_paths=True)
     for name, schema in _LAYOUT:
         if (path / name).is_file():
@@ -146,10 +146,10 @@ def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
 def check(
     name: str, raw: bytes, schema: str = "", *, media_type: str = "", has_lines: bool = True
 ) -> CheckedDocument:
-    """Check one JSON document, which the report calls ``name``.
+    """Check one JSON document, which is called ``name`` in the report.
 
-    Without a name of a ``schema`` the kind is recognised, or taken from ``media_type``, that of
-    the document's descriptor. With ``has_lines`` violations have their line and column.
+    Without a ``schema`` the kind is detected, or taken from ``media_type``, that of the document's
+    descriptor. With ``has_lines`` violations have their line and column.
     """
     value, found = _read(raw)
     schema = schema or kind_of(value) or _SCHEMAS.get(media_type, "")
@@ -167,7 +167,7 @@ def check(
 
 
 def kind_of(value: object) -> str:
-    """Return the name of the schema for a document, or nothing."""
+    """Return the name of the schema for a document, or an empty string."""
     if not isinstance(value, dict):
         return ""
     config, media_type = value.get("config"), value.get("mediaType")
@@ -187,7 +187,7 @@ def kind_of(value: object) -> str:
 
 
 def _read(raw: bytes) -> tuple[Any, list[Violation]]:
-    """Return the value of a JSON text, and the keys that occur twice; of two the last counts."""
+    """Return the value of a JSON text, and its duplicate keys, of which the last one counts."""
     try:
         return read_json(raw, "it"), []
     except FormatError as error:
@@ -214,7 +214,7 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
 def _check_graph(
     schema: str, value: dict[str, Any], raw: bytes, known: set[JSONPath]
 ) -> Iterator[Violation]:
-    """Yield what a schema cannot express, except at paths that are ``known`` to be wrong."""
+    """Yield violations that a schema cannot express, except at ``known`` wrong paths."""
     if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:  # an index.json may be larger
         yield Violation((), f"{len(raw)} bytes, of which registries accept {MAX_MANIFEST_SIZE}")
     names: dict[str, JSONPath] = {}
@@ -248,7 +248,7 @@ def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, An
 
 
 def _layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
-    """Return the name of a layer and its path in the descriptor, by either way to write it."""
+    """Return the name of a layer and its path in the descriptor, in either form."""
     annotations = layer.get("annotations")
     own = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
     names = ((("annotations", mediatype.NAME), own), (("name",), layer.get("name")))
@@ -265,7 +265,7 @@ def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violatio
 
 
 def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
-    """Return what the package's own reader refuses."""
+    """Return the errors of the package's own reader."""
     try:
         document = parse_document(raw, media_type)
     except FormatError as error:
@@ -297,7 +297,7 @@ class _Step:
 
 
 class _Walk:
-    """A walk over the documents of a layout, which reads each once and passes over broken ones."""
+    """A walk over the documents of a layout, which reads each once and skips broken ones."""
 
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
         self._layout, self._shows_paths = layout, shows_paths
@@ -305,7 +305,7 @@ class _Walk:
         self._steps: list[_Step] = []
 
     def run(self, *first: _Step) -> list[CheckedDocument]:
-        """Check the blobs of ``first``, and all under these and under the added documents."""
+        """Check the blobs of ``first``, and all below these and below the added documents."""
         self._steps += first
         seen: set[tuple[Digest, int]] = set()
         for step in self._steps:  # which grows
@@ -316,7 +316,7 @@ class _Walk:
         return self._documents
 
     def add(self, checked: CheckedDocument, raw: bytes = b"") -> None:
-        """Add a document to the report, and the documents that it refers to to the walk."""
+        """Add a document to the report, and the documents that it lists to the walk."""
         self._documents.append(checked)
         value, checked.value = checked.value, None
         for path, found in _children(value):

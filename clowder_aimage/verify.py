@@ -1,4 +1,4 @@
-"""verify: check every byte of a layout against its digest, and fetch what is wrong again."""
+"""verify: check every byte of a layout against its digest, and repair it from registries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify(
     on_plan: Callable[[int], None] = lambda _: None,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> FsckReport:
-    """Check what ``references`` name, or all of the layout. Raises NotFoundError."""
+    """Check the content of ``references``, or the whole layout. Raises NotFoundError."""
     if references:
         roots = [(str(reference), layout.resolve(reference)) for reference in references]
     else:
@@ -46,7 +46,7 @@ def verify(
 def _still(
     layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[FsckProblem]
 ) -> list[FsckProblem]:
-    """Drop problems of names that were removed during the check, and their blobs with them."""
+    """Drop problems of names that were removed during the check."""
     if not any(problem.kind == "missing" for problem in problems):
         return problems
     now = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
@@ -59,15 +59,15 @@ def repair(
 ) -> list[tuple[FsckProblem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
-    Blobs lose their write permission. A damaged blob is moved aside, and back where the right one
-    cannot be fetched; one that nothing needs is removed.
+    Write permissions of blobs are removed. A damaged blob is moved aside, and restored if the right
+    one cannot be fetched; one that no name needs is removed.
 
     Returns:
-        Each problem of that kind, and why it could not be repaired; None where it was.
+        Each such problem, and the error if it could not be repaired, else None.
     """
     problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
     for path in report.writable:
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # another user's file
             path.chmod(path.stat().st_mode & 0o444)
     aside: dict[FsckProblem, Path] = {}
     failed: dict[str, AImageError] = {}
@@ -110,7 +110,7 @@ def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
 def _fetch(
     layout: ImageLayout, name: str, connection: ClientOptions, wanted: Collection[Digest]
 ) -> None:
-    """Fetch blobs of the manifest that a name has here; a partial AImage stays partial."""
+    """Fetch blobs of the stored manifest of a name; a partial AImage stays partial."""
     reference = Reference.parse(name)
     if reference.registry is None:
         message = f"{name} has no registry in its name to fetch from"
@@ -125,7 +125,7 @@ def _fetch(
             concurrency=connection.jobs(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
-            plan=plan_copy(source, source.resolve(meant)).part(wanted),  # of an index as a whole
+            plan=plan_copy(source, source.resolve(meant)).part(wanted),  # of the whole index
         )
 
 
@@ -133,6 +133,6 @@ def _outcome(
     layout: ImageLayout, problem: FsckProblem, failed: dict[str, AImageError]
 ) -> AImageError | None:
     if _path(layout, problem).is_file() or not problem.names:
-        return None  # without names nothing needs it, and the damaged file is gone
+        return None  # no name needs it, and the damaged file is removed
     errors = (failed[name] for name in problem.names if name in failed)
     return next(errors, NotFoundError(f"{problem.what} could not be fetched"))

@@ -89,7 +89,7 @@ class ServedBlobs:
         return self._layout.exists(content) and not self._is_deleted(content.digest)
 
     def remove(self, digest: Digest) -> None:
-        """Stop serving a blob until it is pushed again. Raises BLOB_UNKNOWN; UNSUPPORTED: needed."""
+        """Stop serving a blob until it is pushed again. Raises BLOB_UNKNOWN, UNSUPPORTED."""
         self.open(digest).close()
         version = self._catalog.version()
         if self._catalog.needs(digest):
