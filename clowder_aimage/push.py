@@ -120,7 +120,7 @@ def push(
 def transfer(
     source: Reference, target: Reference, connection: ClientOptions, *, on_event: OnEvent = ignore
 ) -> Descriptor:
-    """Copy what ``source`` names, byte for byte, to the name ``target``, without a copy on disk.
+    """Copy the artifact ``source`` unchanged to ``target``, without storing it on disk.
 
     Each blob is streamed, or mounted within one registry if that is allowed.
 

@@ -120,7 +120,7 @@ class BlobTransfer:
     def claim(self, sharing: int) -> Chunk | None:
         """Return a chunk to fetch, or None if all chunks are claimed.
 
-        Its size lets each of ``sharing`` connections fetch two chunks, so that all end together.
+        It has half a fair share of the rest for ``sharing`` connections, so that all end together.
         """
         if not self.unclaimed:
             slow = [part for part in self.parts if part.is_worth_sharing]

@@ -61,7 +61,7 @@ class CopyPlan:
         return [blob for blob in self.left_out if not target.exists(blob)]
 
     def part(self, digests: Collection[Digest]) -> CopyPlan:
-        """Return a plan for these blobs alone; the others are left out."""
+        """Return a plan for these blobs only; the others are left out."""
         chosen = tuple(blob for blob in self.blobs if blob.digest in digests)
         others = tuple(blob for blob in self.blobs if blob.digest not in digests)
         return replace(self, blobs=chosen, left_out=self.left_out + others)
@@ -174,7 +174,7 @@ class _WatchedBody:
         self._count = 0
 
     def __call__(self, offset: int = 0, /) -> BinaryIO:
-        self._progress(offset - self._count)  # a retry goes back to an earlier offset
+        self._progress(offset - self._count)  # a retry returns to an earlier offset
         source = self._source.open(self._blob, offset)
         kind = _WatchedFile if isinstance(source, io.FileIO) else _WatchedReader
         return cast(BinaryIO, kind(source, self))

@@ -57,7 +57,7 @@ def read_document(source: Source, content: Descriptor) -> Manifest | Index:
 def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
     """Return the descriptors that a document refers to, in its order.
 
-    A config or a layer is a blob whatever its media type says; the ``subject`` is not included.
+    A config or a layer is a blob whatever its media type; the ``subject`` is not included.
     """
     if isinstance(document, Index):
         return document.manifests
@@ -71,7 +71,7 @@ def referrer_entry(content: Descriptor, document: Manifest | Index) -> Descripto
     """Return the descriptor of a referrer in a list, with its type and annotations."""
     kind = document.artifact_type
     if not kind and isinstance(document, Manifest):
-        kind = document.config.media_type  # image-spec, manifest.md: where there is no artifactType
+        kind = document.config.media_type  # image-spec, manifest.md: if there is no artifactType
     extra = {"artifactType": kind} if kind else {}
     return replace(content, annotations=document.annotations, extra=extra)
 

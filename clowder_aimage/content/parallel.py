@@ -22,8 +22,8 @@ def in_parallel(
 ) -> None:
     """Run ``calls``, ``threads`` at a time.
 
-    If a call raises, or on an interrupt, ``stop`` is called, the other calls get a moment to end,
-    and the first error is raised. A thread that still waits for the network is left running.
+    If a call raises, or on an interrupt, ``stop`` is called, the other calls get a short time to
+    end, and the first error is raised. A thread that still waits for the network is left running.
     """
     errors: list[BaseException] = []
 

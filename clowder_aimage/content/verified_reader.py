@@ -55,7 +55,7 @@ class VerifyingReader(SourceReader):
 
 
 def readinto(source: BinaryIO, buffer: memoryview) -> int:
-    """Fill ``buffer`` from ``source``, without a copy where possible; return 0 at the end."""
+    """Fill ``buffer`` from ``source``, without a copy if possible; return 0 at the end."""
     direct = getattr(source, "readinto", None)
     if direct is not None:
         return int(direct(buffer) or 0)

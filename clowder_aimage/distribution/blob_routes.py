@@ -52,7 +52,7 @@ class BlobRoutes:
 
 
 def content_headers(digest: Digest) -> dict[str, str]:
-    """Return the headers that identify the content of an answer."""
+    """Return the headers that identify the content of a response."""
     return {"Docker-Content-Digest": str(digest), "ETag": f'"{digest}"'}
 
 
@@ -75,7 +75,7 @@ async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamRe
 async def _begin(
     request: web.Request, digest: Digest, size: int, span: tuple[int, int] | None
 ) -> web.StreamResponse:
-    """Send the head of an answer with the bytes of ``span``, or all of them."""
+    """Send the head of a response with the bytes of ``span``, or all of them."""
     headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
     start, end = span or (0, size)
     if span is not None:

@@ -148,7 +148,7 @@ class PullThroughCache:
             try:
                 with self._upstream.lend(repository) as source:
                     fetch.run(source, self._waiting.arrived)
-            except AImageError as error:  # there is no connection
+            except AImageError as error:  # no connection to the upstream
                 fetch.fail(error)
 
         try:

@@ -123,7 +123,7 @@ class PushRoutes:
 
 
 def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
-    """Return the offset of the upload after this chunk, if its Content-Range gives it.
+    """Return the offset of the upload after this chunk, if its Content-Range has one.
 
     Raises 416 if the chunk does not begin where the last one ended.
     """

@@ -166,7 +166,7 @@ class UpstreamRegistry:
 
 
 class _GuardedSource(WrappedSource):
-    """A source whose ``open`` is called through ``asked``."""
+    """A source whose ``open`` runs through ``asked``."""
 
     def __init__(self, source: Source, asked: Callable[[Callable[[], BinaryIO]], BinaryIO]) -> None:
         super().__init__(source)

@@ -24,7 +24,7 @@ MAX_AGE = 300.0  # seconds that a result is cached: the fingerprint does not rev
 class Completeness:
     """The content below ``root``: ``total`` bytes, and the ``missing`` blobs, each once.
 
-    ``root`` is None where no manifest has the name.
+    ``root`` is None if no manifest has the name.
     """
 
     root: Descriptor | None = None

@@ -210,8 +210,8 @@ def _replace(root: Path, name: str, data: bytes) -> None:
 def fingerprint(roots: Iterable[Path]) -> Hashable:
     """Return a value that changes when a name or a blob of these stores is added or removed.
 
-    None if that is uncertain: something changed a moment ago, or cannot be read. A blob that is
-    changed in place is not detected.
+    None if that is uncertain: something changed recently, or cannot be read. A blob that is changed
+    in place is not detected.
     """
     try:
         stamps = [(path, _change_of(path)) for root in roots for path in _watched(root)]

@@ -90,7 +90,7 @@ class FileIngest:
             except PermissionError:  # its process was killed just before the commit
                 attempts += 1
                 if attempts > _MAX_ATTEMPTS:
-                    raise  # there is no file, and none can be made
+                    raise  # the file does not exist, and cannot be created
                 self._reopen()
                 continue
             try:

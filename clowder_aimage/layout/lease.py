@@ -87,7 +87,7 @@ class FileLease(Lease):
 def leased(root: Path, *, remove: bool) -> set[Digest]:
     """Return the digests leased by running processes; ``remove`` the leases of ended ones.
 
-    Raises StoreError: a lease cannot be read; then nothing may be collected.
+    Raises StoreError: a lease cannot be read, so that no content may be collected.
     """
     digests: set[Digest] = set()
     if not Path(check_own(root, _DIRECTORY)).is_dir():

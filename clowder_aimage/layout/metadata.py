@@ -1,7 +1,7 @@
 """Metadata beside the index: small JSON objects, each in its own file.
 
-Processes that write different keys do not interfere, with or without locks; one key is replaced as
-a whole. A file that cannot be read is an error, so that nothing is removed that may be pinned.
+Processes that write different keys do not interfere, with or without locks; one key is replaced
+atomically. An unreadable file is an error, so that pinned content is never removed.
 """
 
 from __future__ import annotations

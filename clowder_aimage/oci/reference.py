@@ -76,7 +76,7 @@ class Reference:
         return str(self.digest) if self.digest else (self.tag or DEFAULT_TAG)
 
     def with_digest(self, digest: Digest) -> Reference:
-        """Return the same repository with a digest alone."""
+        """Return the same repository with only a digest."""
         return replace(self, tag=None, digest=digest)
 
     def __str__(self) -> str:

@@ -93,7 +93,7 @@ class _Challenge:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """A header that answers a challenge, and the time until which it is valid."""
+    """A header for a challenge, and the time until which it is valid."""
 
     header: str = field(repr=False)
     challenge: _Challenge

@@ -142,8 +142,8 @@ class _Adapter(requests.adapters.HTTPAdapter):
 def open_session(connection: ClientOptions, host: str) -> requests.Session:
     """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
-    Certificates from ``certs.d`` are presented to that origin alone, not to the targets of
-    redirects and uploads elsewhere. Raises StoreError for one that cannot be read.
+    Certificates from ``certs.d`` are presented to that origin only, not to the targets of redirects
+    and uploads elsewhere. Raises StoreError for an unreadable one.
     """
     session = _Requests()
     session.headers["User-Agent"] = connection.user_agent

@@ -161,7 +161,7 @@ def helper(config: dict[str, Any], registry: str) -> str | None:
 
 
 def keys_of(config: dict[str, Any], registry: str) -> list[str]:
-    """Return the keys of ``auths`` for a registry as a whole, in any spelling."""
+    """Return the keys of ``auths`` for a whole registry, in any spelling."""
     host = scope_of(registry)
     return [key for key in config.get("auths") or {} if scope_of(key) == host]
 

@@ -88,7 +88,7 @@ def tag_of(subject: Digest) -> str:
 
 
 def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
-    """Return the referrers of ``subject``, of one artifact type where one is given.
+    """Return the referrers of ``subject``, of one artifact type if given.
 
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError.
     """

@@ -68,7 +68,7 @@ def _begin(session: Session, query: str) -> RegistryResponse:
 def _mount(session: Session, digest: Digest, repository: str) -> RegistryResponse | None:
     """Request a mount; return None if there are no credentials for it.
 
-    A token that another thread received a moment ago may lack the right to read the other
+    A token that another thread has just received may lack the permission to read the other
     repository, so a 401 is worth a second request.
     """
     query = "?" + urlencode({"mount": str(digest), "from": repository})

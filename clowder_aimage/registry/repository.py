@@ -33,7 +33,7 @@ _MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
 class Repository(Target, AbstractContextManager["Repository"]):
     """The repository of ``reference``, with a cache of its manifests.
 
-    Missing blobs are mounted from ``origins`` where the registry allows it.
+    Missing blobs are mounted from ``origins`` if the registry allows it.
     """
 
     def __init__(
@@ -175,14 +175,14 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return listing.tags(self._session, self._name)
 
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
-        """Return the manifests with ``subject``, of one type where one is given (end-12)."""
+        """Return the manifests with ``subject``, of one type if given (end-12)."""
         return listing.referrers(self._session, subject, artifact_type)
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)
 
     def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference | None) -> None:
-        """PUT a manifest by tag, or by digest where there is no tag, and list it as a referrer."""
+        """PUT a manifest by tag, or by digest without a tag, and list it as a referrer."""
         target = (reference and reference.tag) or str(content.digest)
         what = f"manifest {self._name}:{target}"
         headers = self._session.put_manifest(target, content.media_type, raw, what)

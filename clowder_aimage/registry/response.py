@@ -56,7 +56,7 @@ class RegistryResponse:
         return urlsplit(self.url).netloc.rpartition("@")[2] or "the registry"
 
     def read(self, limit: int) -> bytes:
-        """Read the whole body, which must not be larger than ``limit`` bytes, and close.
+        """Read the whole body, at most ``limit`` bytes, and close.
 
         Raises BrokenOffError, or VerificationError if it is larger, or if it is compressed, which
         no request accepts and which could unpack to any size.

@@ -18,7 +18,7 @@ from clowder_aimage.errors import NetworkError, RegistryError
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
 ATTEMPTS = 4
 FIRST_WAIT = 0.2  # seconds at most between the first two attempts; each later wait is twice as long
-LONGEST_WAIT = 5.0  # seconds between two attempts, where the registry does not name a time
+LONGEST_WAIT = 5.0  # seconds between two attempts, unless the registry specifies a time
 LONGEST_PAUSE = 60.0  # maximum seconds to wait for Retry-After
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ class BrokenOffError(NetworkError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed a moment later.
+    """Return whether the same request may succeed if it is repeated soon.
 
     A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
     are raised at once. The caller handles a registry that requests a longer pause.

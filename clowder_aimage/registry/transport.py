@@ -194,7 +194,7 @@ class Transport:
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
     def _route(self, url: str) -> tuple[Any, bool]:
-        """Return the pool for a URL's origin, and whether a proxy needs the whole URL."""
+        """Return the pool for a URL's origin, and whether the proxy requires a full URL."""
         key = origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
