@@ -56,7 +56,7 @@ def scope_of(key: str) -> str | None:
     """Return the host, or host and path, of a key of ``auths``; None for other tokens.
 
     A key with a scheme, or one that ends in an API version, is docker's and names a host; any other
-    path is in the form of containers. The names of Docker Hub become docker.io. Docker Desktop
+    path is in the containers format. The names of Docker Hub become docker.io. Docker Desktop
     stores tokens of Docker Hub that are not passwords below the host's key.
     """
     scheme, found, rest = key.rpartition("://")
